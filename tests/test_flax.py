@@ -33,9 +33,9 @@ from memjax.models import (
     LanguageModel,
     ModelConfig,
     ReReadWindow,
-    hmt,
-    mplus,
-    rmt,
+    add_hmt,
+    add_mplus,
+    add_rmt,
 )
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.config import MECHANISMS
@@ -119,13 +119,13 @@ def model(name: str) -> Any:
             return language_model("attention", "trellis")
         case "hmt":
             config = HMTConfig(segment=4, sensory=1, memories=3)
-            return hmt(language_model("attention"), config, rngs=nnx.Rngs(1))
+            return add_hmt(language_model("attention"), config, rngs=nnx.Rngs(1))
         case "rmt":
-            return rmt(language_model("attention"), 4, rngs=nnx.Rngs(1))
+            return add_rmt(language_model("attention"), 4, rngs=nnx.Rngs(1))
         case "reread":
             return ReReadWindow(language_model("attention"), reread=3, segment=4)
         case _:
-            return mplus(language_model("attention"), memory, rngs=nnx.Rngs(1))
+            return add_mplus(language_model("attention"), memory, rngs=nnx.Rngs(1))
 
 
 class Layer(nnx.Module):

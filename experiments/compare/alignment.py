@@ -49,7 +49,7 @@ from memjax.models import LanguageModel
 from memjax.models.language_model.calibrate import start_layers
 from memjax.models.language_model.config import heads_of
 from memjax.models.language_model.teacher import Moments, measure
-from memjax.models.language_model.windowed import limited
+from memjax.models.language_model.windowed import limit_layer
 from memjax.nnx.params import as_arrays
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training.finetune import finetune
@@ -187,7 +187,7 @@ def windows(config: Config, known: Setting) -> dict[str, list[float]]:
     @functools.partial(jax.jit, static_argnums=0)
     def share(size, one):
         (x,), (y,) = one["x"], one["y"]
-        narrow = limited(mechanism, size, config.sinks)
+        narrow = limit_layer(mechanism, size, config.sinks)
         return missed(whole_window(narrow, params, x), y, config.window)
 
     texts = list(batches(known.test))

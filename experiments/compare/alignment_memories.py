@@ -12,7 +12,7 @@ class Memory(NamedTuple):
     """A memory, with sizes of at most the bytes of those keys and values.
 
     Attributes:
-        name: of `retrofit`.
+        name: of `add_memory`.
         options: of its sizes.
         started: from the backbone's statistics, or at random.
     """

@@ -30,7 +30,7 @@ def read(
     """What full attention made of texts in a layer, from the file if it is there.
 
     Args:
-        student: that `retrofit` made, with a memory in that layer alone.
+        student: that `add_memory` made, with a memory in that layer alone.
         teacher: configuration of the model that it was made of.
         tokens: of the texts.
         file: where it is kept; it is there once all texts are read.

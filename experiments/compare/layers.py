@@ -34,7 +34,7 @@ from memjax.mechanisms import Mechanism
 from memjax.models import LanguageModel
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import BlockParams, normalize, run_block
-from memjax.models.language_model.windowed import with_capacity, with_window
+from memjax.models.language_model.windowed import limit_attention, set_capacity
 from memjax.models.loss import target_nll
 from memjax.nnx.params import as_arrays
 from memjax.training.finetune import finetune
@@ -99,8 +99,8 @@ class Layers:
     """
 
     def __init__(self, model: LanguageModel, config: Config):
-        forms = with_window(model, config.window, config.sinks), model
-        self.first, self.model = config.first, with_capacity(model, config.tokens)
+        forms = limit_attention(model, config.window, config.sinks), model
+        self.first, self.model = config.first, set_capacity(model, config.tokens)
         self.mechanisms = [[b.functions for b in form.blocks] for form in forms]
         self.params = [block.parameters() for block in self.model.blocks]
         self.depth = len(self.params)

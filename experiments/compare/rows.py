@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from experiments.compare import tunings
 from experiments.compare.tunings import Sizes, Stages, Tuning
 from memjax.models import LanguageModel
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
-from memjax.models.language_model.windowed import with_capacity, with_window
+from memjax.models.language_model.windowed import limit_attention, set_capacity
 from memjax.training.finetune.stage import Model
 
 
@@ -43,15 +43,15 @@ def full_attention(
     model: LanguageModel, backbone: LanguageModel, sizes: Sizes
 ) -> LanguageModel:
     """Full attention in all layers, also beyond the positions of the pretraining."""
-    whole = with_config(model, mechanisms=backbone.config.mechanisms)
-    return with_capacity(whole, sizes.tokens)
+    whole = replace_config(model, mechanisms=backbone.config.mechanisms)
+    return set_capacity(whole, sizes.tokens)
 
 
 def window(
     model: LanguageModel, backbone: LanguageModel, sizes: Sizes
 ) -> LanguageModel:
     """Windows with sinks in all layers."""
-    return with_window(model, sizes.window, sizes.sinks)
+    return limit_attention(model, sizes.window, sizes.sinks)
 
 
 def reread(model: LanguageModel, backbone: LanguageModel, sizes: Sizes) -> ReReadWindow:

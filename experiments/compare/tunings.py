@@ -17,8 +17,8 @@ from memjax.checks import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.retrofit import MemoryHeads, MemoryName, MemoryOptions
-from memjax.models.language_model.windowed import with_wider_windows, with_window
-from memjax.models.mplus.build import mplus
+from memjax.models.language_model.windowed import limit_attention, widen_windows
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
@@ -104,10 +104,8 @@ def wide_window(
     model: LanguageModel, sizes: Sizes, heads: MemoryHeads = "query"
 ) -> LanguageModel:
     """Windows with sinks in all layers, longer windows in the chosen layers."""
-    narrow = with_window(model, sizes.window, sizes.sinks)
-    return with_wider_windows(
-        narrow, sizes.layers, more_tokens(model, sizes.more, heads)
-    )
+    narrow = limit_attention(model, sizes.window, sizes.sinks)
+    return widen_windows(narrow, sizes.layers, more_tokens(model, sizes.more, heads))
 
 
 def more_tokens(model: LanguageModel, more: int, heads: MemoryHeads) -> int:
@@ -283,7 +281,7 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
         )
 
     def size(rows: int) -> int:
-        model = mplus(backbone, memory(rows), key=jax.random.key(0))
+        model = add_mplus(backbone, memory(rows), key=jax.random.key(0))
         return kept_bytes(model, sizes.tokens)
 
     # Without a store a document is read beside a row of another.

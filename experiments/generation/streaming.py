@@ -28,7 +28,7 @@ import memjax
 from experiments.lab.backbones import smollm2
 from experiments.lab.results import RESULTS, settings, show, write_report
 from memjax.data import open_documents
-from memjax.models import HMTConfig, MPlusConfig, hmt, mplus
+from memjax.models import HMTConfig, MPlusConfig, add_hmt, add_mplus
 
 Name = Literal["hmt", "mplus"]
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -77,10 +77,10 @@ def stream(config: Config, name: Name) -> dict[str, Any]:
     assert tokenizer is not None
     key = jax.random.key(0)
     if name == "hmt":
-        model = hmt(pretrained.model, config.hmt, key=key)
+        model = add_hmt(pretrained.model, config.hmt, key=key)
         read = lambda model, state, tokens: model.features(state, tokens)[0]
     else:
-        model = mplus(pretrained.model, config.mplus, key=key)
+        model = add_mplus(pretrained.model, config.mplus, key=key)
         read = lambda model, state, tokens: model.inject(state, tokens)
     graph, params = nnx.split(model)
     one = jax.jit(

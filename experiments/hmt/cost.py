@@ -24,9 +24,9 @@ from flax import nnx
 
 from experiments.hmt import scores
 from experiments.lab.results import RESULTS, settings, show, write_report
-from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt
 from memjax.models.language_model import presets
-from memjax.models.language_model.windowed import with_capacity, with_window
+from memjax.models.language_model.windowed import limit_attention, set_capacity
 
 Kind = Literal["HMT", "sliding window", "full attention"]
 KINDS: tuple[Kind, ...] = ("HMT", "sliding window", "full attention")
@@ -161,14 +161,14 @@ def measure(config: Config, kind: Kind, length: int) -> dict[str, Any]:
 def build(config: Config, kind: Kind, length: int) -> Any:
     """A model with random parameters that can read so many tokens."""
     backbone = LanguageModel(config.backbone, key=jax.random.key(0))
-    backbone = with_capacity(backbone, length)
+    backbone = set_capacity(backbone, length)
     if kind == "full attention":
         return backbone
-    memory = hmt(backbone, config.memory, key=jax.random.key(1))
+    memory = add_hmt(backbone, config.memory, key=jax.random.key(1))
     if kind == "HMT":
         return memory
     size = scores.state_bytes(memory)
-    return with_window(backbone, scores.equal_window(backbone, size))
+    return limit_attention(backbone, scores.equal_window(backbone, size))
 
 
 def _peak() -> float:

@@ -38,7 +38,7 @@ from memjax.data import (
 )
 from memjax.data.tasks.facts import FACTBOOK
 from memjax.models import LanguageModel
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import limit_attention
 
 TEST_SHARE = 0.25
 WINDOW = "window of no less memory"
@@ -164,8 +164,8 @@ def _models(
     return {
         "HMT": hmt,
         "RMT": common.train_recurrent(trained_on, stages, sensory=0),
-        WINDOW: trained._replace(model=with_window(_plain(trained), wide)),
-        "the same, not fine-tuned": (with_window(backbone, wide), 0.0),
+        WINDOW: trained._replace(model=limit_attention(_plain(trained), wide)),
+        "the same, not fine-tuned": (limit_attention(backbone, wide), 0.0),
     }
 
 

@@ -18,7 +18,7 @@ from experiments.hmt import scores
 from memjax.models import HMTConfig, LanguageModel, ReReadWindow
 from memjax.models.base import Model
 from memjax.models.hmt.model import HMT
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import limit_attention
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.segment_stage import SegmentStage
 
@@ -128,7 +128,7 @@ def _untrained(
         return Row(name, build, (reread + segment) / segment, sizes)
 
     sinks = {"window": window, "sinks": SINKS}
-    slide = lambda *sizes: lambda backbone: with_window(backbone, *sizes)
+    slide = lambda *sizes: lambda backbone: limit_attention(backbone, *sizes)
     found = [
         Row(SINK_WINDOW, slide(window, SINKS), 1, sinks),
         again(AGAIN, plain - half, half),

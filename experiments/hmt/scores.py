@@ -17,7 +17,7 @@ from memjax.evaluation import TokenLosses
 from memjax.evaluation.provenance import device_name
 from memjax.models import LanguageModel
 from memjax.models.base import Model
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import limit_attention
 
 # Segments that are read in one call.
 TOGETHER = 16
@@ -33,7 +33,7 @@ def equal_window(backbone: LanguageModel, size: int, sinks: int = 0) -> int:
     """Tokens of the window whose state has as many bytes, not fewer, with its sinks."""
     least = max(1, sinks)
     one, two = (
-        state_bytes(with_window(backbone, w, sinks)) for w in (least, least + 1)
+        state_bytes(limit_attention(backbone, w, sinks)) for w in (least, least + 1)
     )
     return max(least, least - (one - size) // (two - one))
 

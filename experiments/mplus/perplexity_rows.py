@@ -17,8 +17,8 @@ from experiments.mplus.tuned import tuning
 from memjax.checks import check_sizes
 from memjax.data import Split
 from memjax.models import LanguageModel
-from memjax.models.language_model.windowed import with_capacity, with_window
-from memjax.models.mplus.build import mplus
+from memjax.models.language_model.windowed import limit_attention, set_capacity
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 
@@ -156,7 +156,7 @@ def with_memory(config: Config, models: Models) -> dict[str, MPlus]:
     found = {STAGES[name]: model for name, model in models.trained.items()}
     third = models.trained.get("stage3")
     memory = config.memory if third is None else third.config
-    fresh = mplus(models.backbone, memory, key=jax.random.key(config.seed))
+    fresh = add_mplus(models.backbone, memory, key=jax.random.key(config.seed))
     if "M+, untrained" in config.references:
         found["M+, untrained"] = fresh
     if "MemoryLLM, untrained" in config.references:
@@ -196,7 +196,7 @@ def build(
         memory = methods.LatentMemory(small)
         rows[name] = Row(small, memory, bool(model.config.retrieved), kept=kept)
     sized = [*memories.values()] or [
-        mplus(backbone, config.memory, key=jax.random.key(config.seed))
+        add_mplus(backbone, config.memory, key=jax.random.key(config.seed))
     ]
     sizes = sizes_of(sized, longest)
     rows |= plain(config, backbone, sizes, chunk)
@@ -234,7 +234,7 @@ def plain(
         ValueError: if `again` is not a multiple of the chunk.
     """
     read, longest = config.prompt + config.scored, config.told[-1] * chunk
-    whole = with_capacity(backbone, longest + read)
+    whole = set_capacity(backbone, longest + read)
     rows = {}
     if "told nothing" in config.references:
         rows["backbone, told nothing"] = _reader(whole, chunk, 0)
@@ -242,7 +242,7 @@ def plain(
         rows["backbone, full attention"] = _reader(whole, chunk, longest)
     if "window" in config.references:
         size = config.window or hmt_scores.equal_window(backbone, sizes.kept)
-        model = with_window(backbone, size - SINKS, SINKS)
+        model = limit_attention(backbone, size - SINKS, SINKS)
         name = f"backbone, window of {size - SINKS:,} tokens and {SINKS} sinks"
         rows[name] = _reader(model, chunk, longest)
     if "re-read" in config.references:

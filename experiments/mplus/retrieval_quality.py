@@ -36,7 +36,7 @@ from experiments.mplus.retention.config import Preset, Scale
 from experiments.mplus.retention.samples import make_samples
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.evaluation.drawing import drawing, source_of
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.checkpoints.checkpoint import load_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
@@ -171,7 +171,7 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
         hmt = common.Config(backbone="tiny", run_dir=config.run_dir)
         backbone, tokenizer = common.load_backbone(hmt)
         key = jax.random.key(config.seed)
-        return mplus(backbone, config.scale.memory, key=key), tokenizer, False
+        return add_mplus(backbone, config.scale.memory, key=key), tokenizer, False
     return models.load(config.retention())
 
 

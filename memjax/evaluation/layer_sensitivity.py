@@ -16,7 +16,10 @@ from memjax.models.language_model.layers import run_block
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.retrofit import attention_layers
 from memjax.models.language_model.teacher import read_whole
-from memjax.models.language_model.windowed import limited, require_unbounded_positions
+from memjax.models.language_model.windowed import (
+    limit_layer,
+    require_unbounded_positions,
+)
 from memjax.models.loss import target_nll
 
 
@@ -94,7 +97,7 @@ def _layer(model, i, h, limits=None):
     mechanism = model.config.layers[i]
     if limits is not None:
         assert isinstance(mechanism, AttentionConfig | SlidingWindowConfig)
-        mechanism = limited(mechanism, *limits)
+        mechanism = limit_layer(mechanism, *limits)
     return _run(model.config, build_once(mechanism), model.blocks[i].parameters(), h)
 
 

@@ -16,7 +16,7 @@ from memjax.data import Tokenizer, load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.base import Model
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.training import loop
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import DataConfig as DataConfig
@@ -230,7 +230,7 @@ def with_sampling(model: Model, **changes: Any) -> LanguageModel:
             f"{changes} needs an Elastic Memory layer; the mechanisms are {mechanisms}"
         )
     changed = lambda m: dataclasses.replace(m, **changes) if elastic(m) else m
-    return with_config(model, mechanisms=tuple(map(changed, mechanisms)))
+    return replace_config(model, mechanisms=tuple(map(changed, mechanisms)))
 
 
 def _require_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from memjax.conversation.record import fingerprint
 from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import ByteTokenizer
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
-from memjax.models import HMTConfig, Sampling, generate, hmt, mplus
+from memjax.models import HMTConfig, Sampling, add_hmt, add_mplus, generate
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.mplus.config import MPlusConfig
 from tests import tiny
@@ -36,10 +36,12 @@ MODELS = {
     "recurrent": lambda: tiny.llama(
         vocab_size=256, mechanisms=(GatedDeltaNetConfig(16, 2, 4, 4),), num_layers=1
     ),
-    "hmt": lambda: hmt(
+    "hmt": lambda: add_hmt(
         llama(), HMTConfig(segment=16, sensory=2), key=jax.random.key(1)
     ),
-    "mplus": lambda: tiny.drawn(lambda: mplus(llama(), MEMORY, key=jax.random.key(1))),
+    "mplus": lambda: tiny.drawn(
+        lambda: add_mplus(llama(), MEMORY, key=jax.random.key(1))
+    ),
 }
 SLOW = [
     name if name == "attention" else pytest.param(name, marks=pytest.mark.slow)

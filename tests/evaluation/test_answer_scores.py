@@ -10,7 +10,7 @@ import pytest
 from memjax import evaluation
 from memjax.data import Question, QuestionInput, align
 from memjax.mechanisms import AttentionConfig
-from memjax.models import HMTConfig, LanguageModel, ModelConfig, generate, hmt
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt, generate
 from memjax.models import Sampling as Draw
 from tests import tiny
 
@@ -34,7 +34,7 @@ def backbone():
 @functools.cache
 def searching():
     config = HMTConfig(segment=L, sensory=2, memories=4)
-    model = hmt(backbone(), config, key=jax.random.key(1))
+    model = add_hmt(backbone(), config, key=jax.random.key(1))
     # A search that chooses, so that what it has read ahead can be told.
     model.query.set_value(model.query.get_value() * 30)
     return model

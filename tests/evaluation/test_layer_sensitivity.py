@@ -8,8 +8,8 @@ import pytest
 
 from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
 from memjax.mechanisms import AttentionConfig, DeltaNetConfig
-from memjax.models.language_model.rebuilt import with_config
-from memjax.models.language_model.windowed import limited
+from memjax.models.language_model.rebuilt import replace_config
+from memjax.models.language_model.windowed import limit_layer
 from memjax.models.loss import target_nll
 from tests import tiny
 
@@ -36,8 +36,8 @@ def test_it_is_the_rise_of_the_loss_with_one_layer_windowed():
     # The second layer: the first is as it was.
     second = model.config.layers[1]
     assert isinstance(second, AttentionConfig)
-    mechanisms = (model.config.layers[0], limited(second, WINDOW, SINKS))
-    windowed = loss_beyond(with_config(model, mechanisms=mechanisms), texts)
+    mechanisms = (model.config.layers[0], limit_layer(second, WINDOW, SINKS))
+    windowed = loss_beyond(replace_config(model, mechanisms=mechanisms), texts)
     assert abs(windowed - full) > 1e-4
     np.testing.assert_allclose(rises[1], windowed - full, atol=1e-5)
 

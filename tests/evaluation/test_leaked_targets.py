@@ -10,7 +10,7 @@ import pytest
 from memjax import evaluation
 from memjax.evaluation import TokenLosses
 from memjax.mechanisms import AttentionConfig
-from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt
 from tests import tiny
 
 V, L, N = 11, 4, 3
@@ -30,7 +30,9 @@ TOKENS = np.random.default_rng(0).integers(0, V, 6 * L + 1).astype(np.int32)
 @functools.cache
 def model():
     key = jax.random.key(0)
-    return tiny.drawn(lambda: hmt(LanguageModel(BACKBONE, key=key), CONFIG, key=key))
+    return tiny.drawn(
+        lambda: add_hmt(LanguageModel(BACKBONE, key=key), CONFIG, key=key)
+    )
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 4])

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.models import LanguageModel, hmt, mplus, rmt
+from memjax.models import LanguageModel, add_hmt, add_mplus, add_rmt
 from memjax.models.base import Model
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import (
-    with_capacity,
-    with_max_length,
-    with_window,
+    limit_attention,
+    limit_length,
+    set_capacity,
 )
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora
 from memjax.models.mplus.config import MPlusConfig
@@ -46,13 +46,13 @@ def build(name: str) -> Any:
             return llama()
         case "hmt":
             config = HMTConfig(segment=4, sensory=1, memories=3)
-            return hmt(llama(), config, key=key)
+            return add_hmt(llama(), config, key=key)
         case "rmt":
-            return rmt(llama(), 4, key=key)
+            return add_rmt(llama(), 4, key=key)
         case "reread":
             return ReReadWindow(llama(), reread=5, segment=4)
         case _:
-            return mplus(llama(), MEMORY, key=key)
+            return add_mplus(llama(), MEMORY, key=key)
 
 
 @pytest.fixture(name="built", scope="module")
@@ -105,17 +105,17 @@ LORA = LoraConfig(rank=2)
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: with_capacity(m, 8),
-        lambda m: with_config(m, dtype="bfloat16"),
-        lambda m: with_window(m, 4),
-        lambda m: with_max_length(m, 8, True),
+        lambda m: set_capacity(m, 8),
+        lambda m: replace_config(m, dtype="bfloat16"),
+        lambda m: limit_attention(m, 4),
+        lambda m: limit_length(m, 8, True),
         lambda m: with_snapkv(m, SnapKVConfig(keep=4, room=4, window=2, kernel=3)),
         freeze,
         merge_lora,
         lambda m: add_lora(m, LORA, jax.random.key(0)),
         lambda m: merge_lora(add_lora(m, LORA, jax.random.key(0))),
-        lambda m: hmt(m, HMTConfig(segment=4, sensory=2), key=jax.random.key(0)),
-        lambda m: mplus(m, MEMORY, key=jax.random.key(0)),
+        lambda m: add_hmt(m, HMTConfig(segment=4, sensory=2), key=jax.random.key(0)),
+        lambda m: add_mplus(m, MEMORY, key=jax.random.key(0)),
         lambda m: ReReadWindow(m, reread=5, segment=4),
     ],
 )

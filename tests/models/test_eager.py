@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.models import HMTConfig, hmt, mplus
+from memjax.models import HMTConfig, add_hmt, add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 from tests import tiny
@@ -25,9 +25,11 @@ def build(name: str) -> Any:
         case "language model":
             return tiny.make_llama(num_layers=1)
         case "hmt":
-            return hmt(tiny.make_llama(num_layers=1), HMT, key=jax.random.key(1))
+            return add_hmt(tiny.make_llama(num_layers=1), HMT, key=jax.random.key(1))
         case _:
-            return mplus(tiny.make_llama(num_layers=1), MEMORY, key=jax.random.key(1))
+            return add_mplus(
+                tiny.make_llama(num_layers=1), MEMORY, key=jax.random.key(1)
+            )
 
 
 def verbs(model, state, seed):

@@ -12,7 +12,7 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models import offload as host_memory
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.offload import device_bytes, near, put, require_place
 
@@ -37,7 +37,7 @@ TOKENS = jax.random.randint(jax.random.key(5), (2, 20), 0, 19)
 
 def build(config, place):
     config = dataclasses.replace(config, store_memory=place, pool_memory=place)
-    return mplus(LanguageModel(SIZES, key=KEY), config, key=KEY)
+    return add_mplus(LanguageModel(SIZES, key=KEY), config, key=KEY)
 
 
 @pytest.fixture(scope="module", params=[OLDEST, FREQUENCY], ids=["oldest", "frequency"])

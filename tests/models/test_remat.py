@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.models import rmt
+from memjax.models import add_rmt
 from memjax.models.remat import cond_with_remat
 from tests import tiny
 
@@ -45,7 +45,9 @@ def test_every_derivative_is_that_of_a_plain_branch(needed):
 
 @pytest.mark.slow
 def test_hmt_has_a_forward_derivative():
-    model = rmt(tiny.llama(num_layers=1), 2, key=jax.random.key(0), activations="keep")
+    model = add_rmt(
+        tiny.llama(num_layers=1), 2, key=jax.random.key(0), activations="keep"
+    )
     tokens, state = tiny.tokens(0, 1, 3), model.init_state(1)
 
     def loss(bank):

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.models import HMTConfig, MPlusConfig, ReReadWindow, hmt, mplus, rmt
+from memjax.models import (
+    HMTConfig,
+    MPlusConfig,
+    ReReadWindow,
+    add_hmt,
+    add_mplus,
+    add_rmt,
+)
 from tests import tiny
 
 T, LENGTHS = 11, (10, 5, 0)
@@ -21,13 +28,13 @@ def build(name) -> Any:
     match name:
         case "hmt":
             config = HMTConfig(segment=4, sensory=1, memories=3)
-            return hmt(tiny.make_llama(num_layers=1), config, key=key)
+            return add_hmt(tiny.make_llama(num_layers=1), config, key=key)
         case "rmt":
-            return rmt(tiny.make_llama(num_layers=1), 4, key=key)
+            return add_rmt(tiny.make_llama(num_layers=1), 4, key=key)
         case "reread":
             return ReReadWindow(tiny.make_llama(num_layers=1), reread=5, segment=4)
         case _:
-            return mplus(
+            return add_mplus(
                 tiny.make_llama(num_layers=1), MPlusConfig(**MEMORY, rank=2), key=key
             )
 

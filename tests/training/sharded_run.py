@@ -38,7 +38,7 @@ from memjax.mechanisms import (
     TrellisConfig,
     TTTLinearConfig,
 )
-from memjax.models import LanguageModel, ModelConfig, mplus, preset
+from memjax.models import LanguageModel, ModelConfig, add_mplus, preset
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
@@ -249,7 +249,7 @@ def memory() -> None:
         rank=2,
     )
     backbone = LanguageModel(config, key=jax.random.key(0))
-    graph, params = nnx.split(mplus(backbone, sizes, key=jax.random.key(1)))
+    graph, params = nnx.split(add_mplus(backbone, sizes, key=jax.random.key(1)))
     model: MPlus = nnx.merge(graph, params)
     # The store overflows: three texts make 144 rows, pool and store hold 88.
     texts = np.random.default_rng(0).integers(0, V, (3, 4, 12 * 8)).astype(np.int32)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import memjax
-from memjax.models import HMTConfig, MPlusConfig, hmt, mplus
+from memjax.models import HMTConfig, MPlusConfig, add_hmt, add_mplus
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.hmt.model import HMT
 from memjax.models.lora import LoraConfig, add_lora
@@ -37,9 +37,9 @@ MEMORY = MPlusConfig(4, pool=8, chunk=8, least_chunk=8, retrieved=4, store=16)
 def build(name: str) -> Any:
     key = jax.random.key(1)
     if name == "memoryllm":
-        return mplus(tiny.llama(), MEMORY, key=key)
+        return add_mplus(tiny.llama(), MEMORY, key=key)
     adapted = add_lora(tiny.llama(), LoraConfig(rank=2), key)
-    return hmt(adapted, HMTConfig(segment=8, sensory=2, memories=4), key=key)
+    return add_hmt(adapted, HMTConfig(segment=8, sensory=2, memories=4), key=key)
 
 
 @pytest.mark.slow

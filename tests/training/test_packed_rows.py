@@ -19,7 +19,7 @@ from memjax.mechanisms import (
 )
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.hmt.model import hmt
+from memjax.models.hmt.model import add_hmt
 from memjax.training import LoopConfig, StepConfig
 from memjax.training import pretrain as run
 from memjax.training.step import init_train_state, make_train_step
@@ -85,7 +85,7 @@ def test_an_update_is_that_of_each_document_in_a_row_of_its_own(accumulate):
 
 
 def test_a_wrapped_backbone_is_refused():
-    wrapped = hmt(model(), HMTConfig(segment=4, sensory=1), key=jax.random.key(0))
+    wrapped = add_hmt(model(), HMTConfig(segment=4, sensory=1), key=jax.random.key(0))
     batch = next(packed_batches(documents(8, 5), 24, 1, seed=0, start_multiple=4))
     state = init_train_state(wrapped, DESCENT, StepConfig(), 1)
     with pytest.raises(ValueError, match="need a LanguageModel.* got HMT"):

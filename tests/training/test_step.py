@@ -16,7 +16,7 @@ from memjax.data.batches.batch import Batch
 from memjax.mechanisms import SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.hmt.model import hmt
+from memjax.models.hmt.model import add_hmt
 from memjax.models.loss import scored_mask, target_nll
 from memjax.training.step import (
     StepConfig,
@@ -265,12 +265,12 @@ def test_hmt_with_retrieval_is_scored_from_j_on():
     # L = 4 and j = 1: target i is token i + 1, at place (i + 1) % 4 of its segment.
     memory = HMTConfig(segment=4, sensory=1, memories=2, summary_fraction=0.25)
     key = jax.random.key(5)
-    model = tiny.drawn(lambda: hmt(LanguageModel(CONFIG, key=key), memory, key=key))
+    model = tiny.drawn(lambda: add_hmt(LanguageModel(CONFIG, key=key), memory, key=key))
     place = (np.arange(T) + 1) % 4
     assert model.first_scored == 1 and MODEL.first_scored == 0
     np.testing.assert_array_equal(scored_mask(T, 4, 1), place >= 1)
     causal = dataclasses.replace(memory, summary_source="previous")
-    assert nnx.eval_shape(lambda: hmt(MODEL, causal, key=key)).first_scored == 0
+    assert nnx.eval_shape(lambda: add_hmt(MODEL, causal, key=key)).first_scored == 0
     config = StepConfig(loss_on="scored")
     state = init_train_state(model, DESCENT, config, B)
     _, metrics = jax.jit(make_train_step(model, DESCENT, config))(state, BATCH)

@@ -17,7 +17,7 @@ from memjax.data import Batch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.hmt.model import hmt
+from memjax.models.hmt.model import add_hmt
 from memjax.models.language_model.config import Architecture
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training import OptimizerConfig
@@ -92,7 +92,7 @@ def ours(
         retrieval_dim=shape.retrieval_dim,
         activations=activations,
     )
-    model = hmt(backbone, memory, key=jax.random.key(1))
+    model = add_hmt(backbone, memory, key=jax.random.key(1))
     transform = make_optimizer(
         OptimizerConfig(
             learning_rate=1e-5,

@@ -15,7 +15,7 @@ from experiments.lab.measure import tree_bytes
 from experiments.mplus.retention.variants import KeptBytes, kept_bytes
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
-from memjax.models.language_model.windowed import with_capacity, with_window
+from memjax.models.language_model.windowed import limit_attention, set_capacity
 from memjax.models.mplus.model import MPlus
 
 GREEDY = Sampling(temperature=0.0)
@@ -62,7 +62,7 @@ class Full:
 
     def __init__(self, model: LanguageModel, chunk: int, tokens: int, question: int):
         longest = min(tokens, model.config.capacity or tokens)
-        self._reader = Reader(with_capacity(model, longest), chunk)
+        self._reader = Reader(set_capacity(model, longest), chunk)
         self._room = longest - question
 
     def start(self, batch):
@@ -119,7 +119,7 @@ class LatentMemory:
 
 def window(model: LanguageModel, chunk: int, tokens: int, sinks: int) -> Reader:
     """A sliding window of so many tokens, beside the first `sinks` of the text."""
-    return Reader(with_window(model, tokens, sinks), chunk)
+    return Reader(limit_attention(model, tokens, sinks), chunk)
 
 
 def snapkv(model: LanguageModel, chunk: int, tokens: int, question: int) -> Reader:

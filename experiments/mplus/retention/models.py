@@ -20,7 +20,7 @@ from memjax.data import (
     read_questions,
 )
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.model import MPlus
 from memjax.training.finetune import finetune
 
@@ -35,7 +35,7 @@ def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
         path = Path(config.backbone)
     found = finetune.load_backbone(path)
     memory = SCALES[config.preset].memory
-    model = mplus(found.model, memory, key=jax.random.key(config.seed))
+    model = add_mplus(found.model, memory, key=jax.random.key(config.seed))
     return model, found.tokenizer, False
 
 

@@ -17,7 +17,7 @@ from experiments.mplus.retention.variants import KeptBytes
 from memjax.checks import check_sizes
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel
-from memjax.models.language_model.windowed import with_capacity
+from memjax.models.language_model.windowed import set_capacity
 
 
 class ReRead:
@@ -44,7 +44,7 @@ class ReRead:
                 f"last must be at most {positions - question}, so that a question of "
                 f"{question} tokens has positions, got {last}"
             )
-        self.model = with_capacity(model, last + question)
+        self.model = set_capacity(model, last + question)
         self.chunk, self.last = chunk, last
 
     def start(self, batch):
@@ -140,12 +140,12 @@ def bm25(
         question: tokens of question and answer, at most.
     """
     capacity = num_chunks * chunk + question
-    return Retriever(with_capacity(model, capacity), tokenizer, chunk, num_chunks)
+    return Retriever(set_capacity(model, capacity), tokenizer, chunk, num_chunks)
 
 
 def closed_book(model: LanguageModel, tokenizer: Tokenizer, question: int) -> Retriever:
     """The backbone with the question alone."""
-    return Retriever(with_capacity(model, question), tokenizer, question, 0)
+    return Retriever(set_capacity(model, question), tokenizer, question, 0)
 
 
 def _ids(tokens: int) -> KeptBytes:

@@ -38,8 +38,8 @@ from experiments.mplus.retention import variants
 from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.language_model.windowed import with_capacity, with_window
-from memjax.models.mplus.build import mplus
+from memjax.models.language_model.windowed import limit_attention, set_capacity
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import MPlusState
@@ -245,7 +245,7 @@ def build_memory(config: Config, kind: Kind) -> MPlus:
         store_memory="device" if kind == "M+, all on the device" else "host",
         pool_memory="host" if kind.endswith("(offload)") else "device",
     )
-    memory = mplus(backbone, sizes, key=jax.random.key(1))
+    memory = add_mplus(backbone, sizes, key=jax.random.key(1))
     return variants.without_store(memory) if "MemoryLLM" in kind else memory
 
 
@@ -253,9 +253,9 @@ def build_backbone(config: Config, kind: Kind, length: int) -> LanguageModel:
     """The backbone with attention over so many tokens, or with a sliding window."""
     backbone = LanguageModel(config.backbone, key=jax.random.key(0))
     if kind == "full attention":
-        return with_capacity(backbone, length + config.prompt + config.answer)
+        return set_capacity(backbone, length + config.prompt + config.answer)
     size = variants.device_bytes(build_memory(config, "M+"))
-    return with_window(backbone, hmt_scores.equal_window(backbone, size))
+    return limit_attention(backbone, hmt_scores.equal_window(backbone, size))
 
 
 def memory_bytes(state: MPlusState) -> dict[str, int]:

@@ -20,7 +20,7 @@ from experiments.hmt.speed.operations import Shape
 from experiments.mplus.speed import official
 from memjax.models import LanguageModel
 from memjax.models.mplus import store as long_term_store
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions
@@ -131,7 +131,7 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
     """Our model, `held` rows in its store; compiled when it is first called."""
     config = memory.config
     backbone = LanguageModel(backbone_config(shape), key=jax.random.key(0))
-    model = mplus(backbone, config, key=jax.random.key(1))
+    model = add_mplus(backbone, config, key=jax.random.key(1))
     graph, params = nnx.split(model)
     merged: Callable[[Any], MPlus] = lambda params: nnx.merge(graph, params)
     holder = [filled(model.init_state(1), held)]

@@ -14,7 +14,7 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus import read
-from memjax.models.mplus.build import memoryllm
+from memjax.models.mplus.build import add_memoryllm
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 from memjax.training.finetune.segment_stage import SegmentStage
@@ -51,7 +51,7 @@ def mplus_layer(decodes: bool) -> Program:
     # The smallest vocabulary: head and embedding are not of the layer.
     backbone = _llama(attention, layers=1, hidden=14_336, vocab_size=256)
     config = MPlusConfig(pool=POOL)
-    build = lambda: memoryllm(
+    build = lambda: add_memoryllm(
         LanguageModel(backbone, key=jax.random.key(0)), config, key=jax.random.key(1)
     )
     model = nnx.eval_shape(build)

@@ -31,10 +31,10 @@ from memjax.models.checkpoints.hf.safetensors_folder import SafetensorsFolder
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.hmt.model import HMT, hmt
+from memjax.models.hmt.model import HMT, add_hmt
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.lora import merge_lora
 
 BACKBONE, INITIAL_MEMORY, SUMMARY_PROMPT = (
@@ -65,7 +65,7 @@ def load_official(
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of another shape,
-            as those of a backbone of another width are; or as `hmt`.
+            as those of a backbone of another width are; or as `add_hmt`.
     """
     found = SafetensorsFile(Path(file))
     hf_config = {"model_type": "llama"} | dict(hf_config)
@@ -144,7 +144,7 @@ def plain_backbone(model: HMT) -> LanguageModel:
     """The backbone as it came, with its adapters merged."""
     # HMT shortened the caches and may have changed remat.
     own = model.pretrained
-    return with_config(
+    return replace_config(
         merge_lora(model.backbone), mechanisms=own.mechanisms, remat=own.remat
     )
 
@@ -190,7 +190,7 @@ def _build(
     }
     own_format.require_tensors(expected, memory, where)
     # Any key: all that it draws is replaced by the checkpoint.
-    model = hmt(backbone, config, key=jax.random.key(0))
+    model = add_hmt(backbone, config, key=jax.random.key(0))
     model.initial_memory.set_value(jnp.asarray(get(INITIAL_MEMORY)[0]))
     if config.retrieval:
         model.summary_prompt.set_value(jnp.asarray(get(SUMMARY_PROMPT)[0]))

@@ -43,7 +43,7 @@ from memjax.models.hmt.segment import join_open_segment, read_segments
 from memjax.models.hmt.state import HMTState, SegmentTrace, init_state
 from memjax.models.hmt.weights import RetrievalWeights, Weights, init_weights
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.language_model.windowed import with_max_length
+from memjax.models.language_model.windowed import limit_length
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import params_key
 
@@ -56,7 +56,7 @@ class HMT(nnx.Module):
     result.
 
     Example:
-        model = hmt(backbone, HMTConfig(segment=512), rngs=nnx.Rngs(0))
+        model = add_hmt(backbone, HMTConfig(segment=512), rngs=nnx.Rngs(0))
         state, logits = model(model.init_state(batch), tokens)
     """
 
@@ -77,7 +77,7 @@ class HMT(nnx.Module):
         # its weights too: there a segment is computed again layer by layer.
         by_layer = config.activations == "recompute" and backbone.config.scan_layers
         remat = config.activations == "keep" or by_layer
-        self.backbone = with_max_length(backbone, length, remat)
+        self.backbone = limit_length(backbone, length, remat)
         weights = init_weights(self.backbone, config, params_key(key, rngs))
         self.initial_memory = nnx.Param(weights.initial_memory)
         if weights.retrieval is not None:
@@ -240,7 +240,7 @@ class HMT(nnx.Module):
         return state, features, trace
 
 
-def hmt(
+def add_hmt(
     backbone: LanguageModel,
     config: HMTConfig,
     *,

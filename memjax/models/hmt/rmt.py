@@ -17,7 +17,7 @@ from memjax.models.hmt.model import HMT
 from memjax.models.language_model.model import LanguageModel
 
 
-def rmt(
+def add_rmt(
     backbone: LanguageModel,
     segment: int,
     *,
@@ -35,7 +35,7 @@ def rmt(
         activations: see `HMTConfig`.
 
     Raises:
-        ValueError: as `hmt`.
+        ValueError: as `add_hmt`.
     """
     config = HMTConfig(
         segment=segment, sensory=0, retrieval=False, activations=activations

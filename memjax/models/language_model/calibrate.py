@@ -1,4 +1,4 @@
-"""Starts what `retrofit` added from statistics of its teacher (`teacher.py`).
+"""Starts what `add_memory` added from statistics of its teacher (`teacher.py`).
 
 Of the keys k of a layer, as its attention has them, with mean μ and covariance Σ:
 
@@ -49,7 +49,7 @@ def calibrate(
     reads heads as they are, has nothing to start.
 
     Args:
-        model: that `retrofit` made, without adapters; it stays as it is.
+        model: that `add_memory` made, without adapters; it stays as it is.
         teacher: configuration of the model that it was made of.
         tokens: texts of the training documents, read one at a time; the shortest
             half-life is the window, the longest T.

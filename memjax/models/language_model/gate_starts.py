@@ -1,4 +1,4 @@
-"""Starts the gates of a memory that `retrofit` put beside a window.
+"""Starts the gates of a memory that `add_memory` put beside a window.
 
 Gates read keys and values of a token as they are, whose means are large: their weights
 are made for channels of variance 1 and lose the mean, so that a gate starts at its

@@ -12,7 +12,7 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.nnx.params import replace
 
 
-def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
+def replace_config(model: LanguageModel, **changes: Any) -> LanguageModel:
     """The same parameters in a model whose config has these `changes`.
 
     Mixers may change to others with the same parameters: full attention to a sliding
@@ -28,10 +28,10 @@ def with_config(model: LanguageModel, **changes: Any) -> LanguageModel:
     for block, mechanism in zip(model.blocks, built, strict=True):
         if shapes(block.functions) != shapes(mechanism):
             raise ValueError(f"{changes} changes the parameters of a mechanism")
-    return with_mechanisms(model, config, built)
+    return replace_mechanisms(model, config, built)
 
 
-def with_mechanisms(
+def replace_mechanisms(
     model: LanguageModel, config: ModelConfig, built: Sequence[Mechanism]
 ) -> LanguageModel:
     """The same parameters in a new model with this config and these mechanisms."""

@@ -1,6 +1,6 @@
 """A memory in chosen layers of a pretrained model, whose other layers are windows.
 
-    model = retrofit(model, memory="lattice", layers=(3, 9), window=256, key=key)
+    model = add_memory(model, memory="lattice", layers=(3, 9), window=256, key=key)
 
 A chosen layer keeps its projections. With placement="beside" it becomes a sliding
 window with a memory beside it (`memjax.mechanisms.hybrid`), which begins with no part
@@ -28,7 +28,7 @@ from memjax.mechanisms import (
     InfiniConfig,
     MechanismConfig,
 )
-from memjax.mechanisms.hybrid import add_memory
+from memjax.mechanisms.hybrid import add_memory as init_memory
 from memjax.mechanisms.layers.cell import CellConfig
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models.language_model.config import (
@@ -39,10 +39,10 @@ from memjax.models.language_model.config import (
 )
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.presets import RECURRENT
-from memjax.models.language_model.rebuilt import with_mechanisms
+from memjax.models.language_model.rebuilt import replace_mechanisms
 from memjax.models.language_model.windowed import (
     PlainAttention,
-    limited,
+    limit_layer,
     require_unbounded_positions,
 )
 from memjax.nnx.params import as_arrays, as_params
@@ -107,7 +107,7 @@ class MemoryOptions:
         return {name: x for name, x in vars(self).items() if x is not None}
 
 
-def retrofit(
+def add_memory(
     model: LanguageModel,
     *,
     memory: str | CellConfig | ElasticMemoryConfig,
@@ -141,12 +141,12 @@ def retrofit(
     config = retrofitted(
         model.config, memory, layers, window, sinks, placement, options
     )
-    new = with_mechanisms(model, config, tuple(map(build_once, config.layers)))
+    new = replace_mechanisms(model, config, tuple(map(build_once, config.layers)))
     for layer in layers:
         block, mechanism = new.blocks[layer], config.layers[layer]
         if isinstance(mechanism, HybridConfig):
             fresh = jax.random.fold_in(key, layer)
-            params = add_memory(mechanism, as_arrays(block.mechanism), fresh)
+            params = init_memory(mechanism, as_arrays(block.mechanism), fresh)
             # The attention's own variables, with adapters if it has them.
             own = as_params(params._replace(attention=None))
             block.mechanism = nnx.data(own._replace(attention=block.mechanism))
@@ -162,7 +162,7 @@ def retrofitted(
     placement: Placement,
     options: MemoryOptions = MemoryOptions(),
 ) -> ModelConfig:
-    """The configuration of `retrofit`'s model; raises as it does."""
+    """The configuration of `add_memory`'s model; raises as it does."""
     require_known("placement", placement, get_args(Placement))
     if isinstance(memory, str):
         require_known("memory", memory, get_args(MemoryName))
@@ -177,11 +177,11 @@ def retrofitted(
         if not isinstance(mechanism, PlainAttention):
             mechanisms.append(mechanism)
         elif i not in layers:
-            mechanisms.append(limited(mechanism, window, sinks))
+            mechanisms.append(limit_layer(mechanism, window, sinks))
         elif placement == "instead":
             mechanisms.append(_elastic(memory, mechanism, window, options))
         else:
-            heads = limited(mechanism, window, sinks)
+            heads = limit_layer(mechanism, window, sinks)
             chosen = memory
             if isinstance(memory, str):
                 chosen = memory_config(memory, heads, options)
@@ -207,7 +207,7 @@ def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
 
 
 def attention_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Numbers of the layers that `retrofit` can choose."""
+    """Numbers of the layers that `add_memory` can choose."""
     layers = enumerate(config.layers)
     return tuple(i for i, mechanism in layers if isinstance(mechanism, PlainAttention))
 

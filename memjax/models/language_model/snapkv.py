@@ -35,7 +35,7 @@ from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.language_model.rebuilt import with_config, with_mechanisms
+from memjax.models.language_model.rebuilt import replace_config, replace_mechanisms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,10 @@ def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     mechanisms = tuple(
         dataclasses.replace(m, capacity=capacity, initial_slots=None) for m in attention
     )
-    rebuilt = with_config(model, mechanisms=mechanisms)
+    rebuilt = replace_config(model, mechanisms=mechanisms)
     layers = zip(rebuilt.blocks, rebuilt.config.layers, strict=True)
     built = [_compressing(block.functions, heads, config) for block, heads in layers]
-    return with_mechanisms(rebuilt, rebuilt.config, built)
+    return replace_mechanisms(rebuilt, rebuilt.config, built)
 
 
 def choose(

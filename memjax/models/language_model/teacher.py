@@ -1,4 +1,4 @@
-"""The teacher of a model that `retrofit` made: chosen layers attend to everything.
+"""The teacher of a model that `add_memory` made: chosen layers attend to everything.
 
 Both have the same weights, and all other layers are windows in both: a layer is taught
 on inputs as it will see them.
@@ -47,7 +47,7 @@ def teach(
     Layers behind the last of them are not computed.
 
     Args:
-        model: that `retrofit` made, without adapters.
+        model: that `add_memory` made, without adapters.
         teacher: configuration of the model that it was made of.
         tokens: texts that are read whole.
         layers: numbers of layers; the others are as in `model`.

@@ -7,13 +7,13 @@ from memjax.checks import check_sizes
 from memjax.mechanisms import AttentionConfig, MechanismConfig, SlidingWindowConfig
 from memjax.models.language_model.config import ModelConfig, heads_of, kinds
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 
 #: What a window can take the place of.
 PlainAttention = AttentionConfig | SlidingWindowConfig
 
 
-def with_window(model: LanguageModel, window: int, sinks: int = 0) -> LanguageModel:
+def limit_attention(model: LanguageModel, window: int, sinks: int = 0) -> LanguageModel:
     """The same parameters, with attention limited to the last `window` tokens.
 
     Reads sequences of any length in constant memory. The first `window` + `sinks`
@@ -39,11 +39,13 @@ def with_window(model: LanguageModel, window: int, sinks: int = 0) -> LanguageMo
             f"model must have attention in every layer, got {kinds(config)}"
         )
     require_unbounded_positions(config)
-    windows = (limited(mechanism, window, sinks) for mechanism in attention)
-    return with_config(model, mechanisms=tuple(windows))
+    windows = (limit_layer(mechanism, window, sinks) for mechanism in attention)
+    return replace_config(model, mechanisms=tuple(windows))
 
 
-def limited(mechanism: PlainAttention, window: int, sinks: int) -> SlidingWindowConfig:
+def limit_layer(
+    mechanism: PlainAttention, window: int, sinks: int
+) -> SlidingWindowConfig:
     """An attention layer that sees the last `window` tokens and the sinks."""
     return SlidingWindowConfig(**vars(heads_of(mechanism)), window=window, sinks=sinks)
 
@@ -57,7 +59,7 @@ def require_unbounded_positions(config: ModelConfig) -> None:
         )
 
 
-def with_wider_windows(
+def widen_windows(
     model: LanguageModel, layers: Sequence[int], more: int
 ) -> LanguageModel:
     """The same parameters, with windows of some layers that are longer by `more`.
@@ -80,10 +82,10 @@ def with_wider_windows(
         mechanisms[layer] = dataclasses.replace(
             mechanism, window=mechanism.window + more
         )
-    return with_config(model, mechanisms=tuple(mechanisms))
+    return replace_config(model, mechanisms=tuple(mechanisms))
 
 
-def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
+def set_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
     """The same parameters, caches of full attention that hold `capacity` tokens."""
     mechanisms = (
         dataclasses.replace(m, capacity=capacity, initial_slots=None)
@@ -91,10 +93,10 @@ def with_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
         else m
         for m in model.config.mechanisms
     )
-    return with_config(model, mechanisms=tuple(mechanisms))
+    return replace_config(model, mechanisms=tuple(mechanisms))
 
 
-def with_max_length(model: LanguageModel, length: int, remat: bool) -> LanguageModel:
+def limit_length(model: LanguageModel, length: int, remat: bool) -> LanguageModel:
     """The same model for sequences of at most `length` tokens, with states no larger.
 
     Args:
@@ -116,7 +118,7 @@ def with_max_length(model: LanguageModel, length: int, remat: bool) -> LanguageM
     mechanisms = tuple(
         _attention_within(mechanism, length) for mechanism in config.mechanisms
     )
-    return with_config(model, mechanisms=mechanisms, remat=remat and config.remat)
+    return replace_config(model, mechanisms=mechanisms, remat=remat and config.remat)
 
 
 def _attention_within(mechanism: MechanismConfig, length: int) -> MechanismConfig:

@@ -13,7 +13,7 @@ from memjax.models.offload import require_place
 from memjax.nnx.params import params_key
 
 
-def mplus(
+def add_mplus(
     backbone: LanguageModel,
     config: MPlusConfig,
     *,
@@ -37,14 +37,14 @@ def mplus(
     return MPlus(init_weights(backbone, config, params_key(key, rngs)))
 
 
-def memoryllm(
+def add_memoryllm(
     backbone: LanguageModel,
     config: MPlusConfig,
     *,
     key: PRNGKeyArray | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> MPlus:
-    """MemoryLLM: the pool alone, without a long-term store; see `mplus`."""
+    """MemoryLLM: the pool alone, without a long-term store; see `add_mplus`."""
     # Without retrieved rows there is no store, and nothing else differs.
     config = dataclasses.replace(config, retrieved=0)
-    return mplus(backbone, config, key=key, rngs=rngs)
+    return add_mplus(backbone, config, key=key, rngs=rngs)

@@ -48,7 +48,7 @@ class MPlus(nnx.Module):
     they are. The backbone is frozen.
 
     Example:
-        model = mplus(backbone, MPlusConfig(), rngs=nnx.Rngs(0))
+        model = add_mplus(backbone, MPlusConfig(), rngs=nnx.Rngs(0))
         state = model.inject(model.init_state(1), book)
         # The whole question chooses which rows of the store are read.
         options = ReadOptions(prompt_length=question.shape[1], max_new_tokens=10)

@@ -43,7 +43,7 @@ def make_align_steps(
     without the memories.
 
     Args:
-        model: that `retrofit` made, whose new parameters alone are trained.
+        model: that `add_memory` made, whose new parameters alone are trained.
         teacher: configuration of the model that it was made of.
         transform: of the trained parameters.
     """
@@ -98,7 +98,7 @@ def alignment_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar
     """Mean over layers of the share of the full output's variance that is missed.
 
     Args:
-        model: that `retrofit` made.
+        model: that `add_memory` made.
         taught: what `full_outputs` has read.
 
     Returns:

@@ -22,8 +22,8 @@ from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Dtype
-from memjax.models.language_model.rebuilt import with_config
-from memjax.models.mplus.build import mplus
+from memjax.models.language_model.rebuilt import replace_config
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.checkpoints.tensor_names import RETRIEVERS
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
@@ -152,8 +152,8 @@ class MPlusStage:
         """The frozen backbone with a new memory."""
         _, memory_key = jax.random.split(key)
         if self.dtype is not None:
-            backbone = with_config(backbone, dtype=self.dtype)
-        return mplus(backbone, self.memory, key=memory_key)
+            backbone = replace_config(backbone, dtype=self.dtype)
+        return add_mplus(backbone, self.memory, key=memory_key)
 
     def check_start(self, before: Stage, start: str) -> None:
         """A stage of M+ follows any other whose learned parameters fit.

@@ -19,12 +19,12 @@ from memjax.data import TokenisedDocument, Tokenizer
 from memjax.data.batches.repeated import RepeatedBatches
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.calibrate import calibrate
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.retrofit import (
+    add_memory,
     check_layers,
-    retrofit,
 )
-from memjax.models.language_model.windowed import with_wider_windows, with_window
+from memjax.models.language_model.windowed import limit_attention, widen_windows
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
 from memjax.training.config import DataIterator, LoopConfig
 from memjax.training.finetune.alignment import both, keeping, make_align_steps
@@ -106,7 +106,7 @@ class RetrofitStage(RetrofitSettings):
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> LanguageModel:
         """The backbone with its memories, of which the part's share is trained."""
         lora_key, memory_key = jax.random.split(key)
-        backbone = with_config(backbone, **self._changes(backbone.config))
+        backbone = replace_config(backbone, **self._changes(backbone.config))
         return self._trained(self._with_memory(backbone, memory_key), lora_key)
 
     def check_start(self, before: Stage, start: str) -> None:
@@ -134,7 +134,7 @@ class RetrofitStage(RetrofitSettings):
         lora_key, _ = jax.random.split(key)
         model = merge_lora(cast(LanguageModel, trained))
         changes = self._changes(pretrained)
-        return self._trained(with_config(model, **changes), lora_key)
+        return self._trained(replace_config(model, **changes), lora_key)
 
     def prepare(
         self,
@@ -215,11 +215,11 @@ class RetrofitStage(RetrofitSettings):
     def _with_memory(self, backbone, key):
         if self.memory == "none":
             check_layers(backbone.config, self.layers)
-            narrow = with_window(backbone, self.window, self.sinks)
+            narrow = limit_attention(backbone, self.window, self.sinks)
             if not self.wider:
                 return narrow
-            return with_wider_windows(narrow, self.layers, self.wider)
-        return retrofit(
+            return widen_windows(narrow, self.layers, self.wider)
+        return add_memory(
             backbone,
             memory=self.memory,
             layers=self.layers,

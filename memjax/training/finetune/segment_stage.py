@@ -19,11 +19,11 @@ from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.hmt.model import HMT, hmt
+from memjax.models.hmt.model import HMT, add_hmt
 from memjax.models.language_model.config import Dtype
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.reread import ReReadWindow
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import limit_attention
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import LoopConfig
 from memjax.training.distributed.sharding import MeshConfig
@@ -155,9 +155,9 @@ class SegmentStage:
         # Two keys in any case: the memory starts alike with adapters and without.
         lora_key, memory_key = jax.random.split(key)
         if self.dtype is not None:
-            backbone = with_config(backbone, dtype=self.dtype)
+            backbone = replace_config(backbone, dtype=self.dtype)
         if self.scan_layers:
-            backbone = with_config(backbone, scan_layers=True)
+            backbone = replace_config(backbone, scan_layers=True)
         if self.memory == "window":
             backbone = _limited(backbone, self.window, self.sinks)
         if self.train == "lora":
@@ -167,7 +167,7 @@ class SegmentStage:
                 return backbone
             case "reread":
                 return ReReadWindow(backbone, reread=self.reread, segment=self.window)
-        return hmt(backbone, self.hmt, key=memory_key)
+        return add_hmt(backbone, self.hmt, key=memory_key)
 
     def check_start(self, before: Stage, start: str) -> None:
         """Stage 2 follows stage 1: HMT with retrieval one without.
@@ -199,14 +199,14 @@ class SegmentStage:
         stage1 = cast(HMT, trained)
         _, memory_key = jax.random.split(key)
         # The backbone as it came: stage 1's has caches of its segments' length.
-        backbone = with_config(
+        backbone = replace_config(
             stage1.backbone,
             mechanisms=pretrained.mechanisms,
             remat=pretrained.remat,
             dtype=self.dtype or pretrained.dtype,
             scan_layers=self.scan_layers or pretrained.scan_layers,
         )
-        graph, variables = nnx.split(hmt(backbone, self.hmt, key=memory_key))
+        graph, variables = nnx.split(add_hmt(backbone, self.hmt, key=memory_key))
         # Parameters of the retrieval are new; M_init was learned in stage 1.
         kept = {"initial_memory": nnx.state(stage1)["initial_memory"]}
         return nnx.merge(graph, nnx.State({**variables, **kept}))
@@ -267,7 +267,7 @@ def _limited(backbone: LanguageModel, window: int, sinks: int) -> LanguageModel:
     if any(
         isinstance(mechanism, HeadsConfig) for mechanism in backbone.config.mechanisms
     ):
-        return with_window(backbone, window, sinks)
+        return limit_attention(backbone, window, sinks)
     if sinks:
         raise ValueError(f"sinks must be 0 without attention layers, got {sinks}")
     return backbone

@@ -10,8 +10,8 @@ from experiments.compare import layers
 from experiments.compare.documents import documents
 from memjax import evaluation
 from memjax.data.documents.tokens import TokenisedDocument
-from memjax.models.language_model.rebuilt import with_config
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.rebuilt import replace_config
+from memjax.models.language_model.windowed import limit_attention
 from tests import tiny
 
 CONFIG = layers.Config(
@@ -36,10 +36,10 @@ def _loss(model, text):
 
 def test_flipped_layers_are_the_models_with_these_layers(model):
     text = _text("a", "proofs")
-    full, window = model.config.layers[0], with_window(model, 4, 2).config.layers[0]
+    full, window = model.config.layers[0], limit_attention(model, 4, 2).config.layers[0]
     base, flipped = layers.Layers(model, CONFIG).flipped(text, (True, False), [0, 1])
     mixed = [
-        with_config(model, mechanisms=mechanisms)
+        replace_config(model, mechanisms=mechanisms)
         for mechanisms in ((full, window), (window, window), (full, full))
     ]
     expected = [_loss(one, text) for one in mixed]

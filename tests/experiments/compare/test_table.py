@@ -19,7 +19,7 @@ from memjax import evaluation
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation.statistics import loss_difference_by_document
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import limit_attention
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from tests import tiny
@@ -60,7 +60,7 @@ def texts():
 
 
 def test_binned_losses_compare_as_those_of_positions(model, texts):
-    narrow = with_window(model, 2)
+    narrow = limit_attention(model, 2)
     whole = [
         evaluation.token_losses(one, texts, segment=20, batch_size=2)
         for one in (narrow, model)
@@ -171,7 +171,7 @@ def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
     memory = tunings.mplus_memory(model, sizes, store)
     target = scores.kept_bytes(tunings.wide_window(model, sizes), sizes.tokens)
     bytes_of = lambda config: scores.kept_bytes(
-        tunings.mplus(model, config, key=jax.random.key(0)), sizes.tokens
+        tunings.add_mplus(model, config, key=jax.random.key(0)), sizes.tokens
     )
     names = ("pool", "retrieved", "store") if store else ("pool",)
     longer = {name: getattr(memory, name) + 2 for name in names}
@@ -181,7 +181,9 @@ def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
     for _, stage in tunings.tune_mplus(store)(model, sizes, tuning):
         assert isinstance(stage, MPlusStage)
         assert store or max(stage.tasks.chunks) * 2 < stage.memory.pool
-    monkeypatch.setattr(tunings, "wide_window", lambda model, _: with_window(model, 4))
+    monkeypatch.setattr(
+        tunings, "wide_window", lambda model, _: limit_attention(model, 4)
+    )
     with pytest.raises(ValueError, match="M. keeps at least"):
         tunings.mplus_memory(model, sizes, store)
 

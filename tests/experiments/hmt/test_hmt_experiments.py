@@ -25,7 +25,7 @@ from memjax.data import Question, load_tokens
 from memjax.evaluation import TokenLosses
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import limit_attention
 from memjax.training import LoopConfig
 from memjax.training.finetune.curricula import HMTStages
 
@@ -228,11 +228,11 @@ def test_cost(kind, monkeypatch):
 
 def test_a_window_of_equal_memory_is_the_smallest_that_is_no_smaller():
     model = LanguageModel(BACKBONE, key=jax.random.key(0))
-    size = lambda window: scores.state_bytes(with_window(model, window))
+    size = lambda window: scores.state_bytes(limit_attention(model, window))
     for wanted in (size(5), size(5) + 1, size(6) - 1):
         window = scores.equal_window(model, wanted)
         assert size(window) >= wanted > size(window - 1)
-    with_sinks = lambda w: scores.state_bytes(with_window(model, w, 2))
+    with_sinks = lambda w: scores.state_bytes(limit_attention(model, w, 2))
     window = scores.equal_window(model, size(9), sinks=2)
     assert with_sinks(window) >= size(9) > with_sinks(window - 1)
 

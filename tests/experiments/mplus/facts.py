@@ -9,7 +9,7 @@ from experiments.mplus.retention.samples import make_samples
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from tests.tiny import drawn
 
@@ -50,7 +50,7 @@ def tiny_backbone():
 @functools.cache
 def tiny_memory():
     backbone = tiny_backbone()
-    return drawn(lambda: mplus(backbone, MEMORY, key=jax.random.key(1)))
+    return drawn(lambda: add_mplus(backbone, MEMORY, key=jax.random.key(1)))
 
 
 SIZES: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=C, seed=0)

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from experiments.mplus.retention import methods, variants
-from memjax.models.mplus.build import memoryllm
+from memjax.models.mplus.build import add_memoryllm
 from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.nnx import as_arrays
 
@@ -86,7 +86,7 @@ def test_it_answers():
 
 
 def test_a_model_without_a_retriever_is_refused():
-    plain = memoryllm(
+    plain = add_memoryllm(
         official_model().backbone, official_model().config, key=jax.random.key(0)
     )
     with pytest.raises(ValueError, match="must have a learned .* retrieved=0"):

@@ -23,7 +23,7 @@ from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.text_interface import TextInterface
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.checkpoints.checkpoint import save_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions, read_closed
@@ -53,7 +53,7 @@ def tiny_backbone():
 @functools.cache
 def tiny_memory():
     backbone = tiny_backbone()
-    return drawn(lambda: mplus(backbone, MEMORY, key=jax.random.key(1)))
+    return drawn(lambda: add_mplus(backbone, MEMORY, key=jax.random.key(1)))
 
 
 FACTS = [
@@ -243,7 +243,7 @@ TWO = MPlusConfig(
 def _counted(function, config, tokens) -> float:
     """Operations of a program of M+ and its state, as XLA counts them; none is run."""
     model = nnx.eval_shape(
-        lambda: mplus(
+        lambda: add_mplus(
             LanguageModel(WIDE, key=jax.random.key(0)), config, key=jax.random.key(1)
         )
     )

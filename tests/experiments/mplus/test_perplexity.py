@@ -15,7 +15,7 @@ from experiments.mplus.retention import methods, variants
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 
@@ -42,7 +42,7 @@ def tiny_backbone():
 
 @functools.cache
 def tiny_memory():
-    model = mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
+    model = add_mplus(tiny_backbone(), MEMORY, key=jax.random.key(1))
     # Queries so long that every token has a say in what is retrieved.
     model.query = nnx.data(jax.tree.map(lambda x: x * 30, model.query))
     return model
@@ -193,7 +193,9 @@ def _texts(tmp_path_factory):
 def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     early = [
-        variants.without_store(mplus(tiny_backbone(), MEMORY, key=jax.random.key(i)))
+        variants.without_store(
+            add_mplus(tiny_backbone(), MEMORY, key=jax.random.key(i))
+        )
         for i in (2, 3)
     ]
     monkeypatch.setattr(perplexity, "recipes", lambda config: {})
@@ -261,10 +263,10 @@ def test_the_program_runs_whole(monkeypatch, tmp_path, texts, capsys):
 
 
 def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path):
-    again = mplus(
+    again = add_mplus(
         LanguageModel(CONFIG, key=jax.random.key(0)), MEMORY, key=jax.random.key(5)
     )
-    other = mplus(
+    other = add_mplus(
         LanguageModel(CONFIG, key=jax.random.key(7)), MEMORY, key=jax.random.key(5)
     )
     models = dict(stage2=variants.without_store(tiny_memory()), stage3=again)

@@ -18,7 +18,7 @@ from experiments.mplus.retention import (
 )
 from experiments.mplus.retention.config import NAMES as METHODS
 from experiments.mplus.retention.config import SCALES, Config
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.training.finetune import finetune
 from tests.experiments.mplus.facts import (
     BYTES,
@@ -108,7 +108,7 @@ def test_memoryllm_is_as_large_on_the_device_without_a_store(store):
     size = variants.device_bytes(model)
     assert variants.device_bytes(small) >= size
     pool = small.config.pool - MEMORY.tokens
-    less = mplus(
+    less = add_mplus(
         tiny_backbone(),
         dataclasses.replace(small.config, pool=pool),
         key=jax.random.key(0),

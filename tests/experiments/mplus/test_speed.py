@@ -9,7 +9,7 @@ import pytest
 from experiments.hmt.speed.operations import Shape
 from experiments.mplus.speed import benchmark, implementations
 from memjax.models import LanguageModel
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 
 SHAPE = Shape(1, 16, 2, 1, 24, 40, False, 8)
 MEMORY = implementations.Memory(
@@ -32,7 +32,7 @@ def test_a_filled_state_is_full_and_its_store_older_than_its_pool():
     backbone = LanguageModel(
         implementations.backbone_config(SHAPE), key=jax.random.key(0)
     )
-    model = mplus(backbone, MEMORY.config, key=jax.random.key(1))
+    model = add_mplus(backbone, MEMORY.config, key=jax.random.key(1))
     state = implementations.filled(model.init_state(1), 10)
     assert state.store is not None
     assert state.num_valid == 8 and state.store.num_valid == 10

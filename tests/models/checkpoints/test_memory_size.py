@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from memjax.mechanisms import AttentionConfig
-from memjax.models import HMTConfig, hmt, mplus
+from memjax.models import HMTConfig, add_hmt, add_mplus
 from memjax.models.checkpoints import memory_state
 from memjax.models.checkpoints.memory_state import load_memory, read_note, save_memory
 from memjax.models.mplus.config import MPlusConfig
@@ -25,8 +25,8 @@ MEMORY = MPlusConfig(
 
 def build(name: str) -> Any:
     if name == "hmt":
-        return hmt(tiny.llama(), HMT, key=jax.random.key(1))
-    return mplus(tiny.llama(), MEMORY, key=jax.random.key(1))
+        return add_hmt(tiny.llama(), HMT, key=jax.random.key(1))
+    return add_mplus(tiny.llama(), MEMORY, key=jax.random.key(1))
 
 
 def size(folder):

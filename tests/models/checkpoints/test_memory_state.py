@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
-from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt
 from memjax.models.checkpoints import memory_state
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
-from memjax.models.mplus.build import memoryllm, mplus
+from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.config import MPlusConfig
 
 SIZES = ModelConfig(
@@ -37,14 +37,14 @@ def backbone(**changes):
     return LanguageModel(sizes, key=jax.random.key(0))
 
 
-def build(config: Any = CONFIG, make: Any = mplus, **changes):
+def build(config: Any = CONFIG, make: Any = add_mplus, **changes):
     return make(backbone(**changes), config, key=jax.random.key(0))
 
 
 # Functions: nothing is computed before a test needs it.
 OTHERS = {
-    "memoryllm": lambda: build(make=memoryllm),
-    "hmt": lambda: build(HMTConfig(segment=6, sensory=2, memories=3), hmt),
+    "memoryllm": lambda: build(make=add_memoryllm),
+    "hmt": lambda: build(HMTConfig(segment=6, sensory=2, memories=3), add_hmt),
     "language model": lambda: backbone(
         mechanisms=(*SIZES.mechanisms, GatedDeltaNetConfig(8, 2, 4, 4))
     ),

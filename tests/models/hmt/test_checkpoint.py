@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
-from memjax.models import HMTConfig, LanguageModel, ModelConfig, hmt, rmt
+from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt, add_rmt
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt.checkpoint import load_hmt, load_official, save_hmt
 from memjax.models.lora import LoraConfig, add_lora, merge_lora
@@ -44,7 +44,7 @@ HF = {
 def build(config=CONFIG, **changes):
     sizes = dataclasses.replace(SIZES, **changes)
     backbone = LanguageModel(sizes, key=jax.random.key(0))
-    return hmt(backbone, config, key=jax.random.key(1))
+    return add_hmt(backbone, config, key=jax.random.key(1))
 
 
 def parameters(model):
@@ -55,7 +55,7 @@ MODELS = {
     "hmt": lambda: build(),
     "stage 1": lambda: build(dataclasses.replace(CONFIG, retrieval=False)),
     "recurrent": lambda: build(mechanisms=(GatedDeltaNetConfig(8, 2, 4, 4),)),
-    "rmt": lambda: rmt(
+    "rmt": lambda: add_rmt(
         LanguageModel(SIZES, key=jax.random.key(3)), 6, key=jax.random.key(4)
     ),
 }
@@ -95,7 +95,7 @@ def test_tensors_have_the_official_names(tmp_path):
 def test_adapters_are_merged(tmp_path):
     backbone = LanguageModel(SIZES, key=jax.random.key(0))
     adapted = add_lora(backbone, LoraConfig(rank=2), jax.random.key(1))
-    model = hmt(adapted, CONFIG, key=jax.random.key(1))
+    model = add_hmt(adapted, CONFIG, key=jax.random.key(1))
     save_hmt(model, tmp_path / "saved")
     loaded = load_hmt(tmp_path / "saved")
     merged = parameters(merge_lora(model.backbone))

@@ -22,9 +22,9 @@ from memjax.models import (
     LanguageModel,
     ModelConfig,
     Sampling,
+    add_hmt,
+    add_rmt,
     generate,
-    hmt,
-    rmt,
 )
 from memjax.models.lora import LoraConfig, add_lora
 from tests import tiny
@@ -83,8 +83,8 @@ def build(kind="attention", config=CAUSAL, **backbone):
     def model():
         model = LanguageModel(sizes, key=jax.random.key(0))
         if config == "rmt":
-            return rmt(model, L, key=jax.random.key(2))
-        return hmt(model, config, key=jax.random.key(2))
+            return add_rmt(model, L, key=jax.random.key(2))
+        return add_hmt(model, config, key=jax.random.key(2))
 
     # A recurrent memory starts with gates and decays that are no normal numbers.
     return model() if kind == "recurrent" else tiny.drawn(model)
@@ -241,7 +241,7 @@ def test_a_backbone_with_adapters_has_gradients(activations):
     def make():
         backbone = LanguageModel(ATTENTION, key=jax.random.key(0))
         adapted = add_lora(backbone, LoraConfig(rank=2), jax.random.key(1))
-        return hmt(adapted, config, key=jax.random.key(2))
+        return add_hmt(adapted, config, key=jax.random.key(2))
 
     graph, params, frozen = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
 

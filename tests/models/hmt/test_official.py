@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from memjax.evaluation import recall_distances
-from memjax.models import HMTConfig, Sampling, generate, hmt
+from memjax.models import HMTConfig, Sampling, add_hmt, generate
 from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
 from memjax.models.hmt import segment
 from memjax.models.hmt.checkpoint import load_official
@@ -54,7 +54,7 @@ def build(length, sensory, memories, retrieval, fraction):
     model = load_official(WEIGHTS, backbone, config)
     if not retrieval:
         config = dataclasses.replace(config, retrieval=False)
-        plain = hmt(model.backbone, config, key=jax.random.key(0))
+        plain = add_hmt(model.backbone, config, key=jax.random.key(0))
         plain.initial_memory = model.initial_memory
         model = plain
     return nnx.split(model, nnx.Param)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.models import rmt
+from memjax.models import add_rmt
 from memjax.models.hmt import model as hmt_model
 from tests import tiny
 
@@ -13,7 +13,7 @@ B, L = 2, 16
 
 @pytest.mark.slow
 def test_a_short_call_is_what_its_tokens_are_one_by_one():
-    model = rmt(tiny.llama(), L, key=jax.random.key(0), activations="keep")
+    model = add_rmt(tiny.llama(), L, key=jax.random.key(0), activations="keep")
     tokens = tiny.tokens(0, B, 20)
     state, expected = model(model.init_state(B), tokens)
     # Within a segment, up to its end, and across it.
@@ -25,7 +25,7 @@ def test_a_short_call_is_what_its_tokens_are_one_by_one():
 
 
 def test_a_short_call_does_not_run_a_whole_segment(monkeypatch):
-    model = rmt(tiny.llama(), L, key=jax.random.key(0), activations="keep")
+    model = add_rmt(tiny.llama(), L, key=jax.random.key(0), activations="keep")
     read, lengths = hmt_model.read_tokens, []
 
     def watched(config, weights, state, tokens, mask):

@@ -22,11 +22,11 @@ from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.retrofit import (
     MemoryName,
     MemoryOptions,
-    retrofit,
+    add_memory,
     retrofitted,
 )
 from memjax.models.language_model.teacher import measure, shrunk
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.windowed import limit_attention
 from memjax.nnx.params import as_arrays
 from tests import tiny
 
@@ -36,7 +36,7 @@ KEY = jax.random.key(1)
 
 @functools.cache
 def fitted(name: MemoryName, **options):
-    return retrofit(
+    return add_memory(
         tiny.llama(),
         memory=name,
         layers=(1,),
@@ -75,7 +75,7 @@ def read(model, tokens, cuts=()):
 )
 def test_it_starts_as_the_windowed_model(name):
     tokens = tiny.tokens(0, 2, LENGTH)
-    windowed = with_window(tiny.llama(), WINDOW, SINKS)
+    windowed = limit_attention(tiny.llama(), WINDOW, SINKS)
     expected = read(windowed, tokens)[1]
     tiny.assert_close(read(fitted(name), tokens)[1], expected)
     # And differs from it where the memory has a part, beyond the window alone.
@@ -111,14 +111,14 @@ def test_a_long_text_streams_in_constant_memory():
 def test_arrays_are_shared_and_the_model_given_stays_as_it_is():
     model = tiny.make_llama()
     before = nnx.to_pure_dict(nnx.state(model))
-    new = retrofit(model, memory="lattice", layers=(0,), window=4, sinks=0, key=KEY)
+    new = add_memory(model, memory="lattice", layers=(0,), window=4, sinks=0, key=KEY)
     mechanism, attention = new.blocks[0].mechanism, model.blocks[0].mechanism
     assert mechanism.attention.query.get_value() is attention.query.get_value()
     assert new.embedding.get_value() is model.embedding.get_value()
     tiny.assert_equal(nnx.to_pure_dict(nnx.state(model)), before)
     assert model.config == tiny.LLAMA
     # What is new is drawn by the key and the layer.
-    other = retrofit(model, memory="lattice", layers=(0, 1), window=4, key=KEY)
+    other = add_memory(model, memory="lattice", layers=(0, 1), window=4, key=KEY)
     drawn = lambda model, i: model.blocks[i].mechanism.memory.step.weight.get_value()
     tiny.assert_equal(drawn(other, 0), drawn(new, 0))
     assert np.abs(drawn(other, 0) - drawn(other, 1)).max() > 1e-3
@@ -208,7 +208,7 @@ def test_models_that_cannot_be_retrofitted():
 @functools.cache
 def calibrated(name: MemoryName, **options):
     model = tiny.drawn(tiny.make_llama)
-    new = retrofit(
+    new = add_memory(
         model,
         memory=name,
         layers=(1,),

@@ -12,9 +12,9 @@ from memjax.mechanisms import AttentionConfig, GLAConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.windowed import (
-    with_capacity,
-    with_wider_windows,
-    with_window,
+    limit_attention,
+    set_capacity,
+    widen_windows,
 )
 
 T, V, W = 12, 11, 5
@@ -41,19 +41,19 @@ def logits(model, tokens=TOKENS):
 
 
 def test_inside_the_window_it_is_the_model():
-    window = with_window(tiny(), W)
+    window = limit_attention(tiny(), W)
     whole, cut = logits(tiny()), logits(window)
     np.testing.assert_allclose(cut[:W], whole[:W], atol=1e-5)
     assert np.abs(cut[W:] - whole[W:]).max() > 1e-3
-    np.testing.assert_allclose(logits(with_window(tiny(), T)), whole, atol=1e-5)
+    np.testing.assert_allclose(logits(limit_attention(tiny(), T)), whole, atol=1e-5)
     # Sinks lengthen what is seen whole.
-    sinks = logits(with_window(tiny(), W, sinks=2))
+    sinks = logits(limit_attention(tiny(), W, sinks=2))
     np.testing.assert_allclose(sinks[: W + 2], whole[: W + 2], atol=1e-5)
     assert np.abs(sinks[W + 2 :] - cut[W + 2 :]).max() > 1e-3
 
 
 def test_parameters_are_the_same_and_the_model_is_left_alone():
-    window = with_window(tiny(), W)
+    window = limit_attention(tiny(), W)
     jax.tree.map(
         np.testing.assert_array_equal,
         nnx.state(window, nnx.Param),
@@ -87,23 +87,23 @@ def test_other_models_are_refused(changes, window, message):
     config = dataclasses.replace(CONFIG, **changes)
     shapes = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match=message):
-        with_window(shapes, window)
+        limit_attention(shapes, window)
 
 
 def test_windows_of_some_layers_are_longer():
-    model = with_wider_windows(with_window(tiny(), W, 1), [1], 3)
+    model = widen_windows(limit_attention(tiny(), W, 1), [1], 3)
     windows = [(vars(m)["window"], vars(m)["sinks"]) for m in model.config.layers]
     assert windows == [(W, 1), (W + 3, 1)]
     with pytest.raises(
         ValueError, match="layers must be windows, got 0, AttentionConfig"
     ):
-        with_wider_windows(tiny(), [0], 3)
+        widen_windows(tiny(), [0], 3)
     with pytest.raises(ValueError, match="more must be at least 1"):
-        with_wider_windows(model, [0], 0)
+        widen_windows(model, [0], 0)
 
 
 def test_another_capacity_changes_the_cache_alone():
-    small = with_capacity(tiny(), 5)
+    small = set_capacity(tiny(), 5)
     assert {state.keys.shape[1] for state in small.init_state(1)} == {5}
     assert small.config.capacity == 5 and tiny().config.capacity == T
     jax.tree.map(

@@ -16,7 +16,7 @@ from memjax.models import LanguageModel, ModelConfig, Sampling
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus import attention_retrieval
 from memjax.models.mplus.attention_retrieval import AttentionRetriever
-from memjax.models.mplus.build import memoryllm, mplus
+from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.checkpoints.checkpoint import (
     load_mplus,
     load_official,
@@ -58,7 +58,7 @@ TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
 near = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
 
 
-def build(make=mplus, **changes):
+def build(make=add_mplus, **changes):
     config, key = dataclasses.replace(CONFIG, **changes), jax.random.key(0)
     return tiny.drawn(lambda: make(LanguageModel(SIZES, key=key), config, key=key))
 
@@ -366,7 +366,7 @@ def test_files_know_how_rows_are_found(told, tmp_path):
     with pytest.raises(ValueError, match=message):
         load_official(tmp_path / "model", config=CONFIG)
     # MemoryLLM has no store, and is found in every file.
-    plain = build(memoryllm)
+    plain = build(add_memoryllm)
     save_mplus(plain, tmp_path / "plain")
     assert load_mplus(tmp_path / "plain").config == plain.config
 

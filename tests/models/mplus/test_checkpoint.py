@@ -16,7 +16,7 @@ from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
 from memjax.models.mplus import retriever
-from memjax.models.mplus.build import memoryllm, mplus
+from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.checkpoints.checkpoint import (
     load_mplus,
     load_official,
@@ -44,7 +44,7 @@ SIZES = ModelConfig(
 )
 
 
-def build(make=mplus, **changes):
+def build(make=add_mplus, **changes):
     sizes = dataclasses.replace(SIZES, **changes)
     model = make(LanguageModel(sizes, key=jax.random.key(0)), CONFIG, key=KEY)
     # Adapters begin as no change at all.
@@ -314,11 +314,14 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
 @pytest.mark.parametrize(
     "make, changes",
     [
-        (mplus, {}),
-        (memoryllm, {}),
-        (mplus, dict(tied_head=True, architecture=Architecture(scale_embedding=False))),
-        (mplus, dict(mechanisms=(dataclasses.replace(ATTENTION, qkv_bias=True),))),
-        (mplus, dict(architecture=Architecture(norm="layer"))),
+        (add_mplus, {}),
+        (add_memoryllm, {}),
+        (
+            add_mplus,
+            dict(tied_head=True, architecture=Architecture(scale_embedding=False)),
+        ),
+        (add_mplus, dict(mechanisms=(dataclasses.replace(ATTENTION, qkv_bias=True),))),
+        (add_mplus, dict(architecture=Architecture(norm="layer"))),
     ],
     ids=["mplus", "memoryllm", "tied", "qwen2", "own format"],
 )

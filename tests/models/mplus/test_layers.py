@@ -11,7 +11,7 @@ import pytest
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.layers import normalize
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.layers import write_layer
 from memjax.models.mplus.weights import init_bos
@@ -37,7 +37,7 @@ def build(stored):
     config = MPlusConfig(
         tokens=K, pool=6, chunk=C, least_chunk=1, retrieved=0, stored=stored, rank=2
     )
-    model = mplus(BACKBONE, config, key=jax.random.key(2))
+    model = add_mplus(BACKBONE, config, key=jax.random.key(2))
     model.position.set_value(jax.random.normal(jax.random.key(3), (D,)))
     return model
 

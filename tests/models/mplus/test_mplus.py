@@ -14,7 +14,7 @@ from flax import nnx
 
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
-from memjax.models.mplus.build import memoryllm, mplus
+from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 from tests import tiny
@@ -42,7 +42,7 @@ TRACED = collections.Counter()
 @functools.cache
 def build(kind="mplus", **backbone):
     sizes, key = dataclasses.replace(SIZES, **backbone), jax.random.key(0)
-    make = memoryllm if kind == "memoryllm" else mplus
+    make = add_memoryllm if kind == "memoryllm" else add_mplus
     config = LEGACY if kind == "legacy" else CONFIG
     if kind == "inputs":
         config = dataclasses.replace(CONFIG, stored="input")
@@ -246,7 +246,7 @@ def test_bfloat16_is_close_to_float32():
 def test_an_empty_memory_is_the_plain_backbone():
     """With the adapter that reads: without its changes, the backbone itself."""
     model = build()
-    plain = mplus(model.backbone, CONFIG, key=jax.random.key(0))
+    plain = add_mplus(model.backbone, CONFIG, key=jax.random.key(0))
     backbone = model.backbone
     _, expected = run(backbone, backbone.init_state(B), TOKENS)
     _, logits = run(plain, plain.init_state(B), TOKENS)

@@ -10,7 +10,7 @@ import pytest
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.mplus.build import memoryllm, mplus
+from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 
@@ -34,7 +34,7 @@ TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 @functools.cache
 def build(kind="mplus", **backbone):
     plain = LanguageModel(dataclasses.replace(SIZES, **backbone), key=jax.random.key(0))
-    make = memoryllm if kind == "memoryllm" else mplus
+    make = add_memoryllm if kind == "memoryllm" else add_mplus
     return make(plain, CONFIG, key=jax.random.key(2))
 
 
@@ -151,4 +151,4 @@ def test_other_backbones_are_refused():
     with pytest.raises(
         ValueError, match="attention in every layer.*SlidingWindowConfig"
     ):
-        mplus(plain, CONFIG, key=jax.random.key(0))
+        add_mplus(plain, CONFIG, key=jax.random.key(0))

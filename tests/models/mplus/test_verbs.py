@@ -12,7 +12,7 @@ from memjax.models import Sampling
 from memjax.models.base import Model
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus import pool as short_term_pool
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 from tests import tiny
@@ -25,7 +25,9 @@ CONFIG = MPlusConfig(
 
 @functools.cache
 def model():
-    return tiny.drawn(lambda: mplus(tiny.make_llama(), CONFIG, key=jax.random.key(1)))
+    return tiny.drawn(
+        lambda: add_mplus(tiny.make_llama(), CONFIG, key=jax.random.key(1))
+    )
 
 
 @functools.cache
@@ -184,7 +186,9 @@ def test_lengths_are_of_the_texts(lengths):
 def test_memory_has_the_number_format_of_the_backbone(tmp_path):
     """So that a decoded token copies no cache, and a store is as large as its rows."""
     key = jax.random.key(1)
-    low = tiny.drawn(lambda: mplus(tiny.make_llama(dtype="bfloat16"), CONFIG, key=key))
+    low = tiny.drawn(
+        lambda: add_mplus(tiny.make_llama(dtype="bfloat16"), CONFIG, key=key)
+    )
     state = low.inject(low.init_state(B), tiny.tokens(1, B, 6 * C))
     assert state.store is not None
     found = [state.pool, *state.cache.keys, *state.cache.values]

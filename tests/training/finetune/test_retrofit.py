@@ -22,8 +22,8 @@ from memjax.mechanisms import HybridConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
-from memjax.models.language_model.retrofit import MemoryOptions, retrofit
-from memjax.models.language_model.windowed import with_window
+from memjax.models.language_model.retrofit import MemoryOptions, add_memory
+from memjax.models.language_model.windowed import limit_attention
 from memjax.models.lora import (
     Frozen,
     LoraConfig,
@@ -181,7 +181,7 @@ def test_it_is_evaluated_as_any_model_in_any_segments(trained):
 
 def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     teacher = tiny.llama()
-    fit = lambda window, sinks: retrofit(
+    fit = lambda window, sinks: add_memory(
         teacher, memory="deltanet", layers=(0,), window=window, sinks=sinks, key=KEY
     )
     tokens = tiny.tokens(1, 2, 16)
@@ -194,7 +194,7 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     params = block.parameters().mechanism
     assert block.functions.whole is not None
     full = block.functions.whole(params, x, None)[:, WINDOW:]
-    windowed = with_window(teacher, WINDOW).blocks[0].functions
+    windowed = limit_attention(teacher, WINDOW).blocks[0].functions
     assert windowed.whole is not None
     own = windowed.whole(params, x, None)[:, WINDOW:]
     spread = full - full.mean(axis=(0, 1), keepdims=True)
@@ -209,7 +209,7 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
 
 def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
     teacher = tiny.drawn(lambda: tiny.make_llama(num_layers=2))
-    student = retrofit(
+    student = add_memory(
         teacher, memory="deltanet", layers=(1,), window=2, sinks=0, key=KEY
     )
     tokens = tiny.tokens(1, 2, 8)
@@ -272,7 +272,7 @@ def tiny_loss(student, tokens):
 
 
 def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
-    model = retrofit(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
+    model = add_memory(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
     adapted = add_lora(model, LoraConfig(rank=2), KEY, first_layer=1)
     adapted = thaw(adapted, lambda name: NEW.search(name) is not None)
     trained = {name for name in arrays(nnx.state(adapted, nnx.Param))}
@@ -347,7 +347,7 @@ def test_bad_stages(base, tmp_path):
 
 
 def test_attention_beside_a_memory_is_divided_as_it_is_alone():
-    model = retrofit(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
+    model = add_memory(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
     adapted = add_lora(model, LoraConfig(rank=2), KEY, first_layer=1)
     mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
     place = inspect.unwrap(sharding.shardings)

@@ -13,7 +13,7 @@ from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import retriever
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training.mplus import retriever_fit
 from tests import tiny
@@ -36,7 +36,9 @@ MEMORY = MPlusConfig(
 def build():
     """A tiny M+; do not change it in place."""
     key = jax.random.key(0)
-    return tiny.drawn(lambda: mplus(LanguageModel(BACKBONE, key=key), MEMORY, key=key))
+    return tiny.drawn(
+        lambda: add_mplus(LanguageModel(BACKBONE, key=key), MEMORY, key=key)
+    )
 
 
 def task_batches(count):

@@ -17,7 +17,7 @@ from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus import read as mplus_reading
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.checkpoints import tensor_names as mplus_names
 from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
@@ -168,7 +168,7 @@ def small(retrieved):
     """A model of one layer, with changed adapters and a position vector."""
     config = dataclasses.replace(MEMORY, retrieved=retrieved)
     key = jax.random.key(0)
-    return tiny.drawn(lambda: mplus(LanguageModel(SIZES, key=key), config, key=key))
+    return tiny.drawn(lambda: add_mplus(LanguageModel(SIZES, key=key), config, key=key))
 
 
 def small_batch(seed, chunks):

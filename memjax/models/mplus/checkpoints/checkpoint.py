@@ -29,7 +29,7 @@ from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import Frozen, merge_lora
-from memjax.models.mplus.build import mplus
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.checkpoints import tensor_names as mplus_names
 from memjax.models.mplus.checkpoints.hf_config import describe, mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
@@ -81,7 +81,7 @@ def load_official(
         ValueError: listing every tensor that is missing, unknown or of another shape;
             on a file without hf_config, a memory that was never written, a store larger
             than the config's, or ages and frequencies that are none; as
-            `mplus_config_from_hf` and `mplus`.
+            `mplus_config_from_hf` and `add_mplus`.
     """
     path = Path(path)
     if path.is_dir():
@@ -217,7 +217,7 @@ def _build(
     begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
     learned = jax.eval_shape(
         lambda: mplus_names.learned(
-            mplus(begin(), config, key=jax.random.key(0)).weights
+            add_mplus(begin(), config, key=jax.random.key(0)).weights
         )
     )
     tensors = mplus_names.of_learned(learned, reader)
@@ -240,7 +240,7 @@ def _build(
     }
     own_format.require_tensors(expected, found, source.where)
     get = source.get
-    start = mplus(read_backbone(), config, key=jax.random.key(0)).weights
+    start = add_mplus(read_backbone(), config, key=jax.random.key(0)).weights
     values = [
         jnp.asarray(tensor_names.from_stored(get(t.name), t.layout, leaf.shape))
         for t, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
