@@ -14,7 +14,7 @@ from jaxtyping import Int, PRNGKeyArray, PyTree
 
 from memjax.models import Sampling, generate
 from memjax.models.base import Model
-from memjax.models.generate import read_text
+from memjax.models.generation import read_text
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.reader import MemoryReader
 

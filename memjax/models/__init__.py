@@ -1,6 +1,6 @@
 """Language models: a state and tokens in, a state and logits out."""
 
-from memjax.models.generate import generate as generate
+from memjax.models.generation import generate as generate
 from memjax.models.hmt.config import HMTConfig as HMTConfig
 from memjax.models.hmt.model import add_hmt as add_hmt
 from memjax.models.hmt.rmt import add_rmt as add_rmt

@@ -11,7 +11,7 @@ import pytest
 
 from memjax.cli import main as cli
 from memjax.mechanisms import ElasticMemoryConfig
-from memjax.models.generate import _draw
+from memjax.models.generation import _draw
 from memjax.training import pretrain as run
 
 # The tiny preset has its Elastic Memory in the third of four layers.

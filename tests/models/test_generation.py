@@ -13,10 +13,10 @@ from flax import nnx
 
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
-from memjax.models.generate import stop_strings
+from memjax.models.generation import stop_strings
 from memjax.models.sampling import Settings, draw
 
-generate_module = importlib.import_module("memjax.models.generate")
+generate_module = importlib.import_module("memjax.models.generation")
 
 B, P, NEW, V, LIMIT = 2, 9, 6, 17, 64
 CONFIG = ModelConfig(
