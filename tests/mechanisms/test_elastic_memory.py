@@ -284,7 +284,7 @@ def test_memory_tokens_default_to_the_fewer_of_order_and_block():
 def test_options_that_cannot_be_are_refused(monkeypatch, wrong, message):
     # Past the annotations' own check, which only the tests have.
     points = inspect.unwrap(bank.hippo_sample_points)
-    monkeypatch.setattr(elastic_memory, "sample_points", points)
+    monkeypatch.setattr(elastic_memory, "hippo_sample_points", points)
     build = inspect.unwrap(ElasticMemoryConfig.__init__)
     with pytest.raises(ValueError, match=message):
         build(object.__new__(ElasticMemoryConfig), **HEADS | wrong)

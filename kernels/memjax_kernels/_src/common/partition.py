@@ -19,9 +19,9 @@ from memjax_kernels._src.common.arguments import distinct
 # Names of the mesh axes that divide the batch, and of those that divide the heads.
 # A kernel runs whole on every device along any other axis of a mesh.
 BATCH = ("data", "fsdp")
-# Between mixers tokens are divided along the sequence; inside, where every token may
-# depend on all before it, heads are divided instead: DeepSpeed-Ulysses, Jacobs et al.
-# (2023), https://arxiv.org/abs/2309.14509. XLA exchanges one for the other.
+# Between mechanisms tokens are divided along the sequence; inside, where every token
+# may depend on all before it, heads are divided instead: DeepSpeed-Ulysses, Jacobs et
+# al. (2023), https://arxiv.org/abs/2309.14509. XLA exchanges one for the other.
 SEQUENCE = "sequence"
 HEADS = ("tensor", SEQUENCE)
 
@@ -120,7 +120,7 @@ def token_by_token(
     Args:
         form: the function; all devices have the whole parameters.
         whole_sequences: whether the axis that divides sequences divides heads, as
-            inside a mixer, and not tokens.
+            inside a mechanism, and not tokens.
     """
 
     def divided(tokens, parameters):
