@@ -21,6 +21,11 @@ class Model(Protocol):
     """
 
     @property
+    def backbone(self) -> Any:
+        """The `LanguageModel` inside a memory; without one the model itself."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """V; tokens are in [0, V)."""
         ...

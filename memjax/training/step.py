@@ -148,7 +148,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if batch.reset.ndim == 2:
             check_run("packed", config, 0)
-            if not isinstance(model, LanguageModel):
+            if model.backbone is not model:
                 raise ValueError(
                     "packed rows need a LanguageModel, which clears its memory inside "
                     f"a row, got {type(model).__name__}"
@@ -280,18 +280,18 @@ def _gradients(graph, config, state, memory, batch):
 def _total_loss(graph, config, frozen, params, memory, batch):
     """Summed loss; no gradient flows through the memory past `bptt_blocks`."""
     model: Model = nnx.merge(graph, params, frozen)
+    backbone: LanguageModel = model.backbone
     t = batch.tokens.shape[1]
     # 0 blocks cut nothing: one window of the whole sequence.
     window = min(t, config.bptt_blocks * model.window) or t
-    read = model.features
-    if isinstance(model, LanguageModel) and batch.reset.ndim == 2:
-        read = lambda memory, tokens: (
-            memory,
-            model.encode_packed(model.embed(tokens), batch.reset),
-        )
-    elif isinstance(model, LanguageModel) and window == t and not config.carry_memory:
-        # Nothing is read on from here, so that no memory has to be kept.
-        read = lambda memory, tokens: (memory, model.encode(model.embed(tokens)))
+
+    def read(memory, tokens):
+        if batch.reset.ndim == 2:
+            return memory, backbone.encode_packed(backbone.embed(tokens), batch.reset)
+        if backbone is model and window == t and not config.carry_memory:
+            # Nothing is read on from here, so that no memory has to be kept.
+            return memory, backbone.encode(backbone.embed(tokens))
+        return model.features(memory, tokens)
 
     def block_loss(memory, inputs):
         tokens, targets, mask = inputs

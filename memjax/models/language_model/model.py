@@ -124,6 +124,11 @@ class LanguageModel(nnx.Module):
         return (*after, *taken)
 
     @property
+    def backbone(self) -> "LanguageModel":
+        """The model itself."""
+        return self
+
+    @property
     def vocab_size(self) -> int:
         """V; tokens are in [0, V)."""
         return self.config.vocab_size

@@ -71,7 +71,7 @@ def load_backbone(name: AnyPath | str) -> Backbone:
     """
     opened = loading.load(name)
     model = opened.model
-    if not isinstance(model, LanguageModel):
+    if model.backbone is not model:
         raise ValueError(
             f"backbone={str(name)!r} must be a plain model, but that one has a "
             "memory: give its own backbone, or a run's folder as start"
@@ -83,7 +83,7 @@ def load_backbone(name: AnyPath | str) -> Backbone:
         )
     named = opened.run.data.tokenizer if opened.run else TOKENIZER_FILE
     stored = StoredText(_kept_name(named), opened.text, tokenizer)
-    model = merge_lora(model)
+    model = merge_lora(model.backbone)
     return Backbone(model, stored, digest(model), opened.origin)
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from memjax.data import Split, TokenisedDocument, Tokenizer
+from memjax.models.base import Model
 from memjax.training.config import DataConfig, LoopConfig
 from memjax.training.monitoring.reporting import print_line
 from memjax.training.run_data import load_sources
@@ -19,7 +20,7 @@ from memjax.training.step import TrainState
 def show(
     data: DataConfig,
     loop: LoopConfig,
-    model: nnx.Module,
+    model: Model,
     mesh: Mesh,
     sources: Sequence[Sequence[TokenisedDocument]],
     tokenizer: Tokenizer,
@@ -103,15 +104,14 @@ def _size(count: int) -> str:
     return f"{count / 1024**power:.4g} {units[power]}"
 
 
-def _model(model: nnx.Module) -> str:
+def _model(model: Model) -> str:
     """Parameters, those that stay as they are, and layers."""
     count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
     _, trained, fixed = nnx.split(model, nnx.Param, ...)
     said = f"{count(trained):,} parameters"
     if frozen := count(fixed):
         said += f" are trained, {frozen:,} stay as they are"
-    backbone: Any = getattr(model, "backbone", model)
-    config = backbone.config
+    config = model.backbone.config
     return f"{said}; {config.num_layers} layers of width {config.model_dim:,}"
 
 
