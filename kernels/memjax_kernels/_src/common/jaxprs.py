@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 #: (parameters of the primitive, operands) -> its result.
 Replacement = Callable[[dict[str, Any], Sequence[Any]], Any]
@@ -24,6 +25,14 @@ class Uniform(NamedTuple):
     number: Any
 
 
+#: Calls that are inlined, and the parameter with their function.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 #: Primitives that leave an array of one number as it is.
 _RESHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
@@ -37,6 +46,10 @@ def evaluate(
         closed: what `jax.make_jaxpr` gives.
         arguments: its flat arguments, arrays or `Uniform`.
         replaced: by the name of a primitive of one result, what runs instead.
+
+    Raises:
+        ValueError: on a primitive with a function inside that is no plain call: a loop,
+            a branch.
     """
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -44,8 +57,9 @@ def evaluate(
     value_of = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
     for equation in jaxpr.eqns:
         operands = [value_of(atom) for atom in equation.invars]
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if inner is not None and equation.primitive.name not in replaced:
+        name = equation.primitive.name
+        if name in _CALLS and name not in replaced:
+            inner = equation.params[_CALLS[name]]
             results = evaluate(inner, operands, replaced)
         elif any(isinstance(x, Uniform) for x in operands):
             results = _with_uniform(equation, operands, replaced)
@@ -59,6 +73,11 @@ def _bind(equation, operands, replaced):
     primitive = equation.primitive
     if primitive.name in replaced:
         return [replaced[primitive.name](equation.params, operands)]
+    if any(True for _ in jaxprs_in_params(equation.params)):
+        raise ValueError(
+            f"a function for kernels must have no {primitive.name}: of primitives that "
+            f"call a function only {sorted(_CALLS)} are inlined"
+        )
     results = primitive.bind(*operands, **equation.params)
     return results if primitive.multiple_results else [results]
 
