@@ -1,4 +1,4 @@
-"""Builds the corpus of `experiments/compare`: documents in fixed splits, by digest.
+"""Builds the corpus of `experiments/memories`: documents in fixed splits, by digest.
 
     python -m experiments.corpus.comparison --destination comparison
 

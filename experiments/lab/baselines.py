@@ -22,13 +22,13 @@ from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
 from memjax.evaluation import TokenLosses
 from memjax.models import LanguageModel
-from memjax.models.language_model.rebuilt import with_config
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.retrofit import MemoryHeads
 from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
 from memjax.models.language_model.windowed import (
-    with_capacity,
-    with_wider_windows,
-    with_window,
+    limit_attention,
+    set_capacity,
+    widen_windows,
 )
 
 
@@ -39,8 +39,8 @@ def full_attention(
 
     Texts may be longer than those of the pretraining.
     """
-    whole = with_config(model, mechanisms=backbone.config.mechanisms)
-    return with_capacity(whole, tokens)
+    whole = replace_config(model, mechanisms=backbone.config.mechanisms)
+    return set_capacity(whole, tokens)
 
 
 def wide_window(
@@ -51,8 +51,8 @@ def wide_window(
     more: int,
 ) -> LanguageModel:
     """Windows with sinks in all layers, longer by `more` tokens in the chosen ones."""
-    narrow = with_window(model, window, sinks)
-    return with_wider_windows(narrow, tuple(layers), more)
+    narrow = limit_attention(model, window, sinks)
+    return widen_windows(narrow, tuple(layers), more)
 
 
 def equal_tokens(model: LanguageModel, tokens: int, heads: MemoryHeads) -> int:
@@ -72,7 +72,7 @@ def equal_window(backbone: LanguageModel, size: int, sinks: int = 0) -> int:
     """Tokens of the shortest window, sinks included, with a state of `size` bytes."""
     least = max(1, sinks)
     one, two = (
-        state_bytes(with_window(backbone, w, sinks)) for w in (least, least + 1)
+        state_bytes(limit_attention(backbone, w, sinks)) for w in (least, least + 1)
     )
     return max(least, least - (one - size) // (two - one))
 

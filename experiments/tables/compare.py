@@ -14,8 +14,8 @@ from experiments.tables.table import (
 )
 
 _KINDS = ("proofs", "code", "prose")
-_SUMMARY, _LAYERS = "compare/summary", "compare/layers"
-_ALIGNMENT = "compare/alignment"
+_SUMMARY, _LAYERS = "memories/equal_bytes", "memories/layers"
+_ALIGNMENT = "memories/alignment"
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def positions() -> Table:
     return Table(["PPL of tokens", *header], rows, [_SUMMARY])
 
 
-def recall() -> Table:
+def questions() -> Table:
     """Needles by length, and facts by distance."""
     found = _rows()
     lengths, distances = (list(found[0][name]) for name in ("needles", "facts"))
@@ -169,12 +169,12 @@ def _has(name: str, field: str) -> bool:
 
 
 TABLES: Tables = {
-    f"compare/{function.__name__}": function
+    f"memories/{function.__name__}": function
     for function, name, field in (
         (perplexity, _SUMMARY, "rows"),
         (saved, _SUMMARY, "rows"),
         (positions, _SUMMARY, "rows"),
-        (recall, _SUMMARY, "rows"),
+        (questions, _SUMMARY, "rows"),
         (cost, _SUMMARY, "rows"),
         (layers, _LAYERS, "rise"),
         (greedy, _LAYERS, "greedy"),

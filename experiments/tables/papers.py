@@ -4,9 +4,9 @@
 "Which memory when": all layers at one size, side by side.
 """
 
-from experiments.books.models import MEMORY
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
 from experiments.lab.intervals import format_interval
+from experiments.memories.books_models import MEMORY
 from experiments.mplus.retention import recorded
 from experiments.tables.table import (
     Table,
@@ -22,7 +22,7 @@ def papers() -> Table:
     """One row a paper, each from its own result file."""
     rows = [_elastic(), _trellis(), _lattice(), _hmt(), _mplus()]
     header = ["paper", "what it claims", "what was measured here", "at what size"]
-    sources = ["books/window8", "recurrent/recall", "hmt/smollm2/length"]
+    sources = ["memories/books_window8", "memories/recall", "hmt/smollm2/length"]
     sources += ["mplus/retention", "mplus/speed"]
     return Table([*header, "more"], rows, sources)
 
@@ -32,7 +32,7 @@ def _more(room: str) -> str:
 
 
 def _elastic() -> list[str]:
-    result = load("books/window8")
+    result = load("memories/books_window8")
     saved = [
         f"{format_interval(found['all'])} over {base}"
         for base, found in result["gains"].items()
@@ -44,13 +44,13 @@ def _elastic() -> list[str]:
         f"nats a token saved: {' and '.join(saved)}, which keep as many bytes",
         f"{models[MEMORY]['parameters']:,} parameters, blocks of {config['window']}, "
         f"{result['steps']:,} updates, {config['seeds']} seeds",
-        _more("books"),
+        _more("memories"),
     ]
 
 
 def _recalled(name: str) -> str:
     """What a mechanism and DeltaNet recall, and of what size both are."""
-    result = load("recurrent/recall")
+    result = load("memories/recall")
     length = result["task"]["scale"]["context_length"]
     count = max(result["task"]["pairs"])
     found = {
@@ -62,7 +62,7 @@ def _recalled(name: str) -> str:
 
 
 def _size() -> str:
-    result = load("recurrent/recall")
+    result = load("memories/recall")
     (row, *_) = [row for row in result["rows"] if row["name"] == "DeltaNet"]
     seeds = len(result["config"]["seeds"])
     updates = result["task"]["scale"]["steps"]
@@ -74,12 +74,12 @@ def _size() -> str:
 
 def _trellis() -> list[str]:
     claim = "recalls more than DeltaNet and TTT with a state of constant size"
-    return ["Trellis", claim, _recalled("Trellis"), _size(), _more("recurrent")]
+    return ["Trellis", claim, _recalled("Trellis"), _size(), _more("memories")]
 
 
 def _lattice() -> list[str]:
     claim = "writing only what is orthogonal to a slot beats DeltaNet"
-    return ["Lattice", claim, _recalled("Lattice"), _size(), _more("recurrent")]
+    return ["Lattice", claim, _recalled("Lattice"), _size(), _more("memories")]
 
 
 def _hmt() -> list[str]:
@@ -134,7 +134,7 @@ def _mplus() -> list[str]:
 
 def layers() -> Table:
     """Size of the state and recall of each mechanism, near and far."""
-    result = load("recurrent/recall")
+    result = load("memories/recall")
     near, *_, far = result["task"]["lengths"]
     count = max(result["task"]["pairs"])
     recalled = {
@@ -156,7 +156,7 @@ def layers() -> Table:
         )
     header = ["two layers of 32", "state bytes"]
     header += [f"recall of {count} pairs, {n:,} tokens" for n in (near, far)]
-    return Table(header, rows, ["recurrent/recall"])
+    return Table(header, rows, ["memories/recall"])
 
 
 TABLES: Tables = {"papers": papers, "guide/layers": layers}

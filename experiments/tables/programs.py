@@ -1,7 +1,7 @@
-"""Tables of `experiments.notes`, `experiments.books` and `experiments.conversation`."""
+"""Tables of notes, books and conversation."""
 
-from experiments.books.models import MEMORY
 from experiments.lab.intervals import format_interval, format_seeds
+from experiments.memories.books_models import MEMORY
 from experiments.tables.table import (
     Table,
     Tables,
@@ -12,14 +12,14 @@ from experiments.tables.table import (
     thousands,
 )
 
-_NOTES = "notes/notes"
+_NOTES = "memories/notes"
 _NAME = "conversation/session"
 _WAYS = {
     "begun": "answer begun for it",
     "plain": "asked plainly",
     "empty": "begun, empty memory",
 }
-_BOOKS = ("books/window8", "books/window64")
+_BOOKS = ("memories/books_window8", "memories/books_window64")
 
 
 def notes() -> Table:
@@ -62,7 +62,7 @@ def notes_ahead() -> Table:
 
 
 def memory() -> Table:
-    """All models of `experiments.books`, with short windows and longer ones."""
+    """All models of the study of books, with short windows and longer ones."""
     rows = []
     for name in _BOOKS:
         result = load(name)
@@ -131,10 +131,10 @@ def turns() -> Table:
 
 
 TABLES: Tables = {
-    "notes/right": notes,
-    "notes/ahead": notes_ahead,
-    "books/memory": memory,
-    "books/gain": gain,
+    "memories/notes": notes,
+    "memories/notes_ahead": notes_ahead,
+    "memories/books": memory,
+    "memories/books_gain": gain,
     "conversation/answers": answers,
     "conversation/turns": turns,
 }

@@ -21,17 +21,17 @@ def _ablation(name: str) -> Table:
 
 def trellis_ablation() -> Table:
     """The parts of Trellis."""
-    return _ablation("recurrent/trellis_ablation")
+    return _ablation("memories/trellis_ablation")
 
 
 def lattice_ablation() -> Table:
     """The parts of Lattice."""
-    return _ablation("recurrent/lattice_ablation")
+    return _ablation("memories/lattice_ablation")
 
 
 def trellis_steps() -> Table:
     """Recall and perplexity on validation data, and the perplexity of n-grams."""
-    result = load("recurrent/trellis_steps")
+    result = load("memories/trellis_steps")
     columns = {"validation": "right answers", "perplexity": "PPL per byte"}
     found = {
         metric: {
@@ -46,7 +46,7 @@ def trellis_steps() -> Table:
     ]
     rows += [[name, "", number(value, 2)] for name, value in result["ngrams"].items()]
     header = ["validation data", *(columns[metric] for metric in found)]
-    return Table(header, rows, ["recurrent/trellis_steps"])
+    return Table(header, rows, ["memories/trellis_steps"])
 
 
 def _columns(rows: list[dict[str, Any]]) -> list[int]:
@@ -63,7 +63,7 @@ def _cells(rows: list[dict[str, Any]]) -> dict[tuple[str, int], str]:
 
 def recall() -> Table:
     """Right answers of every mechanism by pairs, at a length that has room for all."""
-    result = load("recurrent/recall")
+    result = load("memories/recall")
     length = result["task"]["lengths"][1]
     rows = result["accuracy"][str(length)]
     pairs, cells = _columns(rows), _cells(rows)
@@ -79,54 +79,19 @@ def recall() -> Table:
     ]
     header = ["right answers", "state bytes", "learning rate"]
     header += [f"{count} pairs" for count in pairs]
-    return Table(header, table, ["recurrent/recall"])
+    return Table(header, table, ["memories/recall"])
 
 
 def recall_length() -> Table:
     """Recall of every mechanism by sequence length, at a few pairs."""
-    result = load("recurrent/recall")
+    result = load("memories/recall")
     count = result["task"]["pairs"][1]
     lengths = result["task"]["lengths"]
     cells = {n: _cells(result["accuracy"][str(n)]) for n in lengths}
     names = dict.fromkeys(row["name"] for row in result["rows"])
     rows = [[name, *(cells[n][name, count] for n in lengths)] for name in names]
     header = [f"right answers, {count} pairs", *(f"{n:,} tokens" for n in lengths)]
-    return Table(header, rows, ["recurrent/recall"])
-
-
-# Of the mean step sizes that were measured; the file has more.
-_GAMMAS = (0.03, 0.3)
-
-
-def lattice_chunks() -> Table:
-    """Errors of chunks and of refined chunks; DEC, keys of unit norm."""
-    found = [
-        row
-        for row in load("recurrent/lattice_chunks")["errors"]
-        if row["variant"] == "dec" and row["keys"] == "unit" and row["gamma"] in _GAMMAS
-    ]
-    rows = [
-        [
-            f"γ = {row['gamma']}, C = {row['chunk_size']}",
-            f"{row['chunk_error']:.0e}",
-            f"{row['refined_error']:.0e}",
-            number(row["rounds_mean"], 1),
-        ]
-        for row in found
-    ]
-    header = ["", "error of chunks", "error when refined", "rounds, mean"]
-    return Table(header, rows, ["recurrent/lattice_chunks"])
-
-
-def lattice_times() -> Table:
-    """Forward time of each form of Lattice, DEC."""
-    rows = [
-        [row["form"], number(1e3 * row["median_s"], 1), number(row["speedup"], 2)]
-        for row in load("recurrent/lattice_chunks")["times"]
-        if row["variant"] == "dec"
-    ]
-    header = ["form", "ms", "times the speed of the token scan"]
-    return Table(header, rows, ["recurrent/lattice_chunks"])
+    return Table(header, rows, ["memories/recall"])
 
 
 def elastic_sampling() -> Table:
@@ -208,13 +173,11 @@ def elastic_reconstruction() -> Table:
 
 
 TABLES: Tables = {
-    "recurrent/trellis_ablation": trellis_ablation,
-    "recurrent/lattice_ablation": lattice_ablation,
-    "recurrent/trellis_steps": trellis_steps,
-    "recurrent/recall": recall,
-    "recurrent/recall_length": recall_length,
-    "recurrent/lattice_chunks": lattice_chunks,
-    "recurrent/lattice_times": lattice_times,
+    "memories/trellis_ablation": trellis_ablation,
+    "memories/lattice_ablation": lattice_ablation,
+    "memories/trellis_steps": trellis_steps,
+    "memories/recall": recall,
+    "memories/recall_length": recall_length,
     "elastic/sampling": elastic_sampling,
     "elastic/step": elastic_step,
     "elastic/length": elastic_length,

@@ -68,10 +68,10 @@ def test_a_result_holds_its_version(repository):
     assert found["clean"] is True and found["commit"] == version().commit
 
 
-@pytest.mark.parametrize("name", ["experiments.notes", "experiments.notes.__main__"])
+@pytest.mark.parametrize("name", ["experiments.study", "experiments.study.__main__"])
 def test_a_package_that_is_run_is_named_as_it_was_called(monkeypatch, name):
     program = types.SimpleNamespace(__spec__=types.SimpleNamespace(name=name))
     monkeypatch.setitem(sys.modules, "__main__", program)
     monkeypatch.setattr(sys, "argv", ["x", "--seeds", "2"])
     command = provenance.provenance("q", {})["command"]
-    assert command == "python -m experiments.notes --seeds 2"
+    assert command == "python -m experiments.study --seeds 2"

@@ -1,1 +1,0 @@
-"""Small models on real books: does a memory help beyond the window?"""

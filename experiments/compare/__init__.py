@@ -1,1 +1,0 @@
-"""Experiments: memories beside a window, compared at equal bytes."""

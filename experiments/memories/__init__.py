@@ -1,0 +1,1 @@
+"""Studies of memories: equal bytes, alignment, recall, notes, books."""

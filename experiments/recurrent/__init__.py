@@ -1,1 +1,0 @@
-"""Experiments: Trellis, Lattice and other recurrent mechanisms."""

@@ -1,1 +1,0 @@
-"""Experiments: chunks of Lattice against its recurrence."""

@@ -1,0 +1,103 @@
+"""The alignment of memories in one layer: what is read, kept and compared."""
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments.memories import alignment
+from experiments.memories.alignment_report import WIDE, WIDE_SHARED, WINDOW, summary
+
+
+@pytest.fixture(name="config")
+def _config(small, tmp_path):
+    source, backbone = small
+    return alignment.Config(
+        only=("Gated DeltaNet",),
+        seeds=(0,),
+        corpus=source,
+        backbone=str(backbone),
+        layer=1,
+        window=5,
+        sinks=2,
+        more=4,
+        tokens=24,
+        texts=2,
+        passes=3,
+        rates=(1e-3, 1e-2),
+        least=2,
+        run_dir=tmp_path / "runs",
+        output=tmp_path / "alignment",
+    )
+
+
+@pytest.mark.slow
+def test_memories_are_aligned_and_compared_with_the_wide_window(config, capsys):
+    alignment.main(config)
+    together = config.output.with_suffix(".json")
+    found = json.loads(together.read_text())
+    narrow, wide, shared, memory = found["summary"]
+    assert [line["name"] for line in found["summary"]] == [
+        *(WINDOW, WIDE, WIDE_SHARED, "Gated DeltaNet")
+    ]
+    for kind in ("proofs", "code", "prose"):
+        # A longer window misses less, and is compared with itself.
+        assert wide[kind]["missed"] < shared[kind]["missed"] < narrow[kind]["missed"]
+        assert wide[kind]["mean"] == 0 > narrow[kind]["mean"]
+        # Six updates at least do no harm.
+        assert memory[kind]["missed"] < 1.1 * narrow[kind]["missed"]
+    # Keys and values of four tokens, and of two; a matrix a head.
+    sizes = {WINDOW: 0, WIDE: 4 * 64, WIDE_SHARED: 2 * 64}
+    assert found["bytes"] == sizes | {"Gated DeltaNet": 2 * 64 * 4}
+    assert "Lattice" in found["missing"] and "Gated DeltaNet" not in found["missing"]
+    alone = json.loads((config.output / "gated-deltanet.json").read_text())
+    assert set(alone["tried"]["tried"]) == {"0.001", "0.01"}
+    assert alone["config"]["only"] == ["Gated DeltaNet"]
+    capsys.readouterr()
+    together.unlink()
+    alignment.main(config)
+    # Nothing is read or aligned again.
+    assert "texts" not in capsys.readouterr().out
+    assert json.loads(together.read_text())["summary"] == found["summary"]
+    # What was measured with other settings is not compared.
+    alone["config"]["layer"] = 0
+    (config.output / "gated-deltanet.json").write_text(json.dumps(alone))
+    with pytest.raises(ValueError, match="Gated DeltaNet and window cannot be comp"):
+        alignment.main(config)
+
+
+def test_summary_compares_documents_in_pairs():
+    rows = [
+        {"name": WIDE, "missed": [0.5, 0.7, 0.1, 0.3, 0.2, 0.2]},
+        {"name": WIDE_SHARED, "missed": [0.6, 0.8, 0.2, 0.4, 0.3, 0.3]},
+        {"name": "b", "missed": [0.2, 0.4, 0.1, 0.3, 0.3, 0.1]},
+        {"name": "a", "missed": [0.2, 0.4, 0.1, 0.3, 0.3, 0.1]},
+        {"name": "a", "missed": [0.4, 0.6, 0.1, 0.3, 0.3, 0.1]},
+    ]
+    kinds = ["proofs"] * 2 + ["code"] * 2 + ["prose"] * 2
+    sizes = {WIDE: 10, WIDE_SHARED: 5, "a": 6, "b": 5}
+    wide, _, smaller, line = summary(rows, kinds, sizes)
+    # Each with the window of its bytes.
+    assert (wide["base"], smaller["base"], line["base"]) == (WIDE, WIDE_SHARED, WIDE)
+    assert smaller["proofs"]["mean"] == pytest.approx(0.4)
+    assert line["name"] == "a" and line["seeds"] == 2
+    assert line["proofs"]["missed"] == pytest.approx(0.4)
+    # 0.2 in both documents, whose own difference does not count.
+    assert line["proofs"]["mean"] == pytest.approx(0.2)
+    assert line["proofs"]["low"] == pytest.approx(0.2)
+    assert line["prose"]["low"] < 0 < line["prose"]["high"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(only=("GRU",)), "only"),
+        (dict(rates=()), "rates must be positive"),
+        (dict(rates=(0.0,)), "rates must be positive"),
+        (dict(tokens=353), "tokens must be more than window \\+ more = 353, got 353"),
+        (dict(texts=0), "texts must be at least 1"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(alignment.Config(), **changes)

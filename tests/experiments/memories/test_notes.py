@@ -1,0 +1,175 @@
+"""Notes in real text: the task leaks no answer, and baselines keep what they can."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.memories import notes as program
+from experiments.memories import notes_report, on_device
+from experiments.memories import notes_task as notes
+from experiments.memories import small_models as comparison
+from memjax.models import LanguageModel
+
+TEXT = np.arange(5000, dtype=np.uint8)
+FIRST_NUMBER = notes.BYTES + notes.NAMES
+
+
+@pytest.fixture(name="test", scope="module")
+def _test():
+    return notes.draw_test("validation", rows=2, count=3, distance=128, seed=5)
+
+
+def test_the_number_of_an_asked_name_stands_after_it_in_the_first_half():
+    batch = notes.training_batch(jnp.asarray(TEXT), 8, (2, 4), 64, jax.random.key(0))
+    tokens, mask = np.asarray(batch.tokens), np.asarray(batch.mask) > 0
+    assert mask.sum(axis=1).tolist() == [2] * 4 + [4] * 4
+    assert not mask[:, :32].any()
+    assert (tokens[:, 32:] < FIRST_NUMBER).all()
+    for row, targets, asked in zip(tokens, batch.targets, mask, strict=True):
+        for place in np.flatnonzero(asked):
+            (noted,) = np.flatnonzero(row[:32] == row[place])
+            assert row[noted + 1] == targets[place]
+
+
+def test_texts_of_a_test_are_the_documents_but_for_the_notes(test):
+    document = notes.text_of("validation").tobytes()
+    for text, first in zip(np.asarray(test.text), np.asarray(test.first), strict=True):
+        assert np.uint8(text).tobytes() in document
+        # Two ids a note.
+        assert (first >= notes.BYTES).sum() == 6
+    assert (np.asarray(test.questions) >= FIRST_NUMBER).sum() == 0
+    rows = np.arange(len(test.first))[:, None]
+    for part, places in (
+        (test.first, test.notes.noted),
+        (test.questions, test.notes.asked),
+    ):
+        np.testing.assert_array_equal(part[rows, places], test.notes.names)
+    np.testing.assert_array_equal(
+        test.first[rows, test.notes.noted + 1], test.notes.numbers
+    )
+
+
+def test_a_document_that_is_too_short_is_named():
+    with pytest.raises(ValueError, match=r"distance=9999936 must be at most \d+: "):
+        notes.draw_test("validation", 1, 2, 9_999_936, 0)
+
+
+def test_text_keeps_a_note_until_its_bytes_are_full(test):
+    since = notes.PART - test.notes.noted + 128 + test.notes.asked
+    for budget in (int(since[0, 0]) - 1, int(since[0, 0])):
+        kept = notes.kept_as_text(test, 128, budget)
+        np.testing.assert_array_equal(kept, since <= budget)
+    assert kept[0, 0]
+
+
+def test_compressed_text_keeps_more_than_text(test):
+    budget = 110
+    assert not notes.kept_as_text(test, 128, budget).any()
+    kept = notes.kept_as_compressed_text(test, 128, budget)
+    assert kept.any() and (kept == kept[:, :1]).all()
+    assert not notes.kept_as_compressed_text(test, 128, 20).any()
+
+
+def test_asking_on_the_way_is_as_reading_up_to_there(test):
+    config = program.models(program.Config())["DeltaNet"]
+    model = LanguageModel(config, key=jax.random.key(0))
+    found = program.answer(model, test, (64, 128))
+    rows = np.arange(len(test.first))[:, None]
+    for distance, answers in zip((64, 128), found, strict=True):
+        parts = [test.first, test.text[:, :distance], test.questions]
+        tokens = jnp.concatenate(parts, axis=1)
+        _, logits = model(model.init_state(len(tokens)), tokens)
+        likeliest = np.asarray(logits.argmax(axis=-1)) - FIRST_NUMBER
+        places = notes.PART + distance + np.asarray(test.notes.asked)
+        np.testing.assert_array_equal(answers, likeliest[rows, places])
+
+
+def test_a_training_goes_on_from_a_model():
+    model = program.models(program.Config())["DeltaNet"]
+    scale = program.STAGES[0]._replace(steps=1, learning_rate=1e-30)
+    run = comparison.run_config(scale, model, 1)
+    draw = program._drawing(scale)
+    start = LanguageModel(model, key=jax.random.key(7))
+    trained, _ = on_device.train(run, draw, start)
+    fresh, _ = on_device.train(run, draw)
+    params = lambda model: jax.tree.leaves(nnx.state(model, nnx.Param))
+    same = [
+        np.allclose(a, b) for a, b in zip(params(trained), params(start), strict=True)
+    ]
+    assert all(same)
+    assert not np.allclose(params(trained)[0], params(fresh)[0])
+
+
+def test_scores_are_means_over_seeds_beside_the_best_baseline(test):
+    right = np.asarray(test.notes.numbers)[None] - FIRST_NUMBER
+    wrong = (right + 1) % notes.NUMBERS
+    models = program.models(program.Config())
+    runs = lambda *answers: [
+        {"seconds": 1.0, "answers": {"3": np.tile(x, (2, 1, 1))}} for x in answers
+    ]
+    found = [
+        notes_report.Answered("window", models[program.WINDOW], runs(wrong, wrong)),
+        notes_report.Answered("memory", models["DeltaNet"], runs(right, wrong)),
+    ]
+    report = notes_report.report(found, {3: test}, (64, 128))
+    mean = lambda name: [row["mean"] for row in report["models"][name]["right"]["3"]]
+    assert mean("memory") == [0.5, 0.5] and mean("window") == [0.0, 0.0]
+    assert report["models"]["memory"]["seeds"]["3"] == [[1.0, 1.0], [0.0, 0.0]]
+    # All of it fits the bytes, and is read again without a mistake.
+    assert mean(notes_report.TEXT) == [1.0, 1.0]
+    (ahead, _) = report["ahead"]["memory"]["3"]
+    assert ahead["mean"] == -0.5 and ahead["baseline"] == notes_report.TEXT
+    names = np.asarray(test.notes.names[0]) - notes.BYTES
+    assert all(f"[name {name}]" in report["sample"] for name in names)
+    assert "(right)" in report["sample"] and "(it was" in report["sample"]
+
+
+@pytest.mark.slow
+def test_the_program_runs_and_keeps_what_it_trained(tmp_path, capsys):
+    config = program.Config(
+        models=("DeltaNet",),
+        updates=(2, 1),
+        counts=(2,),
+        distances=(64, 128),
+        texts=1,
+        run_dir=tmp_path,
+    )
+    program.main(config)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert [*result["models"]] == [
+        program.WINDOW,
+        "DeltaNet",
+        notes_report.TEXT,
+        notes_report.COMPRESSED,
+    ]
+    sizes = [row["parameters"] for row in [*result["models"].values()][:2]]
+    assert abs(sizes[0] - sizes[1]) < 100
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert "DeltaNet, seed 0" in capsys.readouterr().out
+    program.main(config)
+    assert "DeltaNet, seed 0" not in capsys.readouterr().out
+    program.main(dataclasses.replace(config, updates=(1, 1)))
+    assert "DeltaNet, seed 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"models": ("Nothing",)}, "models"),
+        ({"models": ("Transformer++",)}, "models"),
+        ({"seeds": ()}, "seeds"),
+        ({"updates": (0, 1)}, "updates"),
+        ({"distances": (64, 100)}, "multiple of 64"),
+        ({"distances": (128, 64)}, "ascend"),
+        ({"counts": (33,)}, r"\[1, 32\]"),
+        ({"texts": 0}, "texts must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        program.Config(**fields)
