@@ -56,6 +56,8 @@ def call(*words):
         ("train elastic-tinny", "no preset 'elastic-tinny' (did you mean 'elastic-tin"),
         ("train --run-dir x", "a preset is missing"),
         ("eval", "eval lacks an argument: a run's folder"),
+        ("ask m q", "ask lacks an argument: --memory, folder of the memory"),
+        ("finetune retrofit --layers x", "--layers must be whole numbers or auto, got"),
         ("eval --splitt test", "no option '--splitt' (did you mean --split"),
         ("eval a b", "'b' after a is one word too many"),
         (

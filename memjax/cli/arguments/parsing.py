@@ -8,16 +8,16 @@ import contextlib
 import functools
 import inspect
 import io
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tyro
+import tyro._errors
 
 from memjax.checks import nearest, require_known, short
 from memjax.cli.arguments.mechanisms import REGISTRY
-from memjax.cli.arguments.unframed import explained
+from memjax.cli.arguments.refusals import explained
 
 Call = Callable[[], int]
 
@@ -54,7 +54,7 @@ def parse(
     commands: Mapping[str, Callable[..., int]],
     configured: Mapping[str, Configured],
 ) -> Call:
-    """The call that a command line asks for.
+    """The call for a command line.
 
     Raises:
         ValueError: the line is wrong; the message says where.
@@ -63,23 +63,16 @@ def parse(
     names = (*configured, *commands)
     if not argv:
         raise ValueError(f"a command is missing: {', '.join(names)}")
-    if argv[0] not in ("--help", "-h"):
-        require_known("command", argv[0], names)
-    if argv[0] in configured:
-        return _configured(argv[0], argv[1:], configured[argv[0]])
-    app = tyro.extras.SubcommandApp()
-    for name, function in commands.items():
-        app.command(name=name)(deferred(function))
-    return _explaining(
-        lambda words: app.cli(args=words, prog="memjax", registry=REGISTRY),
-        argv,
-        argv[:1],
-    )
+    name, words = argv[0], argv[1:]
+    require_known("command", name, names)
+    if name in configured:
+        return _configured(name, words, configured[name])
+    return _parsed(deferred(commands[name]), words, name)
 
 
 def _configured(name: str, words: list[str], command: Configured) -> Call:
     """The call of a command that takes a configuration."""
-    file, words = _taken(words, "--config")
+    file, words = taken(words, "--config")
     preset, words = _preset(words)
     implied: dict[str, Any] = {}
     if file is not None:
@@ -89,23 +82,44 @@ def _configured(name: str, words: list[str], command: Configured) -> Call:
                 f"--config {short(file)}"
             )
         config, implied = command.read(Path(file))
-        shown = f"memjax {name} --config {file}"
+        shown = f"{name} --config {file}"
     else:
         presets = command.presets()
         _require_preset(name, preset, tuple(presets))
-        config, shown = presets[preset or ""], f"memjax {name} {preset}"
-    call = _with_config(command.function, config, implied)
-    parser = lambda words: tyro.cli(
-        call,
-        args=words,
-        prog=shown,
-        config=(tyro.conf.CascadeSubcommandArgs,),
-        registry=REGISTRY,
-    )
-    return _explaining(parser, words, shown.split()[1:], skip=0)
+        config, shown = presets[preset or ""], f"{name} {preset}"
+    return _parsed(_with_config(command.function, config, implied), words, shown)
 
 
-def _taken(words: list[str], option: str) -> tuple[str | None, list[str]]:
+def _parsed(call: Callable[..., Call], words: list[str], command: str) -> Call:
+    """The result of the parser; a refusal becomes a ValueError.
+
+    Args:
+        call: a deferred command.
+        words: of the line, without the command.
+        command: its name, and the preset.
+    """
+    settings: Any = {
+        "prog": f"memjax {command}",
+        "config": (tyro.conf.CascadeSubcommandArgs,),
+        "registry": REGISTRY,
+    }
+
+    def options() -> list[str]:
+        page = io.StringIO()
+        with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
+            tyro.cli(call, args=["--help"], **settings)
+        found = (word.strip(",") for word in page.getvalue().split())
+        return [word for word in found if word.startswith("--") and word != "--help"]
+
+    def refuse(event: tyro._errors.ParseErrorEvent) -> None:
+        if line := explained(event, words, command, options):
+            raise ValueError(line)
+
+    with tyro._errors.on_parse_error(refuse):
+        return tyro.cli(call, args=words, **settings)
+
+
+def taken(words: list[str], option: str) -> tuple[str | None, list[str]]:
     """The value of an option, None if it is not there, and the other words."""
     for i, word in enumerate(words):
         if word.startswith(f"{option}="):
@@ -158,37 +172,3 @@ def _with_config(
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = function.__annotations__ | {"config": kind}
     return call
-
-
-def _explaining(
-    parser: Callable[[list[str]], Call],
-    words: list[str],
-    shown: list[str],
-    skip: int = 1,
-) -> Call:
-    """What the parser gives; its complaint becomes a ValueError.
-
-    Args:
-        parser: of tyro; prints a framed page and exits where a line is wrong.
-        words: the line.
-        shown: the command with its preset, for the message.
-        skip: words of the line that name the command.
-    """
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return parser(words)
-    except SystemExit as stop:
-        if stop.code != 2:
-            raise
-    options = lambda: _options(parser, words[:skip])
-    raise ValueError(explained(complaint.getvalue(), words[skip:], shown, options))
-
-
-def _options(parser: Callable[[list[str]], Any], command: list[str]) -> list[str]:
-    """The names of a command's options, as its help has them."""
-    page = io.StringIO()
-    with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
-        parser([*command, "--help"])
-    found = re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", page.getvalue())
-    return [name for name in dict.fromkeys(found) if name != "--help"]
