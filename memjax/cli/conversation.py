@@ -10,8 +10,8 @@ from typing import Annotated
 
 import tyro
 
+from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.generate import read_text
-from memjax.cli.process import keep_programs
 from memjax.conversation import Conversation
 from memjax.models import Sampling
 from memjax.models.language_model.config import Dtype
@@ -47,7 +47,7 @@ def tell(
     if not files:
         raise ValueError("files must be at least one text, got none")
     texts = [(file, read_text(file)) for file in files]
-    keep_programs()
+    enable_compilation_cache()
     with Conversation.open(model, memory, dtype=dtype) as talk:
         for file, text in texts:
             count = talk.inject(text, name=file.name, progress=_show_progress)
@@ -87,7 +87,7 @@ def ask(
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
-    keep_programs()
+    enable_compilation_cache()
     with (
         Conversation.look(model, memory, dtype=dtype, template=template) as talk,
         _interrupts() as interrupted,
@@ -135,7 +135,7 @@ def chat(
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
-    keep_programs()
+    enable_compilation_cache()
     with Conversation.open(model, memory, dtype=dtype, template=template) as talk:
         _recall(talk)
         for message in _messages():

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memjax.buckets.bucket import as_path
-from memjax.cli.process import exits_75, join_cluster, keep_programs, waits_for_verdict
+from memjax.cli import cluster
+from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.progress import Progress
 from memjax.config_io import AnyPath
 from memjax.training.finetune import finetune as finetuning
@@ -54,21 +55,19 @@ def finetune(
         distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
             GKE, Slurm or Open MPI name several.
     """
-    keep_programs(compilation_cache)
+    enable_compilation_cache(compilation_cache)
     folder = as_path(run_dir)
-    with exits_75():
-        join_cluster(distributed)
-    if isinstance(config, RetrofitStages):
-        config = _with_layers(config, backbone, folder)
-    stages = config.stages()
-    # A curriculum begins with the backbone; each later stage finds its own start.
-    if len(stages) > 1 and (backbone is None or start is not None):
-        raise ValueError(
-            "all stages need --backbone and take no --start, got "
-            f"backbone={backbone!r}, "
-            f"start={start and str(start)!r}"
-        )
-    with exits_75(), waits_for_verdict():
+    with cluster.joined(distributed):
+        if isinstance(config, RetrofitStages):
+            config = _with_layers(config, backbone, folder)
+        stages = config.stages()
+        # A curriculum begins with the backbone; each later stage finds its own start.
+        if len(stages) > 1 and (backbone is None or start is not None):
+            raise ValueError(
+                "all stages need --backbone and take no --start, got "
+                f"backbone={backbone!r}, "
+                f"start={start and str(start)!r}"
+            )
         outcome = finetuning.finetune_stages(stages, backbone, folder, start)
     print(f"{outcome.reason} at step {outcome.step}; run folder {folder}")
     for name, _ in stages if outcome.reason != "preempted" else ():

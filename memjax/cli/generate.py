@@ -10,7 +10,7 @@ import tyro
 
 import memjax
 from memjax.checks import check_seed, check_sizes
-from memjax.cli.process import keep_programs
+from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.conversation.streaming import printer
 from memjax.data.documents.folder import MAX_DOCUMENT
 from memjax.data.documents.tokenizer import encode_prompt
@@ -52,7 +52,7 @@ def generate_text(
     check_sizes(tokens=tokens)
     check_seed(seed)
     text = prompt if prompt_file is None else read_text(prompt_file)
-    keep_programs()
+    enable_compilation_cache()
     opened = memjax.load(model, dtype=dtype)
     tokenizer, ends = opened.tokenizer, opened.text.generation.eos_ids
     # With the first token, so that what is refused prints nothing.

@@ -98,7 +98,7 @@ def quick_answer(argv: list[str]) -> str | None:
     """What needs no JAX: the version, and lists of commands and of presets."""
     if argv == ["--version"]:
         return f"memjax {__version__}"
-    if argv in (["--help"], ["-h"]):
+    if argv[:1] in (["--help"], ["-h"]):
         return help_text()
     return help_of(argv)
 

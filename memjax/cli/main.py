@@ -23,18 +23,12 @@ from memjax.buckets.bucket import as_path
 from memjax.buckets.local_copies import written_here
 from memjax.cli import aot as cli_aot
 from memjax.cli import checkpoints as cli_interop
-from memjax.cli import config_files, help
+from memjax.cli import cluster, config_files, help
 from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.arguments.parsing import Configured, parse
-from memjax.cli.process import (
-    exits_75,
-    join_cluster,
-    keep_programs,
-    leave_cluster,
-    waits_for_verdict,
-)
+from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.progress import Progress
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.prepare import PrepareConfig, prepare
@@ -71,13 +65,11 @@ def train(
         compilation_cache: folder where compiled programs are kept for the next run, or
             "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
     """
-    keep_programs(compilation_cache)
+    enable_compilation_cache(compilation_cache)
     folder = as_path(run_dir)
-    with exits_75():
-        join_cluster(distributed)
+    with cluster.joined(distributed):
         tokenizer = load_tokenizer(config.data.tokenizer)
-        with waits_for_verdict():
-            outcome = run.train(run.with_vocabulary(config, tokenizer), folder)
+        outcome = run.train(run.with_vocabulary(config, tokenizer), folder)
     print(f"{outcome.reason} at step {outcome.step}; run folder {folder}")
     # A run that was asked to stop has no time for it.
     if outcome.reason != "preempted" and (curves := draw_curves(folder)):
@@ -119,7 +111,7 @@ def evaluate(
         dtype: of the activations of a model without a run; None is float32.
         output: folder of what is written; None is the run's own, or `eval` here.
     """
-    keep_programs()
+    enable_compilation_cache()
     opened = memjax.load(model, dtype=dtype)
     found, data = opened.model, opened.run and opened.run.data
     if sampling is not None:
@@ -275,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         traceback.print_exc()
         code = 1
-    leave_cluster(code)
+    cluster.leave(code)
     sys.exit(code)
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from memjax.cli.entry import joins_hosts
+from memjax.cli.hosts import joins_hosts
 
 pytestmark = pytest.mark.slow
 SAID = "W1125 10:28:08.8 15303 preemption_sync_manager.cc:147] Failed to retrieve"
@@ -21,8 +21,8 @@ FATAL = (
 def supervised(program: str, patience: float = 20.0) -> subprocess.Popen[str]:
     child = [sys.executable, "-uc", f"import os, signal, sys, time\n{program}"]
     parent = (
-        "import sys; from memjax.cli import entry\n"
-        f"entry.PATIENCE = {patience}\nsys.exit(entry.supervise({child!r}))"
+        "import sys; from memjax.cli import hosts\n"
+        f"hosts.PATIENCE = {patience}\nsys.exit(hosts.supervise({child!r}))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", parent], stderr=subprocess.PIPE, text=True

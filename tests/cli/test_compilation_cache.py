@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from memjax.cli.process import keep_programs
+from memjax.cli.compilation_cache import enable_compilation_cache
 
 NAMES = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
 
@@ -26,7 +26,7 @@ def folder() -> str | None:
 
 def test_by_default_in_the_users_cache_folder(tmp_path: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", None)
-    keep_programs()
+    enable_compilation_cache()
     assert folder() == str(tmp_path / "memjax" / "compiled")
 
 
@@ -34,12 +34,12 @@ def test_the_environment_of_jax_goes_first_and_a_given_folder_before_it(
     tmp_path: Path,
 ) -> None:
     jax.config.update("jax_compilation_cache_dir", "of the environment")
-    keep_programs()
+    enable_compilation_cache()
     assert folder() == "of the environment"
-    keep_programs(str(tmp_path / "given"))
+    enable_compilation_cache(str(tmp_path / "given"))
     assert folder() == str(tmp_path / "given")
 
 
 def test_off() -> None:
-    keep_programs("off")
+    enable_compilation_cache("off")
     assert not jax.config.values["jax_enable_compilation_cache"]
