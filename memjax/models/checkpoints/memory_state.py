@@ -303,7 +303,8 @@ def _describe(model: Model) -> dict[str, Any]:
         found["config"] = {
             k: v for k, v in to_record(config).items() if k not in IGNORED_SETTINGS
         }
-    if (backbone := getattr(model, "backbone", None)) is not None:
+    # A plain model is its own backbone.
+    if (backbone := getattr(model, "backbone", model)) is not model:
         found["backbone"] = _describe(backbone)
     # Tuples become lists, as in the file that this is compared with.
     return json.loads(json.dumps(found))
