@@ -31,6 +31,7 @@ import tyro
 from jaxtyping import Float64
 
 from experiments.lab.results import figure, settings, show, write_report
+from experiments.mplus import adapters as tuning
 from experiments.mplus import scores
 from experiments.mplus.perplexity_rows import (
     STAGES,
@@ -42,7 +43,6 @@ from experiments.mplus.perplexity_rows import (
 )
 from experiments.mplus.recipe import recipe
 from experiments.mplus.scores import Excerpt
-from experiments.mplus.tuned import tuning
 from memjax.data import load_tokens
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.statistics import paired

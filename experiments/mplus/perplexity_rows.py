@@ -9,11 +9,12 @@ import jax
 
 from experiments.hmt import scores as hmt_scores
 from experiments.lab.results import RESULTS
+from experiments.mplus import adapters as tuning
+from experiments.mplus import memories as methods
 from experiments.mplus import scores
-from experiments.mplus.retention import methods, variants
+from experiments.mplus.retention import variants
 from experiments.mplus.retention.rows import SINKS
 from experiments.mplus.scores import Models
-from experiments.mplus.tuned import tuning
 from memjax.checks import check_sizes
 from memjax.data import Split
 from memjax.models import LanguageModel
@@ -50,7 +51,7 @@ class Config:
         backbone: "smollm2", "tiny", which is trained here in a minute or two, or what
             `memjax finetune` takes; where there is a stage, its own counts.
         memory: sizes of the untrained ones, unless there is a stage 3.
-        tuned: folder of `experiments.mplus.tuned.tuning`: the backbone's rows are
+        tuned: folder of `experiments.mplus.adapters`: the backbone's rows are
             there without its adapters and with them.
         told: numbers of chunks that are injected, rising from 0.
         chunk: tokens of a chunk, a multiple of the memories'; 0 is the longest of

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from experiments.mplus.retention.methods import LatentMemory
-from experiments.mplus.retention.samples import Samples
+from experiments.mplus.memories import LatentMemory
+from experiments.mplus.samples import Samples
 from memjax.evaluation.statistics import standard_error
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus

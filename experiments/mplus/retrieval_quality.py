@@ -28,12 +28,11 @@ import tyro
 
 from experiments.hmt import common
 from experiments.lab.results import RESULTS, figure, settings, show, write_report
-from experiments.mplus import retrieval
+from experiments.mplus import models, retrieval
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import config as retention_config
-from experiments.mplus.retention import models
 from experiments.mplus.retention.config import Preset, Scale
-from experiments.mplus.retention.samples import make_samples
+from experiments.mplus.samples import make_samples
 from memjax.data import Tokenizer, load_tokenizer
 from memjax.evaluation.drawing import drawing, source_of
 from memjax.models.mplus.build import add_mplus
@@ -101,7 +100,7 @@ class Config:
     passages: Path | None = None
     run_dir: Path = Path("runs/hmt")
     seed: int = 0
-    output: Path = RESULTS / "mplus" / "retrieval_quality"
+    output: Path = RESULTS / "mplus" / "retrieval"
 
     def __post_init__(self):
         # What both programs take is refused alike.
@@ -241,7 +240,7 @@ def _title(result: Mapping[str, Any]) -> str:
     return f"Rows of a fact's context, of {made} a layer{note}"
 
 
-@figure("mplus/retrieval_quality", "mplus/retrieval_quality_fitted")
+@figure("mplus/retrieval", "mplus/retrieval_fitted")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Figure 6: memory tokens, and below them shares of those in the store."""
     rows, distances = list(result["after"].values()), result["distances"]

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Float32, Int32
 
 from experiments.hmt import common
+from experiments.mplus.models import load_trained
 from experiments.mplus.retention.config import SCALES
-from experiments.mplus.retention.models import load_trained
 from experiments.mplus.retention.variants import with_store
 from memjax.data import TokenisedDocument, Tokenizer
 from memjax.evaluation.drawing import drawing

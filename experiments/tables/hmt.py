@@ -95,7 +95,7 @@ def ablations() -> Table:
 
 def qa() -> Table:
     """Right answers and perplexity of answers."""
-    result = load("hmt/qa")
+    result = load("hmt/questions")
     rows = []
     for model in result["models"]:
         found = [by["models"][model]["all"] for by in result["contexts"].values()]
@@ -107,7 +107,7 @@ def qa() -> Table:
     counts = list(result["contexts"])
     header = ["", *(f"right, {n} contexts" for n in counts)]
     header += [f"PPL of the answer, {n}" for n in counts]
-    return Table(header, rows, ["hmt/qa"])
+    return Table(header, rows, ["hmt/questions"])
 
 
 # Of the lengths that were measured; the file has more.
@@ -157,7 +157,7 @@ TABLES: Tables = {
     "hmt/smollm2_length": smollm2_length,
     "hmt/smollm2_gain": smollm2_gain,
     "hmt/ablations": ablations,
-    "hmt/qa": qa,
+    "hmt/questions": qa,
     "hmt/cost": cost,
     "hmt/speed": speed,
 }

@@ -65,8 +65,8 @@ def _without_empty(table: Table) -> Table:
 
 #: Result files of retrieval quality, by the retriever that they asked.
 _RETRIEVERS = {
-    "learned with the model": "mplus/retrieval_quality",
-    "fitted afterwards": "mplus/retrieval_quality_fitted",
+    "learned with the model": "mplus/retrieval",
+    "fitted afterwards": "mplus/retrieval_fitted",
 }
 
 
@@ -122,6 +122,6 @@ def _recipe(result: dict[str, Any]) -> list[str]:
 
 TABLES: Tables = {
     "mplus/retention": retention,
-    "mplus/retrieval_quality": retrieval_quality,
+    "mplus/retrieval": retrieval_quality,
     "mplus/perplexity": perplexity,
 }

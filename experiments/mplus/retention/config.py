@@ -72,7 +72,7 @@ class Config:
         retrieved: memory tokens that a read takes from it; 0 likewise.
         retriever: a file of `experiments.mplus.retriever`; none leaves the model's own.
         memoryllm: folder of a fine-tuned MemoryLLM on the same backbone.
-        tuned: folder of `experiments.mplus.tuned.tuning`, whose adapters the
+        tuned: folder of `experiments.mplus.adapters`, whose adapters the
             backbone's methods have; their rows are beside those without.
         samples: facts to query, a multiple of `batch`; 0 is the preset's.
         until: ask only the first so many of them, a multiple of `batch`, and leave the

@@ -23,7 +23,7 @@ from experiments.lab.results import RESULTS
 from experiments.mplus.retention import recorded
 from memjax.checks import check_positive, check_seed, check_sizes
 
-RETENTION, TUNING = "experiments.mplus.retention", "experiments.mplus.tuned.tuning"
+RETENTION, TUNING = "experiments.mplus.retention", "experiments.mplus.adapters"
 
 
 @dataclasses.dataclass(frozen=True)

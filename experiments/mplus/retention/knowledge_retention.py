@@ -29,20 +29,20 @@ from typing import Any, NamedTuple, get_args
 import jax
 import tyro
 
-from experiments.hmt import qa
+from experiments.hmt import questions as qa
 from experiments.lab.results import figure, settings, show
+from experiments.mplus import adapters as tuning
+from experiments.mplus import answers as retention
+from experiments.mplus import memories as methods
+from experiments.mplus import models
 from experiments.mplus.recipe import recipe
 from experiments.mplus.retention import (
-    methods,
-    models,
     recorded,
-    retention,
     rows,
     text_methods,
 )
 from experiments.mplus.retention.config import Config, Memory, Name
-from experiments.mplus.retention.samples import Samples, make_samples, samples_of
-from experiments.mplus.tuned import tuning
+from experiments.mplus.samples import Samples, make_samples, samples_of
 from memjax.data import Question, Tokenizer
 from memjax.evaluation import plots
 from memjax.evaluation.drawing import source_of

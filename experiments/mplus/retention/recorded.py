@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lab.results import write_report
-from experiments.mplus.retention import retention
+from experiments.mplus import answers as retention
 from memjax.data import Question
 from memjax.evaluation.provenance import device_name, version
 

@@ -8,9 +8,10 @@ M+ has on the device, "all" as many as on both, as far as the backbone's positio
 from typing import NamedTuple
 
 from experiments.hmt import scores
-from experiments.mplus.retention import methods, text_methods, variants
+from experiments.mplus import memories as methods
+from experiments.mplus.answers import Method
+from experiments.mplus.retention import text_methods, variants
 from experiments.mplus.retention.config import Name
-from experiments.mplus.retention.retention import Method
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel
 from memjax.models.mplus.model import MPlus

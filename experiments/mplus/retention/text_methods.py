@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.mplus.retention.methods import answer
+from experiments.mplus.memories import answer
 from experiments.mplus.retention.variants import KeptBytes
 from memjax.checks import check_sizes
 from memjax.data import Tokenizer

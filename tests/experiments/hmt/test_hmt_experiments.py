@@ -15,11 +15,11 @@ from experiments.hmt import (
     common,
     cost,
     length,
-    qa,
     rows,
     scores,
     tuned,
 )
+from experiments.hmt import questions as qa
 from experiments.lab.intervals import format_interval, loss_difference, select_kind
 from memjax.data import Question, load_tokens
 from memjax.evaluation import TokenLosses

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from experiments.mplus.retention.samples import make_samples
+from experiments.mplus.samples import make_samples
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig

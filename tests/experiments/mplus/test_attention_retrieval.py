@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.mplus.retention import methods, variants
+from experiments.mplus import memories as methods
+from experiments.mplus.retention import variants
 from memjax.models.mplus.build import add_memoryllm
 from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.nnx import as_arrays

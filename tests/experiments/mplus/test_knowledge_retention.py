@@ -9,12 +9,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from experiments.mplus import answers as retention
+from experiments.mplus import memories as methods
+from experiments.mplus import models
 from experiments.mplus.retention import (
     knowledge_retention,
-    methods,
-    models,
     recorded,
-    retention,
     variants,
 )
 from experiments.mplus.retention.config import NAMES as METHODS

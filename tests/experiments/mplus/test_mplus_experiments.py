@@ -14,9 +14,9 @@ from flax import nnx
 
 from experiments.hmt import common
 from experiments.mplus import retrieval, retrieval_quality
-from experiments.mplus.retention.methods import LatentMemory, Reader
-from experiments.mplus.retention.samples import make_samples
+from experiments.mplus.memories import LatentMemory, Reader
 from experiments.mplus.retention.variants import without_store
+from experiments.mplus.samples import make_samples
 from experiments.mplus.speed import cost, cost_programs, operations
 from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.mplus import memories as methods
 from experiments.mplus import perplexity, perplexity_rows, scores
-from experiments.mplus.retention import methods, variants
+from experiments.mplus.retention import variants
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig

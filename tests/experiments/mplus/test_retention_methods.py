@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.mplus import memories as methods
+from experiments.mplus import models
 from experiments.mplus.retention import (
-    methods,
-    models,
     rows,
     text_methods,
     variants,

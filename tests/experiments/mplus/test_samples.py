@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.mplus.retention.samples import make_samples, samples_of
+from experiments.mplus.samples import make_samples, samples_of
 from memjax.data import Question, load_tokenizer
 from tests.experiments.mplus.facts import (
     BYTES,

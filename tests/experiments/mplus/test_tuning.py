@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import tyro
 
+from experiments.mplus import adapters as tuning
 from experiments.mplus import recipe
 from experiments.mplus.retention import everything
 from experiments.mplus.retention.config import Config as RetentionConfig
-from experiments.mplus.tuned import tuning
 from experiments.mplus.tuned.lessons import Lessons, as_text
 from memjax.data import TokenisedDocument, load_tokenizer
 from memjax.data.mplus_tasks.task_batches import TaskBatches

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Float64, Int32
 
-from experiments.mplus.retention.samples import Samples
 from experiments.mplus.retention.variants import KeptBytes
+from experiments.mplus.samples import Samples
 from memjax.data import Tokenizer
 
 #: In the place of a mark where a method has no positions for a question.

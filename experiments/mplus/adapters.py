@@ -1,6 +1,6 @@
 """Trains adapters of a backbone without a memory on the lessons that M+ is trained on.
 
-    python -m experiments.mplus.tuned.tuning --run-dir RUN --learning-rate 3e-4
+    python -m experiments.mplus.adapters --run-dir RUN --learning-rate 3e-4
     python -m experiments.mplus.retention.knowledge_retention --tuned RUN
 
 As many updates, of the same texts in the same order (`lessons.py`), with LoRA of M+'s

@@ -1,6 +1,6 @@
 """Are questions answered whose answer lies many contexts back?
 
-    python -m experiments.hmt.qa
+    python -m experiments.hmt.questions
 
 An input has the contexts of several questions one after another, and then one of the
 questions (HMT, Figure 5, which has PubMedQA). Any source of (context, question, answer)
@@ -60,7 +60,7 @@ class Config(common.Config):
     test_contexts: tuple[int, ...] = (1, 2, 4, 8)
     test_items: int = 96
     preset: common.Preset = "cpu-short"
-    output: Path = RESULTS / "hmt" / "qa"
+    output: Path = RESULTS / "hmt" / "questions"
 
     def __post_init__(self):
         super().__post_init__()

@@ -8,7 +8,7 @@ from experiments.lab import backbones
 from experiments.mplus import retriever
 from experiments.mplus.retention import variants
 from experiments.mplus.retention.config import SCALES, Config
-from experiments.mplus.retention.samples import book_passages
+from experiments.mplus.samples import book_passages
 from memjax.data import (
     Passage,
     Question,
