@@ -195,7 +195,7 @@ def test_a_recipe_names_every_stage(monkeypatch, tmp_path):
 def test_every_command_is_understood_and_the_better_rate_is_taken(
     monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(everything.pretrained, "smollm2", lambda: tmp_path)
+    monkeypatch.setattr(everything.backbones, "smollm2", lambda: tmp_path)
     output = tmp_path / "results" / "retention"
     config = everything.Config(
         run_dir=tmp_path, seeds=(3,), learning_rates=(1e-4, 1e-3, 2e-3), output=output
