@@ -1,27 +1,35 @@
-"""Does it matter where and how densely a trained memory is read?
+"""Sampling of a trained memory at other points, without training it again.
 
     python -m experiments.elastic.sampling --run-dir runs/books/elastic-42
 
-Reads one trained Elastic Memory with other samplings and other numbers of memory
-tokens, with no retraining (the paper's Tables 5 and 6, and L_mem, for which it gives no
-value). Every row scores the same held-out texts; differences are paired with the
-trained setting's, by document.
+One trained Elastic Memory is read with other samplings, decays and numbers of memory
+tokens (the paper's tables 5 and 6, and L_mem, for which it gives no value). All score
+the same held-out texts; differences are paired with the trained setting, by document.
+
+What this does not show: a memory that was trained with the other sampling.
 """
 
 import dataclasses
-import pathlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from experiments.lab.intervals import loss_difference
-from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.intervals import format_interval, loss_difference
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    number,
+    settings,
+    show,
+    table,
+    write_report,
+)
 from memjax import evaluation
 from memjax.data import load_tokenizer
-from memjax.mechanisms import ElasticMemoryConfig
-from memjax.training import pretrain as run
-from memjax.training import run_data
+from memjax.evaluation import TokenLosses
+from memjax.training import pretrain, run_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,82 +44,83 @@ class Config:
         output: where .json goes, without the ending.
     """
 
-    run_dir: pathlib.Path = pathlib.Path("runs/books/elastic-42")
+    run_dir: Path = Path("runs/books/elastic-42")
     texts: int = 8
     memory_tokens: tuple[int, ...] = (4, 16, 64, 128)
     decays: tuple[float, ...] = (0.8, 0.9, 0.95)
-    output: pathlib.Path = RESULTS / "elastic" / "sampling"
+    output: Path = RESULTS / "elastic" / "sampling"
+
+
+def changes(config: Config) -> Iterator[dict[str, Any]]:
+    """What is changed in each row; nothing in the first."""
+    yield {}
+    for sampling in ("uniform", "exponential"):
+        for count in config.memory_tokens:
+            yield {"sampling": sampling, "memory_tokens": count}
+    for decay in config.decays:
+        yield {"sampling": "exponential", "decay": decay}
 
 
 def main(config: Config) -> None:
     """Scores, prints and writes the results."""
-    trained_run, model = run.load_model(config.run_dir)
-    trained = next(
-        m for m in trained_run.model.mechanisms if isinstance(m, ElasticMemoryConfig)
-    )
-    changes = [{}]
-    changes += [
-        {"sampling": sampling, "memory_tokens": count}
-        for sampling in ("uniform", "exponential")
-        for count in config.memory_tokens
-    ]
-    changes += [{"sampling": "exponential", "decay": decay} for decay in config.decays]
-    length = trained_run.data.context_length
-    tokenizer = load_tokenizer(trained_run.data.tokenizer)
+    trained, model = pretrain.load_model(config.run_dir)
+    length, window = trained.data.context_length, trained.model.window
+    tokenizer = load_tokenizer(trained.data.tokenizer)
     documents = [
         d._replace(tokens=d.tokens[: config.texts * length + 1])
-        for d in run_data.load_split(trained_run, tokenizer, "test")
+        for d in run_data.load_split(trained, tokenizer, "test")
     ]
-    scores = [
-        evaluation.token_losses(
-            run.with_sampling(model, **change),
+
+    def score(change: dict[str, Any]) -> TokenLosses:
+        return evaluation.token_losses(
+            pretrain.with_sampling(model, **change),
             documents,
             context_length=length,
             segment=length,
-            batch_size=trained_run.data.batch_size,
+            batch_size=trained.data.batch_size,
         )
-        for change in changes
-    ]
-    rows = _rows(changes, scores, trained_run.model.window)
-    _print(rows)
-    results = {
-        "trained": dataclasses.asdict(trained),
-        "trained_steps": trained_run.loop.steps,
-        "rows": rows,
-    }
+
+    def beyond(losses: TokenLosses) -> TokenLosses:
+        return losses._replace(nll=losses.nll[:, window:], mask=losses.mask[:, window:])
+
+    rows, base = [], None
+    for change in changes(config):
+        losses = score(change)
+        base = beyond(losses) if base is None else base
+        cost = loss_difference(beyond(losses), base)
+        row = {
+            "change": change or "as trained",
+            "perplexity": evaluation.perplexity(losses),
+            "beyond_window": evaluation.perplexity(losses, first=window),
+            "nats_against_trained": cost["nats"],
+            "interval": [cost["low"], cost["high"]],
+            "documents": cost["documents"],
+        }
+        rows.append(row)
+        columns = ("perplexity", "beyond_window", "nats_against_trained")
+        show("", columns, {str(row["change"]): [row[name] for name in columns]})
     fields = settings(config) | {"run_dir": str(config.run_dir)}
+    results = {"trained_steps": trained.loop.steps, "rows": rows}
     question = "where and how densely is a memory read?"
     write_report(config.output, question, fields, results)
 
 
-def _rows(changes, scores, window):
-    """Perplexities, and the nats that each change costs against the trained setting."""
-    beyond = lambda x: x._replace(nll=x.nll[:, window:], mask=x.mask[:, window:])
-    rows = []
-    for change, losses in zip(changes, scores, strict=True):
-        cost = loss_difference(beyond(losses), beyond(scores[0]))
-        rows.append(
-            {
-                "change": change or "as trained",
-                "perplexity": evaluation.perplexity(losses),
-                "beyond_window": evaluation.perplexity(losses, first=window),
-                "nats_against_trained": cost["nats"],
-                "interval": [cost["low"], cost["high"]],
-                "documents": cost["documents"],
-            }
-        )
-    return rows
-
-
-def _print(rows: list[dict]) -> None:
-    table = Table("read", "perplexity", "beyond the window", "nats against trained")
-    for row in rows:
-        change = row["change"]
-        if not isinstance(change, str):
-            change = " ".join(str(value) for value in change.values())
-        values = f"{row['perplexity']:.2f}", f"{row['beyond_window']:.2f}"
-        table.add_row(change, *values, f"{row['nats_against_trained']:+.4f}")
-    Console().print(table)
+@table("elastic/sampling")
+def sampling(result: dict[str, Any]) -> Rows:
+    """One trained memory, read with other samplings."""
+    for row in result["rows"]:
+        change, trained = row["change"], row["change"] == "as trained"
+        if not trained:
+            change = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in change.items())
+        low, high = row["interval"]
+        cost = {"nats": row["nats_against_trained"], "low": low, "high": high}
+        yield {
+            "read": change,
+            "PPL beyond the window": number(row["beyond_window"], 1),
+            "nats a token lost against as trained": ""
+            if trained
+            else format_interval(cost, 4),
+        }
 
 
 if __name__ == "__main__":

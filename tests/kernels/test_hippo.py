@@ -15,9 +15,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.elastic import discretisations
 from memjax_kernels._src.hippo import bank, on_demand
 from memjax_kernels._src.hippo.pallas_tpu import legendre_tpu
+from tests.kernels import hippo_recurrence
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 # The package re-exports the function under the folder's name.
@@ -192,7 +192,7 @@ def test_the_state_is_that_of_the_papers_recurrence():
     """Matrix exponentials, token by token, in float64."""
     whole = np.asarray(FEATURES[0].reshape(-1, X), np.float64)
     state, _ = op.hippo(FEATURES, jnp.asarray(READ, jnp.float32), bank=None)
-    close(state[0], discretisations.compress(whole, N))
+    close(state[0], hippo_recurrence.compress(whole, N))
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 import scipy.linalg
 import scipy.special
 
-from experiments.elastic import discretisations
 from memjax_kernels._src.hippo import bank
+from tests.kernels import hippo_recurrence
 
 ORDERS = [32, 64, 128]
 BOUND = 1e-10
@@ -53,7 +53,7 @@ def test_basis_is_the_shifted_legendre_basis():
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.9, 0.999])
 def test_transition_is_the_matrix_power(order, ratio):
-    a, _ = discretisations.legs_matrices(order)
+    a, _ = hippo_recurrence.legs_matrices(order)
     expected = scipy.linalg.expm(a * np.log(ratio))
     assert largest(bank.transition(order, ratio) - expected) <= BOUND
 
@@ -62,10 +62,9 @@ def test_transition_is_the_matrix_power(order, ratio):
 @pytest.mark.parametrize("order", ORDERS)
 def test_block_equals_the_unrolled_recurrence(order):
     start, stop = 40, 50
-    naive = discretisations.unroll(order, start, stop)
-    ratio = start / stop
-    assert largest(bank.transition(order, ratio) - naive.transition) <= BOUND
-    assert largest(bank.block_kernel(order, start, stop) - naive.kernel) <= BOUND
+    transition, kernel = hippo_recurrence.unroll(order, start, stop)
+    assert largest(bank.transition(order, start / stop) - transition) <= BOUND
+    assert largest(bank.block_kernel(order, start, stop) - kernel) <= BOUND
 
 
 @pytest.mark.slow
@@ -73,7 +72,7 @@ def test_block_equals_the_unrolled_recurrence(order):
 def test_whole_history_equals_the_recurrence(order):
     signal = np.random.default_rng(order).normal(size=(20, 3))
     state = bank.block_kernel(order, 0, 20) @ signal
-    assert largest(state - discretisations.compress(signal, order)) <= BOUND
+    assert largest(state - hippo_recurrence.compress(signal, order)) <= BOUND
 
 
 @quick
@@ -188,44 +187,6 @@ def test_points_lie_in_the_history(count, sampling, decay):
     assert np.all(np.diff(points) >= 0) and points[-1] <= 1
 
 
-@pytest.mark.parametrize("method", ["forward", "backward", "bilinear"])
-def test_approximations_approach_zero_order_hold(method: discretisations.Method):
-    def error(tokens: int) -> float:
-        t = (np.arange(tokens) + 0.5) / tokens
-        signal = np.sin(2 * np.pi * t)[:, None]
-        exact = discretisations.compress(signal, 6)
-        return largest(discretisations.compress(signal, 6, method) - exact)
-
-    assert error(400) < 0.6 * error(200) < 0.4 * error(100)
-
-
-@pytest.mark.parametrize("method", ["zoh", "forward", "backward", "bilinear"])
-def test_unrolled_steps_equal_the_recurrence(method):
-    signal = np.random.default_rng(1).normal(size=(12, 2))
-    steps = discretisations.unroll(4, 0, 12, method)
-    expected = discretisations.compress(signal, 4, method)
-    np.testing.assert_allclose(steps.kernel @ signal, expected, atol=1e-10)
-
-
-def test_steps_follow_their_definitions():
-    a, b = discretisations.legs_matrices(3)
-    eye = np.eye(3)
-    inverse = np.linalg.inv(eye + a / 5)
-    half = np.linalg.inv(eye + a / 10)
-    expected: dict[discretisations.Method, tuple[np.ndarray, np.ndarray]] = {
-        "forward": (eye - a / 5, b / 5),
-        "backward": (inverse, inverse @ b / 5),
-        "bilinear": (half @ (eye - a / 10), half @ b / 5),
-    }
-    for method, (state, token) in expected.items():
-        step = discretisations.step_matrices(3, 4, method)
-        np.testing.assert_allclose(step.state, state, atol=1e-14)
-        np.testing.assert_allclose(step.token, token, atol=1e-14)
-    first = discretisations.step_matrices(3, 0)
-    assert not first.state.any()
-    np.testing.assert_allclose(first.token, [1, 0, 0], atol=1e-15)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -255,11 +216,6 @@ def test_steps_follow_their_definitions():
         (lambda: bank.build_hippo_bank(4, 0, 2), "block_length must"),
         (lambda: bank.build_hippo_bank(4, 4, 0), "blocks must"),
         (lambda: bank.hippo_bank_bytes(4, 4, 0), "blocks must"),
-        (lambda: discretisations.legs_matrices(0), "order must"),
-        (lambda: discretisations.step_matrices(2, -1), "k must"),
-        (lambda: discretisations.compress(np.zeros((0, 1)), 2), "signal must"),
-        (lambda: discretisations.unroll(2, 2, 2), "stop must"),
-        (lambda: discretisations.unroll(2, -1, 2), "start must"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
@@ -271,13 +227,6 @@ def test_bad_arguments_are_named(call, message):
     ("function", "arguments", "message"),
     [
         (bank.hippo_sample_points, (3, "log"), "sampling must .* got 'log'"),
-        (discretisations.step_matrices, (2, 3, "heun"), "method must .* got 'heun'"),
-        (discretisations.unroll, (2, 0, 3, "heun"), "method must .* got 'heun'"),
-        (
-            discretisations.compress,
-            (np.ones((3, 1)), 2, "heun"),
-            "method must .* got 'heun'",
-        ),
     ],
 )
 def test_unknown_names_are_refused(function, arguments, message):

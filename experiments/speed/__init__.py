@@ -1,0 +1,1 @@
+"""Studies of speed and memory."""
