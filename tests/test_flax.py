@@ -105,12 +105,12 @@ def language_model(*mechanisms: str) -> LanguageModel:
 
 def model(name: str) -> Any:
     memory = MPlusConfig(
-        tokens=2,
-        pool=4,
-        chunk=4,
-        least_chunk=1,
-        retrieved=2,
-        store=8,
+        num_memory_tokens=2,
+        pool_size=4,
+        chunk_size=4,
+        min_chunk_size=1,
+        num_retrieved=2,
+        store_size=8,
         key_dim=2,
         rank=2,
     )
@@ -118,7 +118,7 @@ def model(name: str) -> Any:
         case "language model":
             return language_model("attention", "trellis")
         case "hmt":
-            config = HMTConfig(segment=4, sensory=1, memories=3)
+            config = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
             return add_hmt(language_model("attention"), config, rngs=nnx.Rngs(1))
         case "rmt":
             return add_rmt(language_model("attention"), 4, rngs=nnx.Rngs(1))

@@ -54,9 +54,13 @@ class Config:
     tokens: int = 100_000
     piece: int = 1_000
     every: int = 10_000
-    hmt: HMTConfig = HMTConfig(segment=250)
+    hmt: HMTConfig = HMTConfig(segment_length=250)
     mplus: MPlusConfig = MPlusConfig(
-        tokens=64, pool=640, chunk=250, retrieved=128, store=2_560
+        num_memory_tokens=64,
+        pool_size=640,
+        chunk_size=250,
+        num_retrieved=128,
+        store_size=2_560,
     )
     output: Path = RESULTS / "generation" / "streaming"
 

@@ -58,7 +58,7 @@ class Config(common.Config):
     def __post_init__(self):
         super().__post_init__()
         check_sizes(seeds=self.seeds)
-        segment = self.scale.stages.stage2.hmt.segment
+        segment = self.scale.stages.stage2.hmt.segment_length
         if any(not 0 <= size <= segment for size in self.sensory):
             raise ValueError(f"sensory must be in [0, {segment}], got {self.sensory}")
         if not self.depths or min(self.depths) < 2:
@@ -77,7 +77,7 @@ def rows(config: Config) -> dict[str, Train]:
         found[name] = lambda config: train(config, *given)
 
     if config.group == "sensory":
-        usual = stages.stage2.hmt.segment // 8
+        usual = stages.stage2.hmt.segment_length // 8
         sizes = (usual, 0, usual // 4, usual // 2, 2 * usual, 4 * usual)
         for size in config.sensory or sizes:
             add(f"k = {size}", common.train_hmt, _with_sensory(stages, size))
@@ -95,7 +95,7 @@ def rows(config: Config) -> dict[str, Train]:
 def main(config: Config) -> None:
     """Trains what is not trained yet, scores, prints and writes."""
     memory = config.scale.stages.stage2.hmt
-    segment = memory.segment
+    segment = memory.segment_length
     _, tokenizer = common.load_backbone(config)
     texts = scores.documents(
         config.source, tokenizer, "test", config.scale.test_tokens, segment
@@ -163,7 +163,9 @@ def _compared(
 
 def _with_sensory(stages: HMTStages, size: int) -> HMTStages:
     first, second = (
-        dataclasses.replace(stage, hmt=dataclasses.replace(stage.hmt, sensory=size))
+        dataclasses.replace(
+            stage, hmt=dataclasses.replace(stage.hmt, num_sensory_tokens=size)
+        )
         for stage in (stages.stage1, stages.stage2)
     )
     return HMTStages(first, second)

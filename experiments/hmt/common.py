@@ -68,7 +68,9 @@ def _stages(base: str, depth: int, steps: tuple[int, int], **sizes) -> HMTStages
 
 def _short() -> HMTStages:
     """The real model in float32, by adapters; every target counts that is predicted."""
-    two = _stages("hmt-smollm-135m", 4, (100, 200), segment=128, sensory=16)
+    two = _stages(
+        "hmt-smollm-135m", 4, (100, 200), segment_length=128, num_sensory_tokens=16
+    )
 
     def stage(config):
         return dataclasses.replace(
@@ -86,8 +88,10 @@ def _short() -> HMTStages:
 
 
 SCALES: dict[Preset, Scale] = {
-    "cpu": Scale("tiny", _stages("hmt-tiny", 4, (100, 300), memories=300), 102_400),
-    "cpu-short": Scale("tiny", _stages("hmt-tiny", 4, (60, 150), memories=300), 16_384),
+    "cpu": Scale("tiny", _stages("hmt-tiny", 4, (100, 300), num_memories=300), 102_400),
+    "cpu-short": Scale(
+        "tiny", _stages("hmt-tiny", 4, (60, 150), num_memories=300), 16_384
+    ),
     "smollm2-cpu": Scale("smollm2", _short(), 16_384, rates=(3e-4, 1e-3)),
     "paper": Scale("smollm2", _stages("hmt-smollm-135m", 15, (200, 500)), 102_400),
 }
@@ -255,7 +259,9 @@ def train_hmt(config: Config, stages: HMTStages) -> Trained:
 
 def train_recurrent(config: Config, stages: HMTStages, sensory: int) -> Trained:
     """The recurrence without retrieval, as many steps in one stage; RMT for k = 0."""
-    memory = dataclasses.replace(stages.stage2.hmt, retrieval=False, sensory=sensory)
+    memory = dataclasses.replace(
+        stages.stage2.hmt, retrieval=False, num_sensory_tokens=sensory
+    )
     stage = dataclasses.replace(stages.stage2, hmt=memory, loop=_both(stages))
     return load(train_stage(config, of_experiment(config, stage)))
 

@@ -55,9 +55,9 @@ class Config:
     def __post_init__(self):
         if self.segment < 0:
             raise ValueError(f"segment must be >= 0, got {self.segment}")
-        if not self.lengths or min(self.lengths) < self.memory.segment:
+        if not self.lengths or min(self.lengths) < self.memory.segment_length:
             raise ValueError(
-                f"lengths must be at least a segment, {self.memory.segment}, "
+                f"lengths must be at least a segment, {self.memory.segment_length}, "
                 f"got {self.lengths}"
             )
 
@@ -65,7 +65,9 @@ class Config:
     def memory(self) -> HMTConfig:
         """An eighth of a segment is sensory memory, as in the paper's of 256."""
         segment = self.segment or (64 if self.size == "tiny" else 1024)
-        return HMTConfig(segment=segment, sensory=min(32, segment // 8))
+        return HMTConfig(
+            segment_length=segment, num_sensory_tokens=min(32, segment // 8)
+        )
 
     @property
     def backbone(self) -> ModelConfig:
@@ -103,7 +105,7 @@ def main(config: Config) -> None:
         settings(config),
         {
             "jax_platform": jax.default_backend(),
-            "segment": config.memory.segment,
+            "segment": config.memory.segment_length,
             "models": rows,
         },
     )
@@ -128,8 +130,8 @@ def measure(config: Config, kind: Kind, length: int) -> dict[str, Any]:
     `growth_mebibytes` is what the peak grew by while the text was read, after the
     parameters were there and the first call had compiled and run.
     """
-    count = length // config.memory.segment
-    length = count * config.memory.segment
+    count = length // config.memory.segment_length
+    length = count * config.memory.segment_length
     model = build(config, kind, length)
     graph, params = nnx.split(model)
     read = jax.jit(
@@ -140,7 +142,7 @@ def measure(config: Config, kind: Kind, length: int) -> dict[str, Any]:
     )
     # Calls of one shape, so that nothing compiles while time runs.
     together = max(n for n in range(1, scores.TOGETHER + 1) if count % n == 0)
-    step = together * config.memory.segment
+    step = together * config.memory.segment_length
     tokens = np.zeros((1, length), np.int32)
     state = read(params, model.init_state(1), jnp.asarray(tokens[:, :step]))
     jax.block_until_ready(state)

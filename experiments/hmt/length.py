@@ -100,12 +100,14 @@ def main(config: Config) -> None:
     longest = min(config.scale.test_tokens, max(config.lengths))
 
     def documents(split, tokens):
-        return scores.documents(config.source, tokenizer, split, tokens, memory.segment)
+        return scores.documents(
+            config.source, tokenizer, split, tokens, memory.segment_length
+        )
 
     texts = Texts(
         validation=documents("validation", config.validation_tokens),
         test=documents("test", longest),
-        segment=memory.segment,
+        segment=memory.segment_length,
         first=memory.summary,
     )
     bytes_of = {

@@ -84,16 +84,16 @@ def main(config: Config) -> None:
     for contexts in config.test_contexts:
         inputs = align(
             multi_context(test, contexts, tokenizer),
-            memory.segment,
+            memory.segment_length,
             memory.summary,
-            np.asarray(preamble[: memory.segment]),
+            np.asarray(preamble[: memory.segment_length]),
         )
-        tests[contexts] = _query(models, inputs, memory.segment)
+        tests[contexts] = _query(models, inputs, memory.segment_length)
     majority = majority_exact(train, test)
     common.write(
         config,
         "are questions answered whose answer lies many contexts back?",
-        segment=memory.segment,
+        segment=memory.segment_length,
         answers_lie_from=memory.summary,
         trained_items=len(train),
         test_items=len(test),
@@ -147,7 +147,7 @@ def _models(
     stages = config.scale.stages
     # A sample holds a whole input, and so its last tokens are question and answer.
     longest = max(len(entry.tokens) for entry in inputs)
-    depth = max(2, -(-longest // stages.stage2.hmt.segment))
+    depth = max(2, -(-longest // stages.stage2.hmt.segment_length))
     stage2 = dataclasses.replace(stages.stage2, depth=depth)
     stages = dataclasses.replace(stages, stage2=stage2)
     source = _training_source(config, inputs, stage2.context_length + 1, tokenizer)

@@ -64,7 +64,7 @@ def rows(stages: HMTStages, backbone: LanguageModel, counted: bool) -> list[Row]
         counted: whether n-grams are rows too.
     """
     hmt = stages.stage2.hmt
-    segment = hmt.segment
+    segment = hmt.segment_length
     size = scores.state_bytes(_shape(backbone, hmt))
     plain = scores.equal_window(backbone, size)
     window = scores.equal_window(backbone, size, SINKS)
@@ -74,7 +74,7 @@ def rows(stages: HMTStages, backbone: LanguageModel, counted: bool) -> list[Row]
     )
     baseline = dataclasses.replace(stages.stage2, loop=total)
     tokens = stages.stage2.context_length
-    found = _untrained(backbone, plain, window, segment, hmt.sensory)
+    found = _untrained(backbone, plain, window, segment, hmt.num_sensory_tokens)
     if counted:
         found += [Row(COUNTED.format(n), None, 0, {}, order=n) for n in (3, 4)]
 
@@ -100,13 +100,13 @@ def rows(stages: HMTStages, backbone: LanguageModel, counted: bool) -> list[Row]
         depth=-(-tokens // window),
     )
     previous = dataclasses.replace(hmt, summary_source="previous")
-    no_search = dataclasses.replace(hmt, retrieval=False, sensory=0)
+    no_search = dataclasses.replace(hmt, retrieval=False, num_sensory_tokens=0)
     half = segment // 2
     return [
         *found,
         trained(HIERARCHICAL, stages.stage1, stages.stage2),
         trained(TUNED.format(SINK_WINDOW), sliding),
-        trained(TUNED.format(SENSORY), reading_again(hmt.sensory, segment)),
+        trained(TUNED.format(SENSORY), reading_again(hmt.num_sensory_tokens, segment)),
         trained(TUNED.format(AGAIN), reading_again(plain - half, half)),
         trained(TUNED.format(APART), reading_again(0, segment)),
         trained(RMT, dataclasses.replace(baseline, hmt=no_search)),
@@ -160,7 +160,9 @@ def _reads(stage: SegmentStage) -> float:
             return (stage.reread + stage.window) / stage.window
     hmt = stage.hmt
     summary = hmt.summary + 2 if hmt.retrieval else 0
-    return (hmt.sensory + hmt.segment + 2 + summary) / hmt.segment
+    return (
+        hmt.num_sensory_tokens + hmt.segment_length + 2 + summary
+    ) / hmt.segment_length
 
 
 def _sizes(stage: SegmentStage) -> dict[str, int]:
@@ -170,4 +172,8 @@ def _sizes(stage: SegmentStage) -> dict[str, int]:
         case "reread":
             return {"reread": stage.reread, "segment": stage.window}
     hmt = stage.hmt
-    return {"segment": hmt.segment, "sensory": hmt.sensory, "memories": hmt.memories}
+    return {
+        "segment": hmt.segment_length,
+        "sensory": hmt.num_sensory_tokens,
+        "memories": hmt.num_memories,
+    }

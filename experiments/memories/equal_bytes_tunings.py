@@ -156,8 +156,8 @@ def tune_hmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
     # As many memories as the longest text has segments; strictly causal, so that
     # every target counts.
     memory = HMTConfig(
-        segment=sizes.window,
-        memories=-(-sizes.tokens // sizes.window),
+        segment_length=sizes.window,
+        num_memories=-(-sizes.tokens // sizes.window),
         summary_source="previous",
     )
     alone = dataclasses.replace(memory, retrieval=False)
@@ -169,7 +169,9 @@ def tune_hmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
 
 def tune_rmt(backbone: LanguageModel, sizes: Sizes, tuning: Tuning) -> Stages:
     """A memory token carried from segment to segment."""
-    memory = HMTConfig(segment=sizes.window, sensory=0, retrieval=False)
+    memory = HMTConfig(
+        segment_length=sizes.window, num_sensory_tokens=0, retrieval=False
+    )
     return _segments(tuning, sizes, tuning.updates, hmt=memory).stages()
 
 
@@ -228,15 +230,15 @@ def tune_mplus(
         found = []
         for name, stage in chosen:
             own, counts = memory, stage.tasks.chunks
-            if not stage.memory.retrieved:
+            if not stage.memory.num_retrieved:
                 # Reads see as many rows with the store and without.
-                pool = memory.pool + memory.retrieved
-                own = dataclasses.replace(memory, retrieved=0, pool=pool)
+                pool = memory.pool_size + memory.num_retrieved
+                own = dataclasses.replace(memory, num_retrieved=0, pool_size=pool)
                 # A pool must have a row that is not of the document.
-                counts = tuple(n for n in counts if n * own.tokens < pool)
+                counts = tuple(n for n in counts if n * own.num_memory_tokens < pool)
             # Two texts an update, each of some chunks and a target.
             chunks = sum(counts) / len(counts)
-            read = 2 * (chunks * memory.chunk + stage.tasks.target)
+            read = 2 * (chunks * memory.chunk_size + stage.tasks.target)
             steps = tuning.updates * sizes.context / read / len(chosen)
             changed = dataclasses.replace(
                 stage,
@@ -245,7 +247,7 @@ def tune_mplus(
                     stage.tasks,
                     ask=0.0,
                     chunks=counts,
-                    shortest_chunk=3 * memory.chunk // 4,
+                    shortest_chunk=3 * memory.chunk_size // 4,
                 ),
                 data=dataclasses.replace(tuning.data(), batch_size=2),
                 optimizer=tuning.optimizer(),
@@ -269,15 +271,15 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
     def memory(rows: int) -> MPlusConfig:
         size = MPLUS_TOKENS * rows
         return MPlusConfig(
-            tokens=MPLUS_TOKENS,
-            pool=size,
+            num_memory_tokens=MPLUS_TOKENS,
+            pool_size=size,
             # A chunk that is not complete is kept in all layers, and counts: half a
             # window would leave room for the rows of a single chunk.
-            chunk=sizes.window // 4,
+            chunk_size=sizes.window // 4,
             stored="input",
             key_dim=64,
-            retrieved=size if store else 0,
-            store=size if store else MPlusConfig.store,
+            num_retrieved=size if store else 0,
+            store_size=size if store else MPlusConfig.store_size,
         )
 
     def size(rows: int) -> int:

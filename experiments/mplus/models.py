@@ -57,10 +57,10 @@ def load_memoryllm(folder: Path, tokenizer: Tokenizer) -> MPlus:
         ValueError: if the folder has another model, or one of another tokenizer.
     """
     model, its_own = load_trained("memoryllm", folder)
-    if model.config.retrieved:
+    if model.config.num_retrieved:
         raise ValueError(
             f"memoryllm={str(folder)!r} must be a MemoryLLM, got an M+ with "
-            f"retrieved={model.config.retrieved}"
+            f"num_retrieved={model.config.num_retrieved}"
         )
     if its_own.digest != tokenizer.digest:
         raise ValueError(

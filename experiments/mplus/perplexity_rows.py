@@ -148,11 +148,11 @@ def with_memory(config: Config, models: Models) -> dict[str, MPlus]:
         ValueError: if a stage has a store that should have none, or none.
     """
     for name, model in models.trained.items():
-        if bool(model.config.retrieved) != (name == "stage3"):
+        if bool(model.config.num_retrieved) != (name == "stage3"):
             raise ValueError(
                 f"{name} must be a folder of "
                 f"{'M+' if name == 'stage3' else 'MemoryLLM'}, got one with "
-                f"retrieved={model.config.retrieved}"
+                f"num_retrieved={model.config.num_retrieved}"
             )
     found = {STAGES[name]: model for name, model in models.trained.items()}
     third = models.trained.get("stage3")
@@ -171,8 +171,8 @@ def chunk_size(config: Config, memories: Mapping[str, MPlus]) -> int:
     Raises:
         ValueError: if a memory's chunks do not divide it.
     """
-    sizes = {name: model.config.chunk for name, model in memories.items()}
-    chunk = config.chunk or max(sizes.values(), default=config.memory.chunk)
+    sizes = {name: model.config.chunk_size for name, model in memories.items()}
+    chunk = config.chunk or max(sizes.values(), default=config.memory.chunk_size)
     for name, size in sizes.items():
         if chunk % size:
             raise ValueError(
@@ -195,7 +195,7 @@ def build(
         small = scores.with_room(model, longest)
         kept = variants.kept_bytes(small)
         memory = methods.LatentMemory(small)
-        rows[name] = Row(small, memory, bool(model.config.retrieved), kept=kept)
+        rows[name] = Row(small, memory, bool(model.config.num_retrieved), kept=kept)
     sized = [*memories.values()] or [
         add_mplus(backbone, config.memory, key=jax.random.key(config.seed))
     ]
@@ -223,7 +223,9 @@ class Sizes(NamedTuple):
 def sizes_of(memories: Sequence[MPlus], longest: int) -> Sizes:
     """The largest of the memories' sizes, for a text of so many tokens."""
     kept = [variants.kept_bytes(scores.with_room(x, longest)).total for x in memories]
-    return Sizes(max(x.config.pool + x.config.retrieved for x in memories), max(kept))
+    return Sizes(
+        max(x.config.pool_size + x.config.num_retrieved for x in memories), max(kept)
+    )
 
 
 def plain(

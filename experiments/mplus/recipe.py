@@ -40,7 +40,7 @@ def _stage(folder: AnyPath) -> dict[str, Any]:
         raise ValueError(f"{folder} has no checkpoint yet")
     updates, rows = max(steps), stage.data.batch_size
     return {
-        "trained": "M+" if stage.memory.retrieved else "MemoryLLM",
+        "trained": "M+" if stage.memory.num_retrieved else "MemoryLLM",
         "stage": folder.name if run.start_digest or folder.name == "stage1" else "",
         "updates": updates,
         "of_updates": stage.loop.steps,

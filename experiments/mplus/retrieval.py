@@ -129,11 +129,11 @@ def summary(config: MPlusConfig, chunk: int, found: Sequence[Found]) -> dict[str
 
     "answer" counts those of the sentence with the answer alone.
     """
-    made = chunk // config.chunk * config.tokens
+    made = chunk // config.chunk_size * config.num_memory_tokens
     pool, store, retrieved, answer_store, answer_retrieved, held = (
         np.concatenate(x) for x in zip(*found, strict=True)
     )
-    taken = np.minimum(config.retrieved, held)[:, None]
+    taken = np.minimum(config.num_retrieved, held)[:, None]
     return {
         "facts": len(store),
         "rows_made": made,

@@ -46,7 +46,7 @@ SCALES: dict[Preset, Scale] = {
     # At last the store holds some fifteen times what a read retrieves; the paper's
     # thirty are twice the tokens.
     "cpu": Scale(
-        dataclasses.replace(retention_config.SCALES["cpu"].memory, store=8_192),
+        dataclasses.replace(retention_config.SCALES["cpu"].memory, store_size=8_192),
         12,
         (4, 8, 16, 32),
     ),
@@ -180,12 +180,12 @@ def check(config: Config, model: MPlus) -> None:
     if not memory.has_retriever or memory.legacy:
         raise ValueError(
             "model must be an M+ with a retriever and a clock of memory tokens, got "
-            f"retrieved={memory.retrieved}, retrieval={memory.retrieval!r}, "
+            f"num_retrieved={memory.num_retrieved}, retrieval={memory.retrieval!r}, "
             f"legacy={memory.legacy}"
         )
-    if config.chunk % memory.chunk:
+    if config.chunk % memory.chunk_size:
         raise ValueError(
-            f"chunk must be a multiple of the memory's {memory.chunk}, so that "
+            f"chunk must be a multiple of the memory's {memory.chunk_size}, so that "
             f"the context has memory tokens of its own, got {config.chunk}"
         )
 

@@ -98,10 +98,13 @@ def with_room(model: MPlus, tokens: int) -> MPlus:
     brings keeps its store.
     """
     config = model.config
-    if not config.retrieved or model.initial is not None:
+    if not config.num_retrieved or model.initial is not None:
         return model
-    rows = max(tokens // config.chunk * config.tokens - config.pool, config.least_store)
-    return with_store(model, min(config.store, rows))
+    rows = max(
+        tokens // config.chunk_size * config.num_memory_tokens - config.pool_size,
+        config.min_store_size,
+    )
+    return with_store(model, min(config.store_size, rows))
 
 
 def excerpts(

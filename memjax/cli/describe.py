@@ -91,8 +91,8 @@ def _memory(config: Any) -> str:
         case SegmentStage() if config.hmt.retrieval:
             return "HMT, stage 2"
         case SegmentStage():
-            return "HMT, stage 1" if config.hmt.sensory else "RMT"
-        case MPlusStage() if config.memory.retrieved:
+            return "HMT, stage 1" if config.hmt.num_sensory_tokens else "RMT"
+        case MPlusStage() if config.memory.num_retrieved:
             return "M+, stage 3"
     return "MemoryLLM"
 
@@ -102,14 +102,17 @@ def _sizes(stage: SegmentStage | MPlusStage | RetrofitStage) -> str:
         return f"window {stage.window:,}, {stage.sinks} sinks"
     if isinstance(stage, MPlusStage):
         memory = stage.memory
-        store = f", store {memory.store:,}" if memory.retrieved else ""
-        return f"{memory.tokens:,} rows a {memory.chunk:,}, pool {memory.pool:,}{store}"
+        store = f", store {memory.store_size:,}" if memory.num_retrieved else ""
+        return (
+            f"{memory.num_memory_tokens:,} rows a {memory.chunk_size:,}, "
+            f"pool {memory.pool_size:,}{store}"
+        )
     if stage.memory_name == NO_MEMORY:
         sinks = f", {stage.sinks} sinks" if stage.sinks else ""
         return f"window {stage.window:,}{sinks}"
     if stage.memory == "reread":
         return f"{stage.reread:,} before segments of {stage.window:,}"
-    bank = f", bank {stage.hmt.memories:,}" if stage.hmt.retrieval else ""
+    bank = f", bank {stage.hmt.num_memories:,}" if stage.hmt.retrieval else ""
     trained = ", LoRA" if stage.train == "lora" else ""
     return f"segments of {stage.segment:,}{bank}{trained}"
 

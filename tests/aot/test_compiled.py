@@ -51,16 +51,16 @@ def training(family, rows=4, fsdp=4):
 def finetuning(memory):
     samples = SampleConfig(batch_size=4, validation_texts=4)
     if memory == "hmt":
-        hmt = HMTConfig(segment=32, sensory=4, memories=4)
+        hmt = HMTConfig(segment_length=32, num_sensory_tokens=4, num_memories=4)
         stage = SegmentStage(hmt=hmt, data=samples, mesh=MESH)
     else:
         sizes = MPlusConfig(
-            tokens=4,
-            pool=8,
-            chunk=8,
-            least_chunk=2,
-            retrieved=4,
-            store=16,
+            num_memory_tokens=4,
+            pool_size=8,
+            chunk_size=8,
+            min_chunk_size=2,
+            num_retrieved=4,
+            store_size=16,
             key_dim=4,
             rank=2,
         )

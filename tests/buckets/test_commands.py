@@ -83,7 +83,9 @@ def test_fine_tuning_starts_from_a_bucket_and_stays_there(
     with idle_updates():
         pretrain.train(backbone_run(source, cache), backbone)
         first = SegmentStage(
-            hmt=HMTConfig(segment=8, sensory=2, memories=3, retrieval=False),
+            hmt=HMTConfig(
+                segment_length=8, num_sensory_tokens=2, num_memories=3, retrieval=False
+            ),
             window=8,
             data=SampleConfig(source, batch_size=2, cache_dir=cache),
             loop=LoopConfig(steps=1, save_every=1, log_every=1),

@@ -19,7 +19,14 @@ from memjax.models.mplus.config import MPlusConfig
 from tests import tiny
 
 MEMORY = MPlusConfig(
-    tokens=2, pool=8, chunk=16, least_chunk=1, retrieved=2, store=64, key_dim=2, rank=2
+    num_memory_tokens=2,
+    pool_size=8,
+    chunk_size=16,
+    min_chunk_size=1,
+    num_retrieved=2,
+    store_size=64,
+    key_dim=2,
+    rank=2,
 )
 TEXT = TextInterface(load_tokenizer("bytes"))
 DRAWN = Sampling(1.0)
@@ -37,7 +44,9 @@ MODELS = {
         vocab_size=256, mechanisms=(GatedDeltaNetConfig(16, 2, 4, 4),), num_layers=1
     ),
     "hmt": lambda: add_hmt(
-        llama(), HMTConfig(segment=16, sensory=2), key=jax.random.key(1)
+        llama(),
+        HMTConfig(segment_length=16, num_sensory_tokens=2),
+        key=jax.random.key(1),
     ),
     "mplus": lambda: tiny.drawn(
         lambda: add_mplus(llama(), MEMORY, key=jax.random.key(1))
@@ -131,8 +140,8 @@ def test_what_is_injected_is_read_by_the_next_answer():
     talk.chat("Who?", limit=3)
     assert int(talk.state.clock[0]) > int(before.clock[0])
     # All of it is in chunks or in the open one.
-    chunks = int(talk.state.clock[0]) // MEMORY.tokens
-    assert chunks * MEMORY.chunk + int(talk.state.length[0]) == talk.tokens
+    chunks = int(talk.state.clock[0]) // MEMORY.num_memory_tokens
+    assert chunks * MEMORY.chunk_size + int(talk.state.length[0]) == talk.tokens
 
 
 def test_an_answer_that_was_broken_off_is_closed_before_the_next_prompt():

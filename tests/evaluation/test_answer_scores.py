@@ -33,7 +33,7 @@ def backbone():
 
 @functools.cache
 def searching():
-    config = HMTConfig(segment=L, sensory=2, memories=4)
+    config = HMTConfig(segment_length=L, num_sensory_tokens=2, num_memories=4)
     model = add_hmt(backbone(), config, key=jax.random.key(1))
     # A search that chooses, so that what it has read ahead can be told.
     model.query.set_value(model.query.get_value() * 30)

@@ -23,7 +23,9 @@ BACKBONE = ModelConfig(
     dtype="float32",
     remat=False,
 )
-CONFIG = HMTConfig(segment=L, sensory=1, memories=N, summary_fraction=0.75)
+CONFIG = HMTConfig(
+    segment_length=L, num_sensory_tokens=1, num_memories=N, summary_fraction=0.75
+)
 TOKENS = np.random.default_rng(0).integers(0, V, 6 * L + 1).astype(np.int32)
 
 

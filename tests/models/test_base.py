@@ -26,7 +26,14 @@ from memjax.models.mplus.model import MPlus
 from tests.tiny import LLAMA, llama
 
 MEMORY = MPlusConfig(
-    tokens=2, pool=4, chunk=4, least_chunk=1, retrieved=2, store=8, key_dim=2, rank=2
+    num_memory_tokens=2,
+    pool_size=4,
+    chunk_size=4,
+    min_chunk_size=1,
+    num_retrieved=2,
+    store_size=8,
+    key_dim=2,
+    rank=2,
 )
 
 NAMES = ("language model", "hmt", "mplus", "reread")
@@ -45,7 +52,7 @@ def build(name: str) -> Any:
         case "language model":
             return llama()
         case "hmt":
-            config = HMTConfig(segment=4, sensory=1, memories=3)
+            config = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
             return add_hmt(llama(), config, key=key)
         case "rmt":
             return add_rmt(llama(), 4, key=key)
@@ -114,7 +121,9 @@ LORA = LoraConfig(rank=2)
         merge_lora,
         lambda m: add_lora(m, LORA, jax.random.key(0)),
         lambda m: merge_lora(add_lora(m, LORA, jax.random.key(0))),
-        lambda m: add_hmt(m, HMTConfig(segment=4, sensory=2), key=jax.random.key(0)),
+        lambda m: add_hmt(
+            m, HMTConfig(segment_length=4, num_sensory_tokens=2), key=jax.random.key(0)
+        ),
         lambda m: add_mplus(m, MEMORY, key=jax.random.key(0)),
         lambda m: ReReadWindow(m, reread=5, segment=4),
     ],

@@ -14,9 +14,18 @@ from memjax.models.mplus.read import ReadOptions
 from tests import tiny
 
 B, T = 2, 3
-HMT = HMTConfig(segment=4, sensory=1, memories=3, activations="keep")
+HMT = HMTConfig(
+    segment_length=4, num_sensory_tokens=1, num_memories=3, activations="keep"
+)
 MEMORY = MPlusConfig(
-    tokens=2, pool=4, chunk=4, least_chunk=1, retrieved=2, store=8, key_dim=2, rank=2
+    num_memory_tokens=2,
+    pool_size=4,
+    chunk_size=4,
+    min_chunk_size=1,
+    num_retrieved=2,
+    store_size=8,
+    key_dim=2,
+    rank=2,
 )
 
 

@@ -26,10 +26,17 @@ SIZES = ModelConfig(
     tied_head=False,
 )
 OLDEST = MPlusConfig(
-    tokens=2, pool=4, chunk=3, least_chunk=1, retrieved=3, store=6, key_dim=5, rank=2
+    num_memory_tokens=2,
+    pool_size=4,
+    chunk_size=3,
+    min_chunk_size=1,
+    num_retrieved=3,
+    store_size=6,
+    key_dim=5,
+    rank=2,
 )
 FREQUENCY = dataclasses.replace(
-    OLDEST, eviction="frequency", merge_every=2, recalls=2.0, store=12
+    OLDEST, eviction="frequency", merge_every=2, recalls=2.0, store_size=12
 )
 KEY = jax.random.key(0)
 TOKENS = jax.random.randint(jax.random.key(5), (2, 20), 0, 19)

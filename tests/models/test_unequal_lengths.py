@@ -19,7 +19,13 @@ from tests import tiny
 T, LENGTHS = 11, (10, 5, 0)
 TOKENS = tiny.tokens(1, len(LENGTHS), T)
 MEMORY: Any = dict(
-    tokens=2, pool=4, chunk=4, least_chunk=1, retrieved=2, store=8, key_dim=2
+    num_memory_tokens=2,
+    pool_size=4,
+    chunk_size=4,
+    min_chunk_size=1,
+    num_retrieved=2,
+    store_size=8,
+    key_dim=2,
 )
 
 
@@ -27,7 +33,7 @@ def build(name) -> Any:
     key = jax.random.key(0)
     match name:
         case "hmt":
-            config = HMTConfig(segment=4, sensory=1, memories=3)
+            config = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
             return add_hmt(tiny.make_llama(num_layers=1), config, key=key)
         case "rmt":
             return add_rmt(tiny.make_llama(num_layers=1), 4, key=key)

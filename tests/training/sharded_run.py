@@ -185,19 +185,20 @@ def systems() -> None:
     }
     sizes = SampleConfig(batch_size=B)
     memory = MPlusConfig(
-        tokens=4,
-        pool=8,
-        chunk=8,
-        least_chunk=2,
-        retrieved=4,
-        store=16,
+        num_memory_tokens=4,
+        pool_size=8,
+        chunk_size=8,
+        min_chunk_size=2,
+        num_retrieved=4,
+        store_size=16,
         key_dim=4,
         rank=2,
     )
     tasks = MPlusTaskConfig(chunks=(2,), shortest_chunk=3, target=16, prompt=3)
     stages: dict[str, AnyStage] = {
         "hmt": SegmentStage(
-            hmt=HMTConfig(segment=8, sensory=2, memories=4), data=sizes
+            hmt=HMTConfig(segment_length=8, num_sensory_tokens=2, num_memories=4),
+            data=sizes,
         ),
         "mplus": MPlusStage(memory=memory, tasks=tasks, data=sizes),
     }
@@ -239,12 +240,12 @@ def memory() -> None:
     attention = AttentionConfig(**HEADS, capacity=64)
     config = dataclasses.replace(MODEL, mechanisms=(attention,), num_layers=2)
     sizes = MPlusConfig(
-        tokens=4,
-        pool=40,
-        chunk=8,
-        least_chunk=2,
-        retrieved=4,
-        store=48,
+        num_memory_tokens=4,
+        pool_size=40,
+        chunk_size=8,
+        min_chunk_size=2,
+        num_retrieved=4,
+        store_size=48,
         key_dim=4,
         rank=2,
     )

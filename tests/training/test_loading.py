@@ -30,7 +30,9 @@ from tests import tiny
 pytest.importorskip("safetensors", reason="needs the optional package safetensors")
 
 TEXT = TextInterface(tiny.tokenizer(), "{{ messages }}", GenerationConfig((0,)))
-MEMORY = MPlusConfig(4, pool=8, chunk=8, least_chunk=8, retrieved=4, store=16)
+MEMORY = MPlusConfig(
+    4, pool_size=8, chunk_size=8, min_chunk_size=8, num_retrieved=4, store_size=16
+)
 
 
 @functools.cache
@@ -39,7 +41,11 @@ def build(name: str) -> Any:
     if name == "memoryllm":
         return add_mplus(tiny.llama(), MEMORY, key=key)
     adapted = add_lora(tiny.llama(), LoraConfig(rank=2), key)
-    return add_hmt(adapted, HMTConfig(segment=8, sensory=2, memories=4), key=key)
+    return add_hmt(
+        adapted,
+        HMTConfig(segment_length=8, num_sensory_tokens=2, num_memories=4),
+        key=key,
+    )
 
 
 @pytest.mark.slow

@@ -85,7 +85,11 @@ def test_an_update_is_that_of_each_document_in_a_row_of_its_own(accumulate):
 
 
 def test_a_wrapped_backbone_is_refused():
-    wrapped = add_hmt(model(), HMTConfig(segment=4, sensory=1), key=jax.random.key(0))
+    wrapped = add_hmt(
+        model(),
+        HMTConfig(segment_length=4, num_sensory_tokens=1),
+        key=jax.random.key(0),
+    )
     batch = next(packed_batches(documents(8, 5), 24, 1, seed=0, start_multiple=4))
     state = init_train_state(wrapped, DESCENT, StepConfig(), 1)
     with pytest.raises(ValueError, match="need a LanguageModel.* got HMT"):

@@ -87,8 +87,8 @@ def ours(
     if trained == "lora":
         backbone = add_lora(backbone, LoraConfig(), jax.random.key(2))
     memory = HMTConfig(
-        segment=shape.segment,
-        sensory=shape.sensory,
+        segment_length=shape.segment,
+        num_sensory_tokens=shape.sensory,
         retrieval_dim=shape.retrieval_dim,
         activations=activations,
     )

@@ -121,7 +121,7 @@ def build(
 
 
 def _without_store(model: MPlus) -> str:
-    return f"M+'s weights without the store, a pool of {model.config.pool:,} rows"
+    return f"M+'s weights without the store, a pool of {model.config.pool_size:,} rows"
 
 
 def _count(count: int, noun: str) -> str:

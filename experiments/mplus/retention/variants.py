@@ -27,14 +27,14 @@ def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
     Raises:
         ValueError: as `MPlusConfig`, or for a model without a store.
     """
-    if not model.config.retrieved:
+    if not model.config.num_retrieved:
         raise ValueError(
             f"store={rows} and retrieved={retrieved} need a model with a store; it has "
             "none"
         )
     old = model.config
     return _with_config(
-        model, store=rows or old.store, retrieved=retrieved or old.retrieved
+        model, store=rows or old.store_size, retrieved=retrieved or old.num_retrieved
     )
 
 
@@ -45,10 +45,10 @@ def without_store(model: MPlus) -> MPlus:
     store has its values on the host and its keys on the device. A pool that comes from
     a checkpoint keeps its size.
     """
-    chunk, pool = model.config.tokens, model.config.pool
+    chunk, pool = model.config.num_memory_tokens, model.config.pool_size
     if model.initial is not None:
-        return _with_config(model, retrieved=0)
-    sized = lambda pool: _with_config(model, retrieved=0, pool=pool)
+        return _with_config(model, num_retrieved=0)
+    sized = lambda pool: _with_config(model, num_retrieved=0, pool_size=pool)
     least = device_bytes(sized(pool))
     each = device_bytes(sized(pool + chunk)) - least
     more = max(0, math.ceil((device_bytes(model) - least) / each))
@@ -67,7 +67,8 @@ def with_attention_retrieval(model: MPlus) -> MPlus:
     if not model.config.has_retriever:
         raise ValueError(
             "model must have a learned retriever, got "
-            f"retrieved={model.config.retrieved}, retrieval={model.config.retrieval!r}"
+            f"num_retrieved={model.config.num_retrieved}, "
+            f"retrieval={model.config.retrieval!r}"
         )
     rebuilt = _with_config(
         model,

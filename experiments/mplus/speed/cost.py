@@ -77,13 +77,18 @@ SCALES: dict[Size, Scale] = {
     # A quarter of the paper's rows, and its ratio of the width to that of the keys.
     "tiny": Scale(
         MPlusConfig(
-            tokens=64, chunk=128, pool=2_560, retrieved=640, store=38_400, key_dim=8
+            num_memory_tokens=64,
+            chunk_size=128,
+            pool_size=2_560,
+            num_retrieved=640,
+            store_size=38_400,
+            key_dim=8,
         ),
         (2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 131_072),
         32_768,
     ),
     "smollm2": Scale(
-        MPlusConfig(pool=2_560, retrieved=640, store=38_400, key_dim=36),
+        MPlusConfig(pool_size=2_560, num_retrieved=640, store_size=38_400, key_dim=36),
         (2_048, 8_192, 32_768),
         8_192,
     ),
@@ -126,9 +131,9 @@ class Config:
         if not self.kinds:
             raise ValueError("kinds must name at least one, got none")
         scale = self.scale
-        if self.chunk < 1 or self.chunk % scale.memory.chunk:
+        if self.chunk < 1 or self.chunk % scale.memory.chunk_size:
             raise ValueError(
-                f"chunk must be a multiple of the chunk of {scale.memory.chunk}, "
+                f"chunk must be a multiple of the chunk of {scale.memory.chunk_size}, "
                 f"got {self.chunk}"
             )
         rising = list(scale.lengths) == sorted(set(scale.lengths))

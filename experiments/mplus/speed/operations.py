@@ -32,14 +32,14 @@ def inject(sizes: ModelConfig, memory: MPlusConfig, tokens: int) -> float:
     rows are needed, or nothing where layers' inputs are stored. K rows leave the pool
     and get keys of the retriever.
     """
-    k, c = memory.tokens, memory.chunk
+    k, c = memory.num_memory_tokens, memory.chunk_size
     deep = 1 - 1 / _depth(sizes)
     chunk = deep * _layers(sizes, memory, c, 1 + k)
     chunk += deep * _attention(sizes, _causal(1 + k, c))
     if memory.stored == "output":
         last = _layers(sizes, memory, k, 1 + c) + _attention(sizes, _causal(1 + c, k))
         chunk += last / _depth(sizes)
-    if memory.retrieved:
+    if memory.num_retrieved:
         chunk += _projected(sizes, memory, k)
     return tokens // c * chunk
 
@@ -55,8 +55,8 @@ def read(sizes: ModelConfig, memory: MPlusConfig, prompt: int, drawn: int) -> fl
     tokens = prompt + drawn - 1
     found = _layers(sizes, memory, tokens, memory.prefix)
     found += _attention(sizes, tokens * memory.prefix + _causal(0, tokens))
-    if memory.retrieved:
-        searched = prompt * memory.store * memory.key_dim
+    if memory.num_retrieved:
+        searched = prompt * memory.store_size * memory.key_dim
         found += _projected(sizes, memory, prompt) + 2 * _depth(sizes) * searched
     return found + _head(sizes, drawn)
 

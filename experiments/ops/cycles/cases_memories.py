@@ -29,7 +29,7 @@ ROWS, QUERIES = 150_000, 2048
 POOL, CHUNK, DECODED = 10_240 + 2_560, 512, 32
 #: HMT: samples of an update, and segments of each.
 SAMPLES, SEGMENTS = 4, 4
-HMT = HMTConfig(segment=512, sensory=32)
+HMT = HMTConfig(segment_length=512, num_sensory_tokens=32)
 
 
 def search() -> Program:
@@ -50,7 +50,7 @@ def mplus_layer(decodes: bool) -> Program:
     attention = AttentionConfig(4096, num_heads=32, num_kv_heads=8, head_dim=128)
     # The smallest vocabulary: head and embedding are not of the layer.
     backbone = _llama(attention, layers=1, hidden=14_336, vocab_size=256)
-    config = MPlusConfig(pool=POOL)
+    config = MPlusConfig(pool_size=POOL)
     build = lambda: add_memoryllm(
         LanguageModel(backbone, key=jax.random.key(0)), config, key=jax.random.key(1)
     )
@@ -127,14 +127,14 @@ def hmt(updates: bool) -> Program:
     batch = Batch(tokens, tokens, mask, shape(SAMPLES, dtype=jnp.bool_))
     step = make_train_step(model, update, stage.step)
     # Frozen matrices have no gradients. The last segment's tokens count alone.
-    head = 4.0 * SAMPLES * HMT.segment * backbone.model_dim * backbone.vocab_size
+    head = 4.0 * SAMPLES * HMT.segment_length * backbone.model_dim * backbone.vocab_size
     flops = 2 * _hmt_flops(backbone) + head
     return Program(step, (state, batch), donated=(0,), flops=flops)
 
 
 def _hmt_flops(backbone):
     """Of all segments: the summary's tokens, then the segment with what is beside."""
-    reads = (HMT.summary + 2, HMT.sensory + HMT.segment + 2)
+    reads = (HMT.summary + 2, HMT.num_sensory_tokens + HMT.segment_length + 2)
     segment = sum(n * _token_flops(backbone, n / 2) for n in reads)
     return SAMPLES * SEGMENTS * backbone.num_layers * segment
 
@@ -161,7 +161,7 @@ def table() -> dict[str, Case]:
             functools.partial(mplus_layer, True), DECODED, "token"
         ),
     }
-    tokens = SAMPLES * SEGMENTS * HMT.segment
+    tokens = SAMPLES * SEGMENTS * HMT.segment_length
     for name, updates in (("forward", False), ("train", True)):
         found[f"hmt-1b/{name}"] = Case(functools.partial(hmt, updates), tokens, "token")
     return found

@@ -11,9 +11,9 @@ class HMTConfig:
     """Sizes of the memory; the defaults are the paper's for small backbones.
 
     Attributes:
-        segment: L, tokens of a segment.
-        sensory: k in [0, L], tokens of the previous segment that are read again.
-        memories: N, how many of the last segments' memories a search sees.
+        segment_length: L, tokens of a segment.
+        num_sensory_tokens: k in [0, L], tokens of the previous segment, read again.
+        num_memories: N, how many of the last segments' memories a search sees.
         retrieval_dim: d_h, width of queries and keys; None is the backbone's width.
         summary_fraction: S_n summarizes the first j = round(L * fraction) tokens; in
             (0, 1].
@@ -31,9 +31,9 @@ class HMTConfig:
             pass of their own, which spares a copy of the parameters.
     """
 
-    segment: int = 1024
-    sensory: int = 32
-    memories: int = 300
+    segment_length: int = 1024
+    num_sensory_tokens: int = 32
+    num_memories: int = 300
     retrieval_dim: int | None = None
     summary_fraction: float = 0.5
     retrieval: bool = True
@@ -42,17 +42,19 @@ class HMTConfig:
     activations: Literal["keep", "recompute", "offload"] = "recompute"
 
     def __post_init__(self):
-        check_sizes(segment=self.segment, memories=self.memories)
+        check_sizes(segment_length=self.segment_length, num_memories=self.num_memories)
         if self.retrieval_dim is not None:
             check_sizes(retrieval_dim=self.retrieval_dim)
-        if not 0 <= self.sensory <= self.segment:
+        if not 0 <= self.num_sensory_tokens <= self.segment_length:
             raise ValueError(
-                f"sensory must be in [0, segment={self.segment}], got {self.sensory}"
+                "num_sensory_tokens must be in [0, "
+                f"segment_length={self.segment_length}], got {self.num_sensory_tokens}"
             )
-        if not 1 <= self.summary <= self.segment:
+        if not 1 <= self.summary <= self.segment_length:
             raise ValueError(
-                f"summary_fraction={self.summary_fraction} of segment={self.segment} "
-                f"makes j={self.summary}, which must be in [1, {self.segment}]"
+                f"summary_fraction={self.summary_fraction} of "
+                f"segment_length={self.segment_length} makes "
+                f"j={self.summary}, which must be in [1, {self.segment_length}]"
             )
         require_known("summary_source", self.summary_source, ("current", "previous"))
         dtypes = ("float32", "bfloat16")
@@ -64,7 +66,7 @@ class HMTConfig:
     def summary(self) -> int:
         """j, the number of tokens that S_n summarizes."""
         # Rounded: a fraction such as 0.1 has no exact float.
-        return int(round(self.segment * self.summary_fraction))
+        return int(round(self.segment_length * self.summary_fraction))
 
     @property
     def reads_ahead(self) -> bool:

@@ -51,7 +51,7 @@ def read_tokens(
     length = state.length + tokens.shape[1]
     state = state._replace(backbone=backbone, length=length)
     state = jax.lax.cond(
-        jnp.any(state.length == config.segment),
+        jnp.any(state.length == config.segment_length),
         lambda state: _complete(config, weights, state),
         lambda state: state,
         state,
@@ -69,13 +69,13 @@ def open_last_segment(
     """The state after n segments have been read, of which the last may be open."""
     n, batch = segments.length.shape
     total = segments.length.sum(axis=0, dtype=jnp.int32)
-    last, length = total // config.segment, total % config.segment
+    last, length = total // config.segment_length, total % config.segment_length
     is_open = length > 0
     # Where all n are complete, any segment will do: its length is 0.
     index = jnp.minimum(last, n - 1)[:, None]
     pick = lambda x: ragged.take(jnp.moveaxis(x, 0, 1), index)[:, 0]
     # The state promises zeros beyond the open segment's length.
-    known = jnp.arange(config.segment, dtype=jnp.int32)[None] < length[:, None]
+    known = jnp.arange(config.segment_length, dtype=jnp.int32)[None] < length[:, None]
     visible = segments.visible
     state = HMTState(
         memories=memories,
@@ -88,7 +88,7 @@ def open_last_segment(
         backbone=weights.backbone.init_state(batch),
     )
     return restart_backbone(
-        config, weights, state, pick(prompts), config.segment - 1, is_open
+        config, weights, state, pick(prompts), config.segment_length - 1, is_open
     )
 
 
@@ -151,9 +151,9 @@ def _find_prompt(config, weights, state):
 
 def _complete(config, weights, state):
     """Turns complete segments into memories and opens the next ones."""
-    complete, masked = state.length == config.segment, state.visible is not None
+    complete, masked = state.length == config.segment_length, state.visible is not None
     # A segment of length 0 leaves the memories of its batch element as they are.
-    length = jnp.where(complete, config.segment, 0)
+    length = jnp.where(complete, config.segment_length, 0)
     segment = Segment(state.tokens, state.visible, length)
     memories, _ = summarize_and_read(
         config, weights, state.memories, segment, always=False

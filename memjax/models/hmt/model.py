@@ -56,7 +56,7 @@ class HMT(nnx.Module):
     result.
 
     Example:
-        model = add_hmt(backbone, HMTConfig(segment=512), rngs=nnx.Rngs(0))
+        model = add_hmt(backbone, HMTConfig(segment_length=512), rngs=nnx.Rngs(0))
         state, logits = model(model.init_state(batch), tokens)
     """
 
@@ -72,7 +72,7 @@ class HMT(nnx.Module):
         #: The backbone's own config: its mechanisms, and the longest text it reads.
         self.pretrained = backbone.config
         # A segment between two prompts, with sensory memory before it.
-        length = config.sensory + config.segment + 2
+        length = config.num_sensory_tokens + config.segment_length + 2
         # What a loop over layers keeps of each is copied into arrays of all, casts of
         # its weights too: there a segment is computed again layer by layer.
         by_layer = config.activations == "recompute" and backbone.config.scan_layers
@@ -93,7 +93,7 @@ class HMT(nnx.Module):
     @property
     def window(self) -> int:
         """L: calls of whole segments are fast."""
-        return self.config.segment
+        return self.config.segment_length
 
     @property
     def first_scored(self) -> int:
@@ -185,11 +185,13 @@ class HMT(nnx.Module):
         again = lambda state: self._read_segments(state, tokens, mask, False, lengths)
         if count == 1:
             after, features = extend(state)
-        elif config.reads_ahead or count >= config.segment or lengths is not None:
+        elif (
+            config.reads_ahead or count >= config.segment_length or lengths is not None
+        ):
             # Where the summary reads ahead, more tokens may find another prompt.
             after, features, _ = again(state)
         else:
-            fits = jnp.all(state.length + count <= config.segment)
+            fits = jnp.all(state.length + count <= config.segment_length)
             read_again = lambda state: again(state)[:2]
             after, features = jax.lax.cond(fits, extend, read_again, state)
         if lengths is None:

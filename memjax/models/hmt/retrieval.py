@@ -138,8 +138,8 @@ def summarize_segments(
         # Without retrieval no search needs a summary.
         return zeros(n)
     # Every later segment has enough memories to choose from, if the bank has.
-    early = n if config.memories < least else min(n, least)
-    most = jnp.minimum(num_valid + early - 1, config.memories)
+    early = n if config.num_memories < least else min(n, least)
+    most = jnp.minimum(num_valid + early - 1, config.num_memories)
     summaries = cond_with_remat(
         config.activations,
         always | jnp.any(most >= least),
@@ -167,7 +167,9 @@ def _summarize_all(config, weights, segments):
     summarize_group = remat(config.activations, summarize_group)
     # A group has about as many tokens as one segment, so that summaries take no more
     # memory than reading does.
-    size = n if config.activations == "keep" else config.segment // config.summary
+    size = (
+        n if config.activations == "keep" else config.segment_length // config.summary
+    )
     size = min(n, max(1, size))
     whole = n - n % size
     groups = lambda x: x[:whole].reshape(-1, size, *x.shape[1:])

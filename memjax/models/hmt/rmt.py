@@ -38,6 +38,9 @@ def add_rmt(
         ValueError: as `add_hmt`.
     """
     config = HMTConfig(
-        segment=segment, sensory=0, retrieval=False, activations=activations
+        segment_length=segment,
+        num_sensory_tokens=0,
+        retrieval=False,
+        activations=activations,
     )
     return HMT(backbone, config, key=key, rngs=rngs)

@@ -100,7 +100,7 @@ def _read_last(config, weights, memories, segment, always_summarize):
     dtype = weights.backbone.config.dtype
     skip = lambda weights, memories, segment: (
         memories,
-        empty_segment(memories, config.segment, dtype),
+        empty_segment(memories, config.segment_length, dtype),
     )
     return cond_with_remat(
         config.activations,
@@ -148,7 +148,9 @@ def read_segment(
     # alone.
     y = weights.backbone.encode(x, mask)
     memory = ragged.take(y, end[:, None])[:, 0].astype(jnp.float32)
-    positions = start[:, None] + jnp.arange(config.segment, dtype=jnp.int32)[None]
+    positions = (
+        start[:, None] + jnp.arange(config.segment_length, dtype=jnp.int32)[None]
+    )
     trace = SegmentTrace(
         memory, summary, prompt, scores, memories.num_valid, segment.length
     )
@@ -159,10 +161,10 @@ def read_segment(
         bank=jnp.concatenate([memories.bank[:, 1:], memory[:, None]], axis=1),
         num_valid=jnp.minimum(memories.num_valid + 1, memories.bank.shape[1]),
         summary=jnp.where(needed[:, None], summary, 0.0),
-        sensory=segment.tokens[:, config.segment - config.sensory :],
+        sensory=segment.tokens[:, config.segment_length - config.num_sensory_tokens :],
     )
     # An open segment is read again when it is complete, and becomes a memory then.
-    complete = segment.length == config.segment
+    complete = segment.length == config.segment_length
     memories = mechanisms.reset(memories, grown, complete)
     return memories, (ragged.take(y, positions), trace)
 
@@ -178,7 +180,7 @@ def augment(
 
     A document's first segment has no sensory memory before it.
     """
-    x, k = weights.backbone.embed(tokens), config.sensory
+    x, k = weights.backbone.embed(tokens), config.num_sensory_tokens
     parts = [prompt[:, None].astype(x.dtype), x]
     if k:
         parts.insert(1, weights.backbone.embed(memories.sensory))

@@ -75,18 +75,18 @@ def init_state(
 ) -> HMTState:
     """The state before the first token; every leaf has the batch first."""
     # Without a search only the last memory is read.
-    slots = config.memories if config.retrieval else 1
+    slots = config.num_memories if config.retrieval else 1
     zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
     memories = Memories(
         bank=jnp.zeros((batch, slots, backbone.width), jnp.float32),
         num_valid=zeros(),
         summary=jnp.zeros((batch, backbone.width), jnp.float32),
-        sensory=zeros(config.sensory),
+        sensory=zeros(config.num_sensory_tokens),
     )
     return HMTState(
         memories=memories,
-        tokens=zeros(config.segment),
-        visible=jnp.zeros((batch, config.segment), bool) if masked else None,
+        tokens=zeros(config.segment_length),
+        visible=jnp.zeros((batch, config.segment_length), bool) if masked else None,
         length=zeros(),
         searched=jnp.zeros(batch, bool),
         backbone=backbone.init_state(batch),

@@ -184,4 +184,4 @@ def of_store(weights: MPlusWeights, store: Store | None) -> AttentionRetriever |
     config = weights.config
     if store is None or not config.by_attention:
         return None
-    return AttentionRetriever(weights.backbone.config, config.retrieved, store)
+    return AttentionRetriever(weights.backbone.config, config.num_retrieved, store)

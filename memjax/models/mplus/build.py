@@ -46,5 +46,5 @@ def add_memoryllm(
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `add_mplus`."""
     # Without retrieved rows there is no store, and nothing else differs.
-    config = dataclasses.replace(config, retrieved=0)
+    config = dataclasses.replace(config, num_retrieved=0)
     return add_mplus(backbone, config, key=key, rngs=rngs)

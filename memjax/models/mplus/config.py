@@ -30,13 +30,13 @@ class MPlusConfig:
     """Sizes of the memory; the defaults are the paper's for an 8B backbone.
 
     Attributes:
-        tokens: K, memory tokens that a chunk is compressed to in each layer.
-        pool: N, rows of the short-term pool; a multiple of K.
-        chunk: C >= K, most tokens that are compressed at once.
-        least_chunk: in [1, C]; `flush` does not compress a chunk with fewer tokens.
-        retrieved: R, rows that a read retrieves from the long-term store. 0 is
+        num_memory_tokens: K, memory tokens that a chunk is compressed to in each layer.
+        pool_size: N, rows of the short-term pool; a multiple of K.
+        chunk_size: C >= K, most tokens that are compressed at once.
+        min_chunk_size: in [1, C]; `flush` does not compress a chunk with fewer tokens.
+        num_retrieved: R, rows that a read retrieves from the long-term store. 0 is
             MemoryLLM, which has no store.
-        store: M >= R, rows of the store.
+        store_size: M >= R, rows of the store.
         retrieval: how rows are found. "learned": a trained retriever selects one set of
             rows per layer for all tokens of a read. "attention": each token and head
             selects its own by attention scores, the paper's ablation M+-Attn
@@ -80,12 +80,12 @@ class MPlusConfig:
             token that it predicts.
     """
 
-    tokens: int = 256
-    pool: int = 10_240
-    chunk: int = 512
-    least_chunk: int = 16
-    retrieved: int = 2_560
-    store: int = 153_600
+    num_memory_tokens: int = 256
+    pool_size: int = 10_240
+    chunk_size: int = 512
+    min_chunk_size: int = 16
+    num_retrieved: int = 2_560
+    store_size: int = 153_600
     retrieval: Literal["learned", "attention"] = "learned"
     stored: Literal["output", "input"] = "output"
     key_dim: int = 256
@@ -104,31 +104,35 @@ class MPlusConfig:
 
     def __post_init__(self):
         check_sizes(
-            tokens=self.tokens,
-            pool=self.pool,
-            chunk=self.chunk,
-            least_chunk=self.least_chunk,
+            num_memory_tokens=self.num_memory_tokens,
+            pool_size=self.pool_size,
+            chunk_size=self.chunk_size,
+            min_chunk_size=self.min_chunk_size,
             key_dim=self.key_dim,
             rank=self.rank,
             merge_every=self.merge_every,
         )
         # The pool fills, and drops, K rows at a time.
-        if self.pool % self.tokens:
+        if self.pool_size % self.num_memory_tokens:
             raise ValueError(
-                f"pool must be a multiple of tokens={self.tokens}, got {self.pool}"
+                f"pool_size must be a multiple of num_memory_tokens="
+                f"{self.num_memory_tokens}, got {self.pool_size}"
             )
         # A chunk's last K positions become its memory tokens.
-        if self.chunk < self.tokens:
+        if self.chunk_size < self.num_memory_tokens:
             raise ValueError(
-                f"chunk must be at least tokens={self.tokens}, got {self.chunk}"
+                f"chunk_size must be at least num_memory_tokens="
+                f"{self.num_memory_tokens}, got {self.chunk_size}"
             )
-        if self.least_chunk > self.chunk:
+        if self.min_chunk_size > self.chunk_size:
             raise ValueError(
-                f"least_chunk must be in [1, chunk={self.chunk}], "
-                f"got {self.least_chunk}"
+                f"min_chunk_size must be in [1, chunk_size={self.chunk_size}], "
+                f"got {self.min_chunk_size}"
             )
-        if self.retrieved < 0:
-            raise ValueError(f"retrieved must be at least 0, got {self.retrieved}")
+        if self.num_retrieved < 0:
+            raise ValueError(
+                f"num_retrieved must be at least 0, got {self.num_retrieved}"
+            )
         for name in ("alpha", "recalls", "decay"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -146,11 +150,11 @@ class MPlusConfig:
         require_known("pool_memory", self.pool_memory, get_args(Place))
         if self.by_attention:
             self._check_by_attention()
-        if self.retrieved and self.store < self.least_store:
+        if self.num_retrieved and self.store_size < self.min_store_size:
             raise ValueError(
-                f"store must hold at least {self.least_store} rows, with "
-                f"retrieved={self.retrieved} and by_frequency={self.by_frequency}, "
-                f"got {self.store}"
+                f"store_size must be at least {self.min_store_size}, with "
+                f"num_retrieved={self.num_retrieved} and "
+                f"by_frequency={self.by_frequency}, got {self.store_size}"
             )
 
     def _check_by_attention(self):
@@ -169,12 +173,12 @@ class MPlusConfig:
     @property
     def by_attention(self) -> bool:
         """Whether there is a store whose rows attention finds."""
-        return self.retrieved > 0 and self.retrieval == "attention"
+        return self.num_retrieved > 0 and self.retrieval == "attention"
 
     @property
     def has_retriever(self) -> bool:
         """Whether there is a store whose rows the learned retriever finds."""
-        return self.retrieved > 0 and self.retrieval == "learned"
+        return self.num_retrieved > 0 and self.retrieval == "learned"
 
     @property
     def by_frequency(self) -> bool:
@@ -191,18 +195,18 @@ class MPlusConfig:
         )
 
     @property
-    def least_store(self) -> int:
+    def min_store_size(self) -> int:
         """Smallest capacity of a store that begins empty."""
-        return self.least_store_from(())
+        return self.min_store_size_from(())
 
-    def least_store_from(self, start: Sequence[float]) -> int:
+    def min_store_size_from(self, start: Sequence[float]) -> int:
         """Smallest capacity of a store that begins with rows of these frequencies."""
-        least = max(self.retrieved, self.tokens, len(start))
+        least = max(self.num_retrieved, self.num_memory_tokens, len(start))
         if not self.by_frequency:
             return least
-        batch = self.merge_every * self.tokens
+        batch = self.merge_every * self.num_memory_tokens
         rows = collections.Counter(start)
-        need = most_rows(batch, self.retrieved, self.recalls, self.decay, rows)
+        need = most_rows(batch, self.num_retrieved, self.recalls, self.decay, rows)
         return max(least, need)
 
     @property
@@ -211,7 +215,7 @@ class MPlusConfig:
 
         Rows that attention retrieves differ from token to token, and are not cached.
         """
-        return 1 + (0 if self.by_attention else self.retrieved) + self.pool
+        return 1 + (0 if self.by_attention else self.num_retrieved) + self.pool_size
 
 
 @functools.cache

@@ -185,14 +185,14 @@ def _before_tokens(weights, state):
     """
     c, blocks = weights.config, weights.blocks(writes=False)
     batch = state.num_valid.shape[0]
-    pool = valid_rows(state.num_valid, c.pool)
-    cache = empty(weights, batch, c.prefix, c.prefix + c.chunk)
+    pool = valid_rows(state.num_valid, c.pool_size)
+    cache = empty(weights, batch, c.prefix, c.prefix + c.chunk_size)
     beside = _beside(attention_retrieval.of_store(weights, state.store))
     keys, values, seen = [], [], pool
     for layer, block in enumerate(blocks):
         memory = [(short_term_pool.of_layer(state.pool, layer), pool)]
         if c.has_retriever:
-            num_queries = _first(state.num_queries, c.chunk)
+            num_queries = _first(state.num_queries, c.chunk_size)
             found = long_term_store.retrieve(
                 c, state.store, layer, state.queries[:, layer], num_queries
             )
@@ -243,7 +243,7 @@ def read_open(
     )
     times = jnp.arange(h.shape[1], dtype=jnp.int32)[None]
     places = jnp.where(
-        times < lengths[:, None], before[:, None] + times, weights.config.chunk
+        times < lengths[:, None], before[:, None] + times, weights.config.chunk_size
     )
     write = jax.vmap(lambda old, new, at: old.at[:, at].set(new, mode="drop"))
     return state._replace(

@@ -90,7 +90,7 @@ class MPlus(nnx.Module):
     @property
     def window(self) -> int:
         """C: calls with multiples of C tokens are fastest."""
-        return self.config.chunk
+        return self.config.chunk_size
 
     @property
     def first_scored(self) -> int:
@@ -167,13 +167,13 @@ class MPlus(nnx.Module):
 
     def _check_compress(self, state, tokens, memory=None):
         self._check(state, tokens)
-        if tokens.shape[1] > self.config.chunk:
+        if tokens.shape[1] > self.config.chunk_size:
             raise ValueError(
-                f"tokens must be at most chunk={self.config.chunk} a batch element, "
-                f"got {tokens.shape[1]}"
+                f"tokens must be at most chunk_size={self.config.chunk_size} a batch "
+                f"element, got {tokens.shape[1]}"
             )
         if memory is not None:
-            batch, count = tokens.shape[0], self.config.tokens
+            batch, count = tokens.shape[0], self.config.num_memory_tokens
             self.weights.check_rows("memory", memory, batch, count)
 
     def _check_update(self, state, new, dropped=None):
@@ -243,13 +243,13 @@ class MPlus(nnx.Module):
 
     @compiled
     def flush(self, state: MPlusState) -> MPlusState:
-        """Writes the open chunks that have at least `least_chunk` tokens.
+        """Writes the open chunks that have at least `min_chunk_size` tokens.
 
         Shorter ones stay open: with fewer than K tokens a chunk writes old memory
         again, and a few tokens have little weight in it.
         """
         return write.write_open(
-            self.weights, state, state.length >= self.config.least_chunk
+            self.weights, state, state.length >= self.config.min_chunk_size
         )
 
     @compiled(check=_check_compress)

@@ -71,19 +71,21 @@ def check(
     if options.new is not None:
         count = options.new.shape[2]
         weights.check_rows("new", options.new, b, count)
-        if not 1 <= count <= weights.config.pool:
+        if not 1 <= count <= weights.config.pool_size:
             raise ValueError(
-                f"new must have 1 to N={weights.config.pool} rows, got {count}"
+                f"new must have 1 to N={weights.config.pool_size} rows, got {count}"
             )
     if options.kept_rows is not None:
-        shape = (b, weights.layers, weights.config.pool - count)
+        shape = (b, weights.layers, weights.config.pool_size - count)
         if not options.beside_pool or options.kept_rows.shape != shape:
             raise ValueError(
                 f"kept_rows must be [B, L, N - n] = {list(shape)}, with beside_pool, "
                 f"got {list(options.kept_rows.shape)}, "
                 f"beside_pool={options.beside_pool}"
             )
-        short_term_pool.check_rows("kept_rows", options.kept_rows, weights.config.pool)
+        short_term_pool.check_rows(
+            "kept_rows", options.kept_rows, weights.config.pool_size
+        )
     if options.prompt_length is not None and weights.config.by_attention:
         raise ValueError(
             "prompt_length must be None with retrieval='attention', where no token "
@@ -128,8 +130,8 @@ def check_decode(
     if (state is not None) != needed:
         raise ValueError(
             f"state must be {'that of the cache' if needed else 'None'} with "
-            f"retrieval={weights.config.retrieval!r}, retrieved="
-            f"{weights.config.retrieved} and only_new={only_new}, got "
+            f"retrieval={weights.config.retrieval!r}, num_retrieved="
+            f"{weights.config.num_retrieved} and only_new={only_new}, got "
             f"{'None' if state is None else 'a state'}"
         )
 
@@ -185,7 +187,7 @@ def read(
         return read_with(0, state, tokens, lengths)
     # An open chunk adds up to C - 1 positions before the tokens. Often all are empty,
     # and a program without those positions is about half the work.
-    with_open_chunk = functools.partial(read_with, weights.config.chunk - 1)
+    with_open_chunk = functools.partial(read_with, weights.config.chunk_size - 1)
     without_open_chunk = functools.partial(read_with, 0)
     return jax.lax.cond(
         jnp.any(state.length > 0),
@@ -270,7 +272,7 @@ def _read_with_open_chunk(weights, options, width, state, tokens, lengths):
         weights,
         b,
         first,
-        first + (c.chunk - 1) + t + options.max_new_tokens,
+        first + (c.chunk_size - 1) + t + options.max_new_tokens,
     )
     scores: list[Array] = []
     chosen: list[Array] = []
@@ -324,7 +326,7 @@ def _memory(weights, options, state, layer, h, query_mask):
     """[bos ; retrieved rows ; pool] of a layer, retrieved by the tokens' queries."""
     c = weights.config
     pool = short_term_pool.of_layer(state.pool, layer)
-    seen = kv_cache.valid_rows(state.num_valid, c.pool)
+    seen = kv_cache.valid_rows(state.num_valid, c.pool_size)
     if options.new is not None:
         new = options.new[:, layer].astype(pool.dtype)
         kept = options.kept_rows[:, layer]
@@ -343,7 +345,7 @@ def _memory(weights, options, state, layer, h, query_mask):
 
 def _draw_kept(weights, state, new):
     """Draws which rows of the pool stay beside `new` ones; the state's key stays."""
-    rows = weights.config.pool
+    rows = weights.config.pool_size
     draw = lambda key, num_valid: short_term_pool.draw_kept(
         key, weights.layers, rows, rows - new, num_valid
     )

@@ -59,7 +59,7 @@ def empty(
         width: D of its rows; with retrieval "attention" that of their keys as well.
         dtype: of its rows.
     """
-    shape = (batch, config.store)
+    shape = (batch, config.store_size)
     key_dim = width if config.by_attention else config.key_dim
     layer = lambda: LayerStore(
         rows=put(config.store_memory, jnp.zeros((*shape, width), dtype)),
@@ -83,7 +83,7 @@ def append(
     """Stores K dropped rows per layer, for the batch elements in `mask`."""
     count = new[0].born.shape[1]
     free = store.num_valid[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    full = mask & (store.num_valid + count > config.store)
+    full = mask & (store.num_valid + count > config.store_size)
     layers = []
     for old, rows in zip(store.layers, new, strict=True):
         places = free
@@ -97,16 +97,16 @@ def append(
                 jnp.any(full), oldest, lambda free, _: free, free, full
             )
         # Indices beyond the buffer are not written.
-        layers.append((old, rows, jnp.where(mask[:, None], places, config.store)))
+        layers.append((old, rows, jnp.where(mask[:, None], places, config.store_size)))
     # All layers drop as many rows, so that one count serves them.
     more = jnp.where(mask, jnp.int32(count), 0)
-    places = jnp.where(mask[:, None], free, config.store)
+    places = jnp.where(mask[:, None], free, config.store_size)
     # A row that is new to the store has never been recalled, and gets the start value.
     recalls = jnp.full(free.shape, config.recalls, jnp.float32)
     store = Store(
         layers=(),
         recalls=_written(store.recalls, recalls, places),
-        num_valid=jnp.minimum(store.num_valid + more, config.store),
+        num_valid=jnp.minimum(store.num_valid + more, config.store_size),
         num_pending=store.num_pending + more
         if config.by_frequency
         else store.num_pending,
@@ -142,12 +142,12 @@ def _each_layer(function, layers):
 def _merge(config, store, mask):
     """Merges pending rows and evicts others; also returns the rows' new order."""
     left = store.recalls - config.decay
-    places = jnp.arange(config.store, dtype=jnp.int32)[None]
+    places = jnp.arange(config.store_size, dtype=jnp.int32)[None]
     filled = places < store.num_valid[:, None]
     alive = filled & (left > LEAST_RECALLS)
     count = alive.sum(axis=1, dtype=jnp.int32)
     # The program's rule: it evicts nothing if R rows or fewer would remain.
-    enough = count > config.retrieved
+    enough = count > config.num_retrieved
     stays = jnp.where(enough[:, None], alive, filled)
     stays = stays | ~mask[:, None]
     # Stable, so that the rows that stay keep their order.
@@ -190,23 +190,23 @@ def retrieve(
 
 
 def _choose(config, found, born, num_valid, num_pending, asked):
-    places = jnp.arange(config.store, dtype=jnp.int32)
+    places = jnp.arange(config.store_size, dtype=jnp.int32)
     scores = jnp.where((places < num_valid) & asked, found, -jnp.inf)
-    best, chosen = jax.lax.top_k(scores, config.retrieved)
+    best, chosen = jax.lax.top_k(scores, config.num_retrieved)
     real = best > -jnp.inf
     if config.legacy:
         # With fewer than R merged rows there is no search: they are repeated.
         # The program searches the merged rows only if there are at least R of them.
         merged = num_valid - num_pending
-        turns = jnp.arange(config.retrieved, dtype=jnp.int32) - config.retrieved
+        turns = jnp.arange(config.num_retrieved, dtype=jnp.int32) - config.num_retrieved
         tiled = turns % jnp.maximum(merged, 1)
-        few = merged < config.retrieved
+        few = merged < config.num_retrieved
         real = jnp.where(few, merged > 0, real)
         chosen = jnp.where(few, tiled, jnp.sort(chosen))
     ranks = chosen
     if config.falling:
         # With `legacy` by the place in `chosen`, which tells repeated rows apart.
-        ranks = -jnp.arange(config.retrieved) if config.legacy else -chosen
+        ranks = -jnp.arange(config.num_retrieved) if config.legacy else -chosen
     order = oldest_first(born[chosen], ranks, real)
     return chosen[order], real[order], scores
 

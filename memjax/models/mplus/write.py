@@ -30,22 +30,22 @@ def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusSt
     rows = jnp.arange(batch, dtype=jnp.int32)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-    shape = (batch, weights.layers, c.pool, d)
+    shape = (batch, weights.layers, c.pool_size, d)
     state = MPlusState(
         pool=put(c.pool_memory, jnp.zeros(shape, weights.memory_dtype)),
-        ages=zeros((batch, weights.layers, c.pool)),
+        ages=zeros((batch, weights.layers, c.pool_size)),
         num_valid=zeros(batch),
         clock=zeros(batch),
         store=None,
-        tokens=zeros((batch, c.chunk)),
+        tokens=zeros((batch, c.chunk_size)),
         length=zeros(batch),
         queries=None,
         num_queries=zeros(batch),
-        cache=kv_cache.empty(weights, batch, c.prefix, c.prefix + c.chunk),
+        cache=kv_cache.empty(weights, batch, c.prefix, c.prefix + c.chunk_size),
         cache_ready=jnp.zeros(batch, bool),
         key=jax.random.key_data(keys),
     )
-    if c.retrieved:
+    if c.num_retrieved:
         width = attention_retrieval.width(weights.backbone.config)
         width = width if c.by_attention else d
         store = long_term_store.empty(
@@ -53,7 +53,7 @@ def empty_state(weights: MPlusWeights, batch: int, key: PRNGKeyArray) -> MPlusSt
         )
         state = state._replace(store=store)
     if c.has_retriever:
-        shape = (batch, weights.layers, c.chunk, c.key_dim)
+        shape = (batch, weights.layers, c.chunk_size, c.key_dim)
         state = state._replace(queries=jnp.zeros(shape, jnp.float32))
     return state
 
@@ -80,7 +80,7 @@ def by_chunks(
     Returns:
         The state, and what `read` returned for each token.
     """
-    c, (b, t) = weights.config.chunk, tokens.shape
+    c, (b, t) = weights.config.chunk_size, tokens.shape
     width, before = min(c, t), state.length
     total = jnp.full(b, t, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
 
@@ -176,7 +176,7 @@ def _compress(weights, state, tokens, lengths, memory):
     )
     # The pool fills K rows at a time, so that its newest K rows are all there or none
     # is.
-    newest = lambda pool: pool[:, :, -weights.config.tokens :]
+    newest = lambda pool: pool[:, :, -weights.config.num_memory_tokens :]
     seen = along_batch(near(newest, state.pool)) if memory is None else memory
     return mplus_layers.compress(
         weights.backbone.config,
@@ -200,7 +200,7 @@ def _keep_queries(weights, state, given, rows):
     if state.queries is None:
         return state
     new = [weights.retriever_queries(i, x) for i, x in enumerate(given)]
-    times = jnp.arange(weights.config.chunk, dtype=jnp.int32)[None]
+    times = jnp.arange(weights.config.chunk_size, dtype=jnp.int32)[None]
     taken = rows[:, None] & (times < state.length[:, None])
     taken = taken[:, None, :, None]
     count = jnp.maximum(state.num_queries, state.length)
@@ -218,14 +218,14 @@ def check_update(
 ) -> None:
     """Raises ValueError on what `MPlus.update` refuses."""
     c = weights.config
-    weights.check_rows("new", new, state.num_valid.shape[0], c.tokens)
+    weights.check_rows("new", new, state.num_valid.shape[0], c.num_memory_tokens)
     if dropped is not None and dropped.shape != new.shape[:3]:
         raise ValueError(
             f"dropped must be [B, L, K] = {list(new.shape[:3])}, "
             f"got {list(dropped.shape)}"
         )
     if dropped is not None:
-        short_term_pool.check_rows("dropped", dropped, c.pool)
+        short_term_pool.check_rows("dropped", dropped, c.pool_size)
 
 
 def update(
@@ -241,7 +241,7 @@ def update(
     keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
     if dropped is None:
         draw = lambda key: short_term_pool.draw_dropped(
-            key, weights.layers, c.pool, c.tokens
+            key, weights.layers, c.pool_size, c.num_memory_tokens
         )
         dropped = jax.vmap(draw)(keys[:, 1])
     pool, ages, out = short_term_pool.replace(
@@ -255,11 +255,11 @@ def update(
         advance=not c.legacy,
     )
     # Until then an update drops empty rows, which the store must not get.
-    was_full = state.num_valid == c.pool
+    was_full = state.num_valid == c.pool_size
     after = state._replace(
         ages=ages,
-        num_valid=jnp.minimum(state.num_valid + c.tokens, c.pool),
-        clock=state.clock + c.tokens,
+        num_valid=jnp.minimum(state.num_valid + c.num_memory_tokens, c.pool_size),
+        clock=state.clock + c.num_memory_tokens,
         key=jax.random.key_data(keys[:, 0]),
         # The cache was computed from the pool before the update.
         cache_ready=jnp.zeros_like(state.cache_ready),

@@ -51,10 +51,11 @@ class MPlusStages:
     def __post_init__(self):
         for name, stage in self.stages():
             store = name == "stage3"
-            if bool(stage.memory.retrieved) != store:
+            if bool(stage.memory.num_retrieved) != store:
+                allowed = "> 0" if store else "= 0"
                 raise ValueError(
-                    f"{name} must have memory.retrieved {'> 0' if store else '= 0'}, "
-                    f"got {stage.memory.retrieved}"
+                    f"{name} must have memory.num_retrieved {allowed}, "
+                    f"got {stage.memory.num_retrieved}"
                 )
 
     def stages(self) -> tuple[tuple[str, MPlusStage], ...]:

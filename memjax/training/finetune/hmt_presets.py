@@ -47,7 +47,7 @@ def presets() -> dict[str, SegmentStage | HMTStages]:
     # RMT has one stage, which takes the steps of both stages of HMT.
     rmt = dataclasses.replace(
         two.stage1,
-        hmt=dataclasses.replace(two.stage1.hmt, sensory=0),
+        hmt=dataclasses.replace(two.stage1.hmt, num_sensory_tokens=0),
         loop=longer,
     )
     named: dict[str, SegmentStage | HMTStages] = {
@@ -68,8 +68,8 @@ def presets() -> dict[str, SegmentStage | HMTStages]:
 def _paper(size: PaperSize, dtype: Dtype | None) -> HMTStages:
     """Stage 1: two segments, 200 steps. Stage 2: all segments, 500 steps."""
     memory = HMTConfig(
-        segment=size.segment,
-        memories=size.memories,
+        segment_length=size.segment,
+        num_memories=size.memories,
         retrieval_dim=size.retrieval_dim,
         retrieval=False,
     )
@@ -106,7 +106,7 @@ def _tiny() -> HMTStages:
         shrunk.append(
             dataclasses.replace(
                 stage,
-                hmt=dataclasses.replace(stage.hmt, sensory=8),
+                hmt=dataclasses.replace(stage.hmt, num_sensory_tokens=8),
                 window=64,
                 data=SampleConfig(batch_size=8, validation_texts=8),
                 optimizer=rate,

@@ -43,7 +43,7 @@ def _stages(
     """
     # Without a store the pool is larger, so that reads see as many rows in all stages.
     alone = dataclasses.replace(
-        memory, retrieved=0, pool=memory.pool + memory.retrieved
+        memory, num_retrieved=0, pool_size=memory.pool_size + memory.num_retrieved
     )
     early = dataclasses.replace(tasks, replace=1.0, multi_chunk=0.9)
     shorter = dataclasses.replace(early, chunks=(1, 2, 4), shortest_chunk=short)
@@ -80,11 +80,11 @@ def _paper() -> MPlusStages:
 def _smollm2() -> MPlusStages:
     """SmolLM2-135M on a CPU: a pool that has forgotten most after some eight chunks."""
     memory = MPlusConfig(
-        tokens=128,
-        pool=512,
-        chunk=256,
-        retrieved=512,
-        store=4_096,
+        num_memory_tokens=128,
+        pool_size=512,
+        chunk_size=256,
+        num_retrieved=512,
+        store_size=4_096,
         stored="input",
         key_dim=64,
     )
@@ -114,11 +114,11 @@ def _smollm2() -> MPlusStages:
 def _small() -> MPlusStages:
     """All stages in minutes on a CPU, for a backbone of `memjax train`."""
     memory = MPlusConfig(
-        tokens=32,
-        pool=256,
-        chunk=128,
-        retrieved=64,
-        store=4096,
+        num_memory_tokens=32,
+        pool_size=256,
+        chunk_size=128,
+        num_retrieved=64,
+        store_size=4096,
         key_dim=32,
     )
     tasks = MPlusTaskConfig(chunks=(2, 4, 8), shortest_chunk=96, target=128, prompt=16)

@@ -48,7 +48,7 @@ class MPlusStage:
     """One stage of training M+, whatever the backbone, which stays as it is.
 
     Attributes:
-        memory: sizes; retrieved=0 is MemoryLLM, as in stages 1 and 2.
+        memory: sizes; num_retrieved=0 is MemoryLLM, as in stages 1 and 2.
         tasks: what is trained on, in which proportions.
         facts: JSON lines of clozes (`memjax.data.tasks.facts`) for `tasks.ask`, half
             of whose subjects are told; None is those that ship.
@@ -109,24 +109,24 @@ class MPlusStage:
                 "memory.legacy must be False: its ages do not say which document a "
                 "row is of"
             )
-        if self.tasks.shortest_chunk > self.memory.chunk:
+        if self.tasks.shortest_chunk > self.memory.chunk_size:
             raise ValueError(
-                f"tasks.shortest_chunk must be at most memory.chunk="
-                f"{self.memory.chunk}, got {self.tasks.shortest_chunk}"
+                f"tasks.shortest_chunk must be at most memory.chunk_size="
+                f"{self.memory.chunk_size}, got {self.tasks.shortest_chunk}"
             )
         # At least one row of the pool must be left beside the document's.
-        room = (self.memory.pool - 1) // self.memory.tokens
-        if not self.memory.retrieved and max(self.tasks.chunks) > room:
+        room = (self.memory.pool_size - 1) // self.memory.num_memory_tokens
+        if not self.memory.num_retrieved and max(self.tasks.chunks) > room:
             raise ValueError(
                 f"tasks.chunks must be at most {room} without a store, whose "
-                f"documents are read beside the rest of a pool of {self.memory.pool} "
-                f"rows, got {self.tasks.chunks}"
+                "documents are read beside the rest of a pool of "
+                f"{self.memory.pool_size} rows, got {self.tasks.chunks}"
             )
 
     @property
     def context_length(self) -> int:
         """Tokens of a text that is evaluated."""
-        return self.depth * self.memory.chunk
+        return self.depth * self.memory.chunk_size
 
     @property
     def tokens_read(self) -> int:
@@ -136,7 +136,7 @@ class MPlusStage:
     @property
     def shortest_document(self) -> int:
         """Tokens of the shortest document that a task of the fewest chunks reads."""
-        least = min(self.tasks.chunks) * self.memory.chunk + self.tasks.target
+        least = min(self.tasks.chunks) * self.memory.chunk_size + self.tasks.target
         return shortest("chunked", least)
 
     @property
@@ -231,7 +231,7 @@ class MPlusStage:
             ask: share of the documents that tell facts; None is the stage's.
         """
         memory, tasks = self.memory, self.tasks
-        chunks = min(CHUNKS, memory.pool // memory.tokens)
+        chunks = min(CHUNKS, memory.pool_size // memory.num_memory_tokens)
         tasks = dataclasses.replace(
             tasks,
             # All batches must have the same number of chunks, which multi_chunk alone
@@ -253,7 +253,7 @@ class MPlusStage:
                 batch._replace(num_queries=np.minimum(batch.num_queries, asking))
             )
         # A small memory makes fewer rows than the bank would take.
-        rows = min(ROWS, chunks * memory.tokens)
+        rows = min(ROWS, chunks * memory.num_memory_tokens)
         return collect(model, batches, asking, rows, jax.random.key(seed))
 
     def batches(
@@ -270,11 +270,13 @@ class MPlusStage:
         if self.tasks.ask:
             found = load_facts() if self.facts is None else read_questions(self.facts)
             told, _ = split_facts(found, seed=FACTS_SEED)
-            facts = FactTexts(told, tokenizer, self.memory.chunk, self.tasks.target)
+            facts = FactTexts(
+                told, tokenizer, self.memory.chunk_size, self.tasks.target
+            )
         return TaskBatches(
             documents,
             self.tasks,
-            self.memory.chunk,
+            self.memory.chunk_size,
             self.data.batch_size,
             self.seed,
             tokenizer.encode(INSTRUCTION),

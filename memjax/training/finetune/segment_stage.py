@@ -119,7 +119,7 @@ class SegmentStage:
     @property
     def segment(self) -> int:
         """Tokens of a segment, the unit of `depth`."""
-        return self.hmt.segment if self.memory == "hmt" else self.window
+        return self.hmt.segment_length if self.memory == "hmt" else self.window
 
     @property
     def context_length(self) -> int:

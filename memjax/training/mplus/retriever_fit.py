@@ -70,11 +70,11 @@ def collect(
     check_sizes(asking=asking, rows=rows)
     parts, graph_params = [], nnx.split(model)
     for i, batch in enumerate(batches):
-        made = batch.chunks.shape[1] * model.config.tokens
-        if not rows <= made <= model.config.pool:
+        made = batch.chunks.shape[1] * model.config.num_memory_tokens
+        if not rows <= made <= model.config.pool_size:
             raise ValueError(
-                f"batches must make rows={rows} to pool={model.config.pool} memory "
-                f"tokens each, got {made}"
+                f"batches must make rows={rows} to pool_size={model.config.pool_size} "
+                f"memory tokens each, got {made}"
             )
         drawn = jax.random.fold_in(key, i)
         parts.append(_collect(*graph_params, batch, drawn, made, asking, rows))
@@ -238,7 +238,7 @@ def query_and_key(model: MPlus) -> tuple[Retriever, Retriever]:
     if query is None or key is None:
         raise ValueError(
             "model must have a learned retriever, got "
-            f"retrieved={model.config.retrieved}, "
+            f"num_retrieved={model.config.num_retrieved}, "
             f"retrieval={model.config.retrieval!r}"
         )
     return query, key

@@ -145,9 +145,9 @@ def task_loss(
             losses = Losses(language, None)
         case "multi_chunk":
             # As in the program, one chunk keeps its gradient where there is no store.
-            live = batch.chunks.shape[1] == 1 and not model.config.retrieved
+            live = batch.chunks.shape[1] == 1 and not model.config.num_retrieved
             news, state = write(model if live else _detached(model), state, batch)
-            if model.config.retrieved:
+            if model.config.num_retrieved:
                 now = TaskMemory(state, document(state))
                 losses = _read_rows_of(model, read, now, batch.num_queries)
             else:
@@ -234,7 +234,7 @@ def retriever_losses(
         tokens = weights.retriever_queries(layer, hidden[layer])
         of_tokens.append(retriever.probabilities(tokens, keys, query_mask))
         last = retriever.project(
-            weights.encoder_query, layer, pool[:, -model.config.tokens :]
+            weights.encoder_query, layer, pool[:, -model.config.num_memory_tokens :]
         )
         of_memory.append(retriever.probabilities(last, keys))
     both = (jnp.stack(p, axis=1) for p in (of_tokens, of_memory))

@@ -61,9 +61,15 @@ def test_a_long_text_is_read_at_constant_size(name, monkeypatch):
         tokens=24,
         piece=4,
         every=8,
-        hmt=HMTConfig(segment=4, sensory=1, memories=3),
+        hmt=HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3),
         mplus=MPlusConfig(
-            tokens=2, pool=4, chunk=4, least_chunk=1, retrieved=2, store=8, key_dim=2
+            num_memory_tokens=2,
+            pool_size=4,
+            chunk_size=4,
+            min_chunk_size=1,
+            num_retrieved=2,
+            store_size=8,
+            key_dim=2,
         ),
     )
     found = streaming.stream(config, name)

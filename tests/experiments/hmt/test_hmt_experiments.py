@@ -43,7 +43,9 @@ BACKBONE = ModelConfig(
 
 def _tiny_stages():
     def shrink(stage):
-        memory = dataclasses.replace(stage.hmt, segment=L, sensory=1, memories=4)
+        memory = dataclasses.replace(
+            stage.hmt, segment_length=L, num_sensory_tokens=1, num_memories=4
+        )
         data = dataclasses.replace(stage.data, batch_size=2)
         loop = LoopConfig(steps=2, save_every=50, keep=1)
         return dataclasses.replace(stage, hmt=memory, depth=2, data=data, loop=loop)
@@ -153,7 +155,7 @@ def test_ablations(run_dir, tmp_path, untrained):
     )
     config = ablations.Config(group="sensory", **options)
     ablations.main(config)
-    assert [x.hmt.sensory for x in untrained] == [1, 1] * 2
+    assert [x.hmt.num_sensory_tokens for x in untrained] == [1, 1] * 2
     assert [x.hmt.retrieval for x in untrained] == [False, True] * 2
     assert [x.seed for x in untrained] == [0, 0, 1, 1]
     untrained.clear()
@@ -169,7 +171,7 @@ def test_ablations(run_dir, tmp_path, untrained):
     assert (hmt, rmt) == ("HMT, depth 2 (32 tokens a row)", "RMT, depth 2")
     for row in report["models"].values():
         assert set(row["perplexity"]) == {"causal", "all"}
-    assert [x.hmt.sensory for x in untrained] == [1, 1, 0]
+    assert [x.hmt.num_sensory_tokens for x in untrained] == [1, 1, 0]
 
 
 @pytest.mark.slow

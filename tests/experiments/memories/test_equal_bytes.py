@@ -183,7 +183,7 @@ def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
     tuning = Tuning("embedded", updates=6, rate=1e-3, seed=3)
     for _, stage in tunings.tune_mplus(store)(model, sizes, tuning):
         assert isinstance(stage, MPlusStage)
-        assert store or max(stage.tasks.chunks) * 2 < stage.memory.pool
+        assert store or max(stage.tasks.chunks) * 2 < stage.memory.pool_size
     monkeypatch.setattr(
         tunings, "wide_window", lambda model, _: limit_attention(model, 4)
     )

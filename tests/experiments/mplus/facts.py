@@ -38,7 +38,13 @@ CONFIG = ModelConfig(
     remat=False,
 )
 MEMORY = MPlusConfig(
-    tokens=8, pool=16, chunk=C, retrieved=8, store=64, key_dim=4, rank=2
+    num_memory_tokens=8,
+    pool_size=16,
+    chunk_size=C,
+    num_retrieved=8,
+    store_size=64,
+    key_dim=4,
+    rank=2,
 )
 
 

@@ -66,7 +66,7 @@ def test_a_checkpoints_store_becomes_keys_and_values():
         found = state.store.layers[layer]
         np.testing.assert_array_equal(found.born, official.store.layers[layer].born)
         for name, part in (("key", found.keys), ("value", found.rows)):
-            assert part.shape == (1, official_model().config.store, width)
+            assert part.shape == (1, official_model().config.store_size, width)
             plain = np.asarray(getattr(block.parameters().mechanism, name), np.float64)
             change = np.tensordot(changes[name].down, changes[name].up, 1)
             expected = np.tensordot(rows * norm, plain + scale * change, 1)
@@ -90,7 +90,7 @@ def test_a_model_without_a_retriever_is_refused():
     plain = add_memoryllm(
         official_model().backbone, official_model().config, key=jax.random.key(0)
     )
-    with pytest.raises(ValueError, match="must have a learned .* retrieved=0"):
+    with pytest.raises(ValueError, match="must have a learned .* num_retrieved=0"):
         variants.with_attention_retrieval(plain)
     with pytest.raises(ValueError, match="must have a learned .*'attention'"):
         variants.with_attention_retrieval(by_attention())

@@ -207,7 +207,7 @@ def test_the_program_goes_on_where_it_was(monkeypatch, tmp_path, capsys):
         assert [len(part) for part in row["marks"]] == [4, 4] and row["commits"]
         assert row["marks"][0].startswith(first["rows"][name]["marks"][0])
         assert not row["recipe"] and len(row["kept_bytes"]) == 2
-    assert result["rows"]["M+"]["memory"]["store"] == MEMORY.store
+    assert result["rows"]["M+"]["memory"]["store"] == MEMORY.store_size
     shown = recorded.by_method(result)
     assert shown["closed book"]["gain"][0]["mean"] == pytest.approx(
         shown["M+"]["after"][0]["accuracy"]

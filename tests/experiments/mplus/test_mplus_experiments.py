@@ -41,7 +41,13 @@ CONFIG = ModelConfig(
     remat=False,
 )
 MEMORY = MPlusConfig(
-    tokens=K, pool=16, chunk=C, retrieved=8, store=32, key_dim=4, rank=2
+    num_memory_tokens=K,
+    pool_size=16,
+    chunk_size=C,
+    num_retrieved=8,
+    store_size=32,
+    key_dim=4,
+    rank=2,
 )
 
 
@@ -206,7 +212,7 @@ def test_what_cannot_be_followed_is_refused(monkeypatch, tmp_path):
     check = retrieval_quality.check
     with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):
         check(retrieval_quality.Config(chunk=50), tiny_memory())
-    with pytest.raises(ValueError, match=r"M\+ with a retriever .* retrieved=0"):
+    with pytest.raises(ValueError, match=r"M\+ with a retriever .* num_retrieved=0"):
         check(retrieval_quality.Config(chunk=C), without_store(tiny_memory()))
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         retrieval_quality.Config(batch=0)
@@ -236,7 +242,13 @@ WIDE = ModelConfig(
     remat=False,
 )
 TWO = MPlusConfig(
-    tokens=16, pool=32, chunk=32, retrieved=16, store=64, key_dim=32, rank=4
+    num_memory_tokens=16,
+    pool_size=32,
+    chunk_size=32,
+    num_retrieved=16,
+    store_size=64,
+    key_dim=32,
+    rank=4,
 )
 
 
@@ -258,19 +270,21 @@ def _counted(function, config, tokens) -> float:
 @pytest.mark.slow
 def test_the_formula_of_writing_counts_what_xla_counts(stored):
     memory = dataclasses.replace(TWO, stored=stored)
-    tokens = jax.ShapeDtypeStruct((1, TWO.chunk), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, TWO.chunk_size), jnp.int32)
 
     def write(model, state, tokens):
         return model.update(state, model.compress(state, tokens))
 
     # XLA's attention multiplies what a token may not see, too.
     found = _counted(write, memory, tokens)
-    assert found == pytest.approx(operations.inject(WIDE, memory, TWO.chunk), rel=0.1)
+    assert found == pytest.approx(
+        operations.inject(WIDE, memory, TWO.chunk_size), rel=0.1
+    )
 
 
 @pytest.mark.slow
 def test_formulas_of_reading_count_what_xla_counts():
-    tokens = jax.ShapeDtypeStruct((1, TWO.chunk), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, TWO.chunk_size), jnp.int32)
     x = jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)
 
     def read(model, state, tokens):
@@ -278,7 +292,9 @@ def test_formulas_of_reading_count_what_xla_counts():
         return model.logits(features[:, -1])
 
     found = _counted(read, TWO, tokens)
-    assert found == pytest.approx(operations.read(WIDE, TWO, TWO.chunk, 1), rel=0.1)
+    assert found == pytest.approx(
+        operations.read(WIDE, TWO, TWO.chunk_size, 1), rel=0.1
+    )
     found = _counted(lambda model, _, x: model.backbone.encode(x), TWO, x)
     assert found == pytest.approx(operations.text(WIDE, 0, 64), rel=0.1)
 
@@ -342,7 +358,7 @@ def test_cost_runs_whole(config, capsys):
             host = row["place_bytes"].get("pinned_host", 0)
             parts = row["state_bytes"]
             assert sum(row["place_bytes"].values()) == parts["total"]
-            pool = 4 * MEMORY.pool * 16
+            pool = 4 * MEMORY.pool_size * 16
             offloaded = parts["store_rows"] + pool if "M+" in kind else 0
             assert host == offloaded
         first, last = (row["state_bytes"]["total"] for row in rows)
@@ -359,9 +375,9 @@ def test_the_parts_of_the_state_are_its_bytes(config):
         assert rows[offload] == rows["M+"]
     parts = rows["M+"]["state_bytes"]
     layers, width = 1, 16
-    assert parts["pool"] == 4 * layers * MEMORY.pool * (width + 1)
-    assert parts["store_rows"] == 4 * layers * MEMORY.store * width
-    assert parts["store_keys"] == 4 * layers * MEMORY.store * MEMORY.key_dim
+    assert parts["pool"] == 4 * layers * MEMORY.pool_size * (width + 1)
+    assert parts["store_rows"] == 4 * layers * MEMORY.store_size * width
+    assert parts["store_keys"] == 4 * layers * MEMORY.store_size * MEMORY.key_dim
     slots = MEMORY.prefix + C
     assert parts["reading"] == 2 * 4 * layers * slots * 8 + slots + 3 * 4
     assert sum(parts.values()) == 2 * parts["total"]

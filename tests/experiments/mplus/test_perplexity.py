@@ -32,7 +32,13 @@ CONFIG = ModelConfig(
     remat=False,
 )
 MEMORY = MPlusConfig(
-    tokens=8, pool=16, chunk=C, retrieved=8, store=1024, key_dim=4, rank=2
+    num_memory_tokens=8,
+    pool_size=16,
+    chunk_size=C,
+    num_retrieved=8,
+    store_size=1024,
+    key_dim=4,
+    rank=2,
 )
 
 
@@ -107,13 +113,16 @@ def test_only_the_leaking_way_sees_what_it_scores():
 @pytest.mark.slow
 def test_a_smaller_store_changes_nothing():
     small = scores.with_room(tiny_memory(), 8 * C)
-    assert small.config.store == 8 * 8 - 16 and tiny_memory().config.store == 1024
+    assert (
+        small.config.store_size == 8 * 8 - 16
+        and tiny_memory().config.store_size == 1024
+    )
     tokens = TEXT[:, 8 * C :]
     large, less = (
         scores.losses(m, injected(m, 8), tokens, P) for m in (tiny_memory(), small)
     )
     np.testing.assert_array_equal(large, less)
-    assert scores.with_room(tiny_memory(), C).config.store == MEMORY.least_store
+    assert scores.with_room(tiny_memory(), C).config.store_size == MEMORY.min_store_size
     alone = variants.without_store(tiny_memory())
     assert scores.with_room(alone, C) is alone
 
@@ -281,11 +290,11 @@ def test_models_share_one_backbone_and_others_are_refused(monkeypatch, tmp_path)
         load()
     config = perplexity_rows.Config()
     for name, model, kind in (
-        ("stage1", tiny_memory(), r"MemoryLLM, got one with retrieved=8"),
+        ("stage1", tiny_memory(), r"MemoryLLM, got one with num_retrieved=8"),
         (
             "stage3",
             variants.without_store(tiny_memory()),
-            r"M\+, got one with retrieved=0",
+            r"M\+, got one with num_retrieved=0",
         ),
     ):
         given = scores.Models({name: model}, tiny_backbone(), BYTES)

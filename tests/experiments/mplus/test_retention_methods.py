@@ -90,7 +90,7 @@ def test_m_plus_writes_what_is_injected_and_reads_the_question():
     batch, *_ = samples()
     method = methods.LatentMemory(tiny_memory())
     memory = method.inject(method.start(2), batch.context)
-    assert memory.clock.tolist() == [MEMORY.tokens] * 2
+    assert memory.clock.tolist() == [MEMORY.num_memory_tokens] * 2
     before = jax.tree.map(np.asarray, memory)
     found = method.query(memory, batch.prompts, N)
     assert found.shape == (2, N)
@@ -100,17 +100,17 @@ def test_m_plus_writes_what_is_injected_and_reads_the_question():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", [MEMORY.store, 1024])
+@pytest.mark.parametrize("store", [MEMORY.store_size, 1024])
 def test_memoryllm_is_as_large_on_the_device_without_a_store(store):
     model = variants.with_store(tiny_memory(), store)
     small = variants.without_store(model)
-    assert small.config.retrieved == 0 and small.init_state(1).store is None
+    assert small.config.num_retrieved == 0 and small.init_state(1).store is None
     size = variants.device_bytes(model)
     assert variants.device_bytes(small) >= size
-    pool = small.config.pool - MEMORY.tokens
+    pool = small.config.pool_size - MEMORY.num_memory_tokens
     less = add_mplus(
         tiny_backbone(),
-        dataclasses.replace(small.config, pool=pool),
+        dataclasses.replace(small.config, pool_size=pool),
         key=jax.random.key(0),
     )
     assert variants.device_bytes(less) < size
@@ -127,8 +127,8 @@ def test_rows_of_the_store_are_not_on_the_device():
 
 def test_a_store_can_be_larger_than_in_training():
     large = variants.with_store(tiny_memory(), 96)
-    assert large.config.retrieved == MEMORY.retrieved
-    assert variants.with_store(tiny_memory(), retrieved=3).config.retrieved == 3
+    assert large.config.num_retrieved == MEMORY.num_retrieved
+    assert variants.with_store(tiny_memory(), retrieved=3).config.num_retrieved == 3
     store = jax.eval_shape(lambda: large.init_state(1)).store
     assert store.layers[0].rows.shape == (1, 96, 16) and tiny_memory().config == MEMORY
     with pytest.raises(ValueError, match="store=96 .* need a model with a store"):

@@ -32,12 +32,12 @@ MODEL = ModelConfig(
 )
 STAGE = MPlusStage(
     memory=MPlusConfig(
-        tokens=4,
-        pool=8,
-        chunk=8,
-        least_chunk=2,
-        retrieved=4,
-        store=16,
+        num_memory_tokens=4,
+        pool_size=8,
+        chunk_size=8,
+        min_chunk_size=2,
+        num_retrieved=4,
+        store_size=16,
         key_dim=4,
         rank=2,
     ),

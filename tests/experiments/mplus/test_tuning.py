@@ -32,7 +32,13 @@ from memjax.training.finetune.stage import SampleConfig
 BYTES = load_tokenizer("bytes")
 C, T = 8, 6
 MEMORY = MPlusConfig(
-    tokens=4, pool=16, chunk=C, least_chunk=4, retrieved=4, store=16, rank=2
+    num_memory_tokens=4,
+    pool_size=16,
+    chunk_size=C,
+    min_chunk_size=4,
+    num_retrieved=4,
+    store_size=16,
+    rank=2,
 )
 TASKS = MPlusTaskConfig(
     full_context=0.0,
@@ -173,7 +179,7 @@ def test_a_recipe_names_every_stage(monkeypatch, tmp_path):
         checkpoints = tmp_path / name / "checkpoints"
         (checkpoints / f"{(i + 1) * 2}").mkdir(parents=True)
         (checkpoints / FORMAT_FILE).write_text(json.dumps(FORMAT))
-        alone = dataclasses.replace(MEMORY, retrieved=0)
+        alone = dataclasses.replace(MEMORY, num_retrieved=0)
         stage = STAGE if i == 2 else dataclasses.replace(STAGE, memory=alone)
         start = "digest" if i else ""
         runs[name] = FinetuneRun(stage, CONFIG, "bytes", "", "", start, "hub/tiny")

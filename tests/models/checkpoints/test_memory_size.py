@@ -17,9 +17,16 @@ from memjax.models.mplus.config import MPlusConfig
 from tests import tiny
 
 B = 2
-HMT = HMTConfig(segment=4, sensory=0, memories=64)
+HMT = HMTConfig(segment_length=4, num_sensory_tokens=0, num_memories=64)
 MEMORY = MPlusConfig(
-    tokens=2, pool=64, chunk=4, least_chunk=1, retrieved=2, store=256, key_dim=2, rank=2
+    num_memory_tokens=2,
+    pool_size=64,
+    chunk_size=4,
+    min_chunk_size=1,
+    num_retrieved=2,
+    store_size=256,
+    key_dim=2,
+    rank=2,
 )
 
 

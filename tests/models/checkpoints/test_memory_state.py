@@ -28,7 +28,14 @@ SIZES = ModelConfig(
     tied_head=False,
 )
 CONFIG = MPlusConfig(
-    tokens=2, pool=4, chunk=3, least_chunk=1, retrieved=3, store=6, key_dim=5, rank=2
+    num_memory_tokens=2,
+    pool_size=4,
+    chunk_size=3,
+    min_chunk_size=1,
+    num_retrieved=3,
+    store_size=6,
+    key_dim=5,
+    rank=2,
 )
 
 
@@ -44,7 +51,9 @@ def build(config: Any = CONFIG, make: Any = add_mplus, **changes):
 # Functions: nothing is computed before a test needs it.
 OTHERS = {
     "memoryllm": lambda: build(make=add_memoryllm),
-    "hmt": lambda: build(HMTConfig(segment=6, sensory=2, memories=3), add_hmt),
+    "hmt": lambda: build(
+        HMTConfig(segment_length=6, num_sensory_tokens=2, num_memories=3), add_hmt
+    ),
     "language model": lambda: backbone(
         mechanisms=(*SIZES.mechanisms, GatedDeltaNetConfig(8, 2, 4, 4))
     ),
@@ -119,12 +128,13 @@ def test_settings_that_change_no_result_may_differ(state, saved):
     "other,message",
     [
         (
-            lambda: build(dataclasses.replace(CONFIG, pool=8)),
-            "config.pool is 4 in the memory and 8 in the model$",
+            lambda: build(dataclasses.replace(CONFIG, pool_size=8)),
+            "config.pool_size is 4 in the memory and 8 in the model$",
         ),
         (
-            lambda: build(dataclasses.replace(CONFIG, legacy=True, store=2000)),
-            "config.legacy is False .* True .*; config.store is 6 .* 2000 in the model",
+            lambda: build(dataclasses.replace(CONFIG, legacy=True, store_size=2000)),
+            "config.legacy is False .* True .*; config.store_size is 6 .* 2000 in the "
+            "model",
         ),
         (
             lambda: build(hidden_dim=13),
@@ -134,7 +144,10 @@ def test_settings_that_change_no_result_may_differ(state, saved):
             lambda: build(num_layers=3),
             "backbone.config.num_layers is 2 .* 3 in the model",
         ),
-        (OTHERS["hmt"], "class is 'MPlus' .* 'HMT'.* config.chunk is 3 .* 'absent' in"),
+        (
+            OTHERS["hmt"],
+            "class is 'MPlus' .* 'HMT'.* config.chunk_size is 3 .* 'absent' in",
+        ),
     ],
     ids=["pool", "legacy", "backbone", "layers", "class"],
 )

@@ -16,7 +16,9 @@ from memjax.models.checkpoints.text_interface import TextInterface, read_text_in
 from memjax.models.hmt.checkpoint import load_hmt, load_official, save_hmt
 from memjax.models.lora import LoraConfig, add_lora, merge_lora
 
-CONFIG = HMTConfig(segment=6, sensory=2, memories=3, retrieval_dim=5)
+CONFIG = HMTConfig(
+    segment_length=6, num_sensory_tokens=2, num_memories=3, retrieval_dim=5
+)
 SIZES = ModelConfig(
     mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=32),),
     num_layers=1,

@@ -52,9 +52,9 @@ BACKBONES = {
     ),
 }
 CAUSAL = HMTConfig(
-    segment=L,
-    sensory=K,
-    memories=N,
+    segment_length=L,
+    num_sensory_tokens=K,
+    num_memories=N,
     retrieval_dim=6,
     summary_source="previous",
     activations="keep",
@@ -119,7 +119,7 @@ EXACT = {
     "previous": ("attention", CAUSAL),
     "previous, windows": ("windows", LOOP),
     "previous, recurrent": ("recurrent", LOOP),
-    "no sensory": ("attention", dataclasses.replace(LOOP, sensory=0)),
+    "no sensory": ("attention", dataclasses.replace(LOOP, num_sensory_tokens=0)),
 }
 
 
@@ -382,11 +382,17 @@ def test_every_bad_input_is_refused():
 @pytest.mark.parametrize(
     "options,message",
     [
-        (dict(segment=4, sensory=5), r"sensory must be in \[0, segment=4\], got 5"),
-        (dict(segment=4, sensory=0, summary_fraction=0.1), "j=0, which must be in"),
+        (
+            dict(segment_length=4, num_sensory_tokens=5),
+            r"num_sensory_tokens must be in \[0, segment_length=4\], got 5",
+        ),
+        (
+            dict(segment_length=4, num_sensory_tokens=0, summary_fraction=0.1),
+            "j=0, which must be in",
+        ),
         (dict(summary_fraction=1.5), "must be in"),
-        (dict(memories=0), "memories must be at least 1, got 0"),
-        (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(num_memories=0), "num_memories must be at least 1, got 0"),
+        (dict(segment_length=0), "segment_length must be at least 1, got 0"),
         (dict(retrieval_dim=0), "retrieval_dim must be at least 1"),
     ],
 )

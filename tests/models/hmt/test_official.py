@@ -43,9 +43,9 @@ def numbers(name="more.npz"):
 def build(length, sensory, memories, retrieval, fraction):
     """The tiny model, split into its graph and its parameters."""
     config = HMTConfig(
-        segment=length,
-        sensory=sensory,
-        memories=memories or 1,
+        segment_length=length,
+        num_sensory_tokens=sensory,
+        num_memories=memories or 1,
         retrieval_dim=OFFICIAL["hmt"]["d_h"],
         summary_fraction=fraction,
         activations="keep",

@@ -26,7 +26,7 @@ def test_every_product_of_a_search_in_bfloat16_is_rounded():
     bank, summary = tiny.draw(4, B, N, E), tiny.draw(5, B, E)
     count = jnp.array([0, 2, N], jnp.int32)
     memories = Memories(bank, count, jnp.zeros((B, E)), jnp.zeros((B, 0), jnp.int32))
-    config = HMTConfig(segment=4, sensory=0, memories=N)
+    config = HMTConfig(segment_length=4, num_sensory_tokens=0, num_memories=N)
     low = dataclasses.replace(config, retrieval_dtype="bfloat16")
     found, scores = jax.jit(search, static_argnums=0)(low, weights, memories, summary)
     assert found.dtype == scores.dtype == jnp.float32

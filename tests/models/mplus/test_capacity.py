@@ -18,7 +18,9 @@ from memjax.models.mplus.checkpoints.checkpoint import load_official
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig, survived_evictions
 
-SIZES: dict[str, Any] = dict(tokens=4, pool=16, retrieved=4, chunk=4, least_chunk=1)
+SIZES: dict[str, Any] = dict(
+    num_memory_tokens=4, pool_size=16, num_retrieved=4, chunk_size=4, min_chunk_size=1
+)
 
 
 def most_held(batch, retrieved, recalls, decay, start, merges=150):
@@ -50,19 +52,19 @@ def test_the_least_store_is_the_most_that_is_ever_held(
 ):
     recalls, decay = rates
     config = MPlusConfig(
-        tokens=tokens, pool=tokens, chunk=4, least_chunk=1, retrieved=retrieved,
-        store=10_000, eviction="frequency", merge_every=every, recalls=recalls,
-        decay=decay,
+        num_memory_tokens=tokens, pool_size=tokens, chunk_size=4, min_chunk_size=1,
+        num_retrieved=retrieved, store_size=10_000, eviction="frequency",
+        merge_every=every, recalls=recalls, decay=decay,
     )  # fmt: skip
     most = most_held(tokens * every, retrieved, recalls, decay, start)
-    assert config.least_store_from(start) == max(most, retrieved, tokens)
+    assert config.min_store_size_from(start) == max(most, retrieved, tokens)
 
 
 def test_a_store_that_would_drop_rows_is_refused():
     rates: dict[str, Any] = dict(legacy=True, merge_every=1, recalls=3.0, decay=1.0)
-    with pytest.raises(ValueError, match="store must hold at least 16 rows"):
-        MPlusConfig(**SIZES, **rates, store=12)
-    assert MPlusConfig(**SIZES, **rates, store=16).least_store == 16
+    with pytest.raises(ValueError, match="store_size must be at least 16"):
+        MPlusConfig(**SIZES, **rates, store_size=12)
+    assert MPlusConfig(**SIZES, **rates, store_size=16).min_store_size == 16
     # In float32 a frequency of 0.9 survives three decays of 0.3 and no more.
     assert survived_evictions(1.0, 0.3) == 3 and survived_evictions(0.91, 0.3) == 2
 
@@ -70,9 +72,9 @@ def test_a_store_that_would_drop_rows_is_refused():
 @pytest.mark.parametrize("recalls", [1.0, 1.005, 0.5])
 def test_a_store_without_bound_is_refused(recalls):
     with pytest.raises(ValueError, match=r"recalls must be above decay \+ 0.01, or"):
-        MPlusConfig(**SIZES, legacy=True, store=1000, recalls=recalls, decay=1.0)
+        MPlusConfig(**SIZES, legacy=True, store_size=1000, recalls=recalls, decay=1.0)
     with pytest.raises(ValueError, match=r"recalls must be at most 100000 \* decay"):
-        MPlusConfig(**SIZES, legacy=True, store=1000, recalls=1.0, decay=1e-9)
+        MPlusConfig(**SIZES, legacy=True, store_size=1000, recalls=1.0, decay=1e-9)
 
 
 def test_the_published_sizes_hold_what_the_program_keeps():
@@ -84,7 +86,7 @@ def test_the_published_sizes_hold_what_the_program_keeps():
     stores_of = lambda every, **changes: (
         mplus_config_from_hf(
             published | changes | {"update_ltm_frequency": every}
-        ).store
+        ).store_size
     )
     assert (stores_of(60), stores_of(5)) == (153_600, 15_360)
     batch, start = 5 * 256, [0.0] * 5120
@@ -109,9 +111,9 @@ def test_rows_of_a_checkpoint_take_part(tmp_path):
         tmp_path / "often.safetensors", described, config
     )
     most = most_held(24, 16, 3.0, 1.0, [7.0] * 20)
-    assert load(None).config.store == most == 92
+    assert load(None).config.store_size == most == 92
     config = dataclasses.replace(
-        mplus_config_from_hf(described), eviction="frequency", store=91
+        mplus_config_from_hf(described), eviction="frequency", store_size=91
     )
-    with pytest.raises(ValueError, match="store must hold at least 92 rows, with the"):
+    with pytest.raises(ValueError, match="store_size must be at least 92, with the"):
         load(config)

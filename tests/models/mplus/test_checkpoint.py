@@ -30,7 +30,14 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
 FILE = GOLDEN / "tiny_model.safetensors"
 HF = json.loads((GOLDEN / "config.json").read_text())
 CONFIG = MPlusConfig(
-    tokens=2, pool=6, chunk=4, least_chunk=1, retrieved=3, store=8, key_dim=5, rank=2
+    num_memory_tokens=2,
+    pool_size=6,
+    chunk_size=4,
+    min_chunk_size=1,
+    num_retrieved=3,
+    store_size=8,
+    key_dim=5,
+    rank=2,
 )
 ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=32)
 SIZES = ModelConfig(
@@ -167,10 +174,10 @@ def test_ages_are_not_rounded(tmp_path):
 
 def test_the_config_is_read():
     assert mplus_config_from_hf(HF) == MPlusConfig(
-        tokens=8,
-        pool=32,
-        retrieved=16,
-        store=72,
+        num_memory_tokens=8,
+        pool_size=32,
+        num_retrieved=16,
+        store_size=72,
         key_dim=16,
         rank=4,
         alpha=8.0,
@@ -184,7 +191,7 @@ def test_the_config_is_read():
     published["lora_config"] = HF["lora_config"] | {"r": 16, "lora_alpha": 32}
     assert mplus_config_from_hf(published) == MPlusConfig()
     del published["num_ltm_blocks"]
-    alone = MPlusConfig(pool=12_800, retrieved=0)
+    alone = MPlusConfig(pool_size=12_800, num_retrieved=0)
     assert mplus_config_from_hf(published) == alone
 
 
@@ -250,7 +257,7 @@ def flagged(tmp_path, **flags):
 
 @pytest.mark.slow
 def test_memoryllms_flag_is_heeded(golden, tmp_path):
-    config = dataclasses.replace(golden.config, retrieved=0)
+    config = dataclasses.replace(golden.config, num_retrieved=0)
     load = lambda **flags: load_official(flagged(tmp_path, **flags), HF, config)
     one, none = np.ones((), np.uint8), np.zeros((), np.uint8)
     alone = load(initialized=one)
@@ -283,9 +290,9 @@ def test_memoryllms_flag_is_heeded(golden, tmp_path):
 def test_settings_that_do_not_fit_are_refused(tmp_path):
     config = mplus_config_from_hf(HF)
     with pytest.raises(ValueError, match="room for the 20 rows .* got 16"):
-        load_official(FILE, HF, dataclasses.replace(config, store=16))
+        load_official(FILE, HF, dataclasses.replace(config, store_size=16))
     with pytest.raises(ValueError, match=r"'memory' .*\[3, 32, 64\].*\[3, 40, 64\]"):
-        load_official(FILE, HF, dataclasses.replace(config, pool=40))
+        load_official(FILE, HF, dataclasses.replace(config, pool_size=40))
     with pytest.raises(ValueError, match="stored must be 'output' in a checkpoint"):
         load_official(FILE, HF, dataclasses.replace(config, stored="input"))
     with pytest.raises(ValueError, match="hf_config must be given"):
@@ -296,7 +303,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_without_a_store_its_tensors_are_passed_over(golden):
-    config = dataclasses.replace(golden.config, retrieved=0)
+    config = dataclasses.replace(golden.config, num_retrieved=0)
     model = load_official(FILE, HF, config)
     assert not hasattr(model, "query") and model.init_state(1).store is None
     np.testing.assert_array_equal(model.bos[...], golden.bos[...])

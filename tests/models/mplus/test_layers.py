@@ -35,7 +35,13 @@ TOKENS = jax.random.randint(jax.random.key(1), (B, C), 0, V)
 @functools.cache
 def build(stored):
     config = MPlusConfig(
-        tokens=K, pool=6, chunk=C, least_chunk=1, retrieved=0, stored=stored, rank=2
+        num_memory_tokens=K,
+        pool_size=6,
+        chunk_size=C,
+        min_chunk_size=1,
+        num_retrieved=0,
+        stored=stored,
+        rank=2,
     )
     model = add_mplus(BACKBONE, config, key=jax.random.key(2))
     model.position.set_value(jax.random.normal(jax.random.key(3), (D,)))

@@ -31,9 +31,18 @@ SIZES = ModelConfig(
     dtype="float32",
     tied_head=False,
 )
-MEMORY: Any = dict(tokens=K, pool=N, chunk=C, least_chunk=2, retrieved=R, store=M)
+MEMORY: Any = dict(
+    num_memory_tokens=K,
+    pool_size=N,
+    chunk_size=C,
+    min_chunk_size=2,
+    num_retrieved=R,
+    store_size=M,
+)
 CONFIG = MPlusConfig(**MEMORY, key_dim=5, rank=2, alpha=4.0)
-LEGACY = dataclasses.replace(CONFIG, legacy=True, merge_every=1, recalls=2.0, store=16)
+LEGACY = dataclasses.replace(
+    CONFIG, legacy=True, merge_every=1, recalls=2.0, store_size=16
+)
 TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 GREEDY = Sampling(temperature=0.0)
 TRACED = collections.Counter()
@@ -308,7 +317,7 @@ def test_every_memory_token_keeps_its_birth_date():
 @pytest.mark.slow
 def test_flush_writes_chunks_of_least_chunk_tokens(injected):
     model, (empty, one, two, _) = injected
-    assert CONFIG.least_chunk == 2
+    assert CONFIG.min_chunk_size == 2
     pick = lambda a, b: jax.tree.map(lambda x, y: jnp.stack([x[0], y[1]]), a, b)
     state = pick(one, two)
     after = tiny.method(model, "flush", state)

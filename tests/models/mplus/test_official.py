@@ -26,7 +26,7 @@ HF = json.loads((GOLDEN / "config.json").read_text())
 # The longest chunk of any scenario: 24 tokens.
 # As in the program, every token that is read chooses rows.
 SIZES = dataclasses.replace(
-    mplus_config_from_hf(HF), chunk=24, least_chunk=1, retrieval_source="all"
+    mplus_config_from_hf(HF), chunk_size=24, min_chunk_size=1, retrieval_source="all"
 )
 FROM_CREATION = dataclasses.replace(SIZES, eviction="frequency")
 CONFIGS = {
@@ -91,7 +91,7 @@ def writer():
 
     def write(state, tokens):
         length = tokens.shape[1]
-        padded = jnp.pad(tokens, ((0, 0), (0, SIZES.chunk - length)))
+        padded = jnp.pad(tokens, ((0, 0), (0, SIZES.chunk_size - length)))
         return run(params, state, padded, jnp.array([length], jnp.int32))
 
     return write

@@ -26,7 +26,14 @@ SIZES = ModelConfig(
     dtype="float32",
     tied_head=False,
 )
-MEMORY: Any = dict(tokens=K, pool=N, chunk=C, least_chunk=2, retrieved=R, store=M)
+MEMORY: Any = dict(
+    num_memory_tokens=K,
+    pool_size=N,
+    chunk_size=C,
+    min_chunk_size=2,
+    num_retrieved=R,
+    store_size=M,
+)
 CONFIG = MPlusConfig(**MEMORY, key_dim=5, rank=2, alpha=4.0)
 TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 
@@ -50,7 +57,7 @@ NEW = jnp.zeros((B, L, K, D), jnp.float32)
         (lambda m, s: m(s, TOKENS[:, :0]), "T >= 1"),
         (lambda m, s: m.inject(s, TOKENS.at[1, 3].set(V)), "tokens must be in"),
         (lambda m, s: m.inject(s, TOKENS[:, :0]), "T >= 1"),
-        (lambda m, s: m.compress(s, TOKENS[:, :5]), "at most chunk=4 .* got 5"),
+        (lambda m, s: m.compress(s, TOKENS[:, :5]), "at most chunk_size=4 .* got 5"),
         (lambda m, s: m.compress(s, TOKENS[:, :0]), "T >= 1"),
         (
             lambda m, s: m.compress(s, TOKENS[:, :4], NEW[:, :, 1:]),
@@ -121,14 +128,20 @@ def test_every_bad_input_is_refused(call, message):
 @pytest.mark.parametrize(
     "options,message",
     [
-        (dict(tokens=0), "tokens must be at least 1, got 0"),
-        (dict(pool=7), "pool must be a multiple of tokens=2, got 7"),
-        (dict(chunk=1), "chunk must be at least tokens=2, got 1"),
-        (dict(least_chunk=5), r"least_chunk must be in \[1, chunk=4\], got 5"),
-        (dict(least_chunk=0), "least_chunk must be at least 1, got 0"),
-        (dict(retrieved=-1), "retrieved must be at least 0, got -1"),
-        (dict(store=2), "store must hold at least 3 rows"),
-        (dict(legacy=True), "store must hold at least 1200 rows"),
+        (dict(num_memory_tokens=0), "num_memory_tokens must be at least 1, got 0"),
+        (
+            dict(pool_size=7),
+            "pool_size must be a multiple of num_memory_tokens=2, got 7",
+        ),
+        (dict(chunk_size=1), "chunk_size must be at least num_memory_tokens=2, got 1"),
+        (
+            dict(min_chunk_size=5),
+            r"min_chunk_size must be in \[1, chunk_size=4\], got 5",
+        ),
+        (dict(min_chunk_size=0), "min_chunk_size must be at least 1, got 0"),
+        (dict(num_retrieved=-1), "num_retrieved must be at least 0, got -1"),
+        (dict(store_size=2), "store_size must be at least 3"),
+        (dict(legacy=True), "store_size must be at least 1200"),
         (dict(key_dim=0), "key_dim must be at least 1"),
         (dict(rank=0), "rank must be at least 1"),
         (dict(alpha=0.0), "alpha must be positive, got 0.0"),

@@ -17,14 +17,19 @@ from memjax.models.mplus.state import LayerStore
 
 B, L, K, D, KEYS, R = 2, 2, 2, 1, 2, 3
 SIZES: dict[str, Any] = dict(
-    tokens=K, pool=4, chunk=4, least_chunk=1, retrieved=R, key_dim=KEYS
+    num_memory_tokens=K,
+    pool_size=4,
+    chunk_size=4,
+    min_chunk_size=1,
+    num_retrieved=R,
+    key_dim=KEYS,
 )
 # Neither a multiple of K nor of what hypothesis gives at a time.
-OLDEST = MPlusConfig(**SIZES, store=7)
+OLDEST = MPlusConfig(**SIZES, store_size=7)
 BY_FREQUENCY = MPlusConfig(
-    **SIZES, store=16, eviction="frequency", merge_every=2, recalls=3.0
+    **SIZES, store_size=16, eviction="frequency", merge_every=2, recalls=3.0
 )
-LEGACY = MPlusConfig(**SIZES, store=16, legacy=True, merge_every=2, recalls=3.0)
+LEGACY = MPlusConfig(**SIZES, store_size=16, legacy=True, merge_every=2, recalls=3.0)
 
 same = np.testing.assert_array_equal
 _append = jax.jit(long_term_store.append, static_argnums=0)
@@ -79,7 +84,7 @@ def test_the_youngest_rows_stay(born, taken):
             for layer in range(L):
                 all_ = given_.setdefault((row, layer), [])
                 all_.extend(new[row, layer].tolist() if mask[row] else [])
-                expected = sorted(all_)[-OLDEST.store :]
+                expected = sorted(all_)[-OLDEST.store_size :]
                 assert sorted(held(store, row, layer)) == expected
     assert store.num_pending.tolist() == [0] * B
 
@@ -97,7 +102,7 @@ class Program:
         rows = self.rows + self.cache
         recalls = self.recalls + [self.config.recalls] * len(self.cache)
         left = [(r, f - 1) for r, f in zip(rows, recalls, strict=True) if f - 1 > 0.01]
-        if len(left) > self.config.retrieved:
+        if len(left) > self.config.num_retrieved:
             rows, recalls = map(list, zip(*left, strict=True))
         self.rows, self.recalls, self.cache = rows, recalls, []
 
@@ -124,7 +129,7 @@ def test_rows_leave_by_their_recall_frequency(born, taken):
 def test_nothing_is_evicted_while_at_most_r_rows_would_remain():
     """No more than R would be left: nothing goes, and no frequency falls."""
     config = MPlusConfig(
-        **SIZES, store=8, eviction="frequency", merge_every=1, recalls=2.0
+        **SIZES, store_size=8, eviction="frequency", merge_every=1, recalls=2.0
     )
     store, program = long_term_store.empty(config, B, L, D), Program(config)
     for update in range(4):
@@ -158,22 +163,24 @@ def filled(config, born, keys, merged=None):
 
 
 def test_a_row_of_equal_age_does_not_replace_a_stored_one():
-    keys = np.zeros((OLDEST.store, KEYS))
-    store = filled(OLDEST, [5] * OLDEST.store, keys)
+    keys = np.zeros((OLDEST.store_size, KEYS))
+    store = filled(OLDEST, [5] * OLDEST.store_size, keys)
     same_age = _append(OLDEST, store, told(np.full((B, L, K), 5)), jnp.ones(B, bool))
     for old, new in zip(store.layers, same_age.layers, strict=True):
         same(old.rows, new.rows)
     # The younger of two new rows replaces one stored row, the older one none.
     new = np.broadcast_to([4, 6], (B, L, K))
     after = _append(OLDEST, store, told(new), jnp.ones(B, bool))
-    assert sorted(after.layers[1].born[0].tolist()) == [5] * (OLDEST.store - 1) + [6]
+    assert sorted(after.layers[1].born[0].tolist()) == [5] * (OLDEST.store_size - 1) + [
+        6
+    ]
 
 
 def test_the_order_of_rows_does_not_depend_on_the_neighbour():
     """Another batch element's store is full, and its rows are replaced."""
-    keys = np.zeros((OLDEST.store, KEYS))
-    full = filled(OLDEST, range(OLDEST.store), keys)
-    few, none = jnp.array([3, OLDEST.store]), jnp.array([3, 0])
+    keys = np.zeros((OLDEST.store_size, KEYS))
+    full = filled(OLDEST, range(OLDEST.store_size), keys)
+    few, none = jnp.array([3, OLDEST.store_size]), jnp.array([3, 0])
     new = np.broadcast_to([7, 8], (B, L, K))
     beside_full, beside_none = (
         _append(OLDEST, full._replace(num_valid=n), told(new), jnp.ones(B, bool))
@@ -187,7 +194,7 @@ def test_the_order_of_rows_does_not_depend_on_the_neighbour():
 def test_rows_keep_their_order_where_the_clock_runs_around():
     times = (2**31 - 3 + np.arange(9)).astype(np.int32)
     assert times.min() < 0 < times.max()
-    keys = np.zeros((OLDEST.store, KEYS))
+    keys = np.zeros((OLDEST.store_size, KEYS))
     # From the third row on the clock is negative.
     store = filled(OLDEST, times[[6, 0, 3, 1, 5, 2, 4]], keys)
     found = find(OLDEST, store, 0, [(1, 1, True)] * T)
@@ -200,11 +207,11 @@ def test_rows_keep_their_order_where_the_clock_runs_around():
 @pytest.mark.parametrize("remain", [R, R + 1])
 def test_rows_are_evicted_only_if_more_than_r_remain(remain):
     config = MPlusConfig(
-        **SIZES, store=16, eviction="frequency", merge_every=1, recalls=2.0
+        **SIZES, store_size=16, eviction="frequency", merge_every=1, recalls=2.0
     )
     count, alive = R + 3, remain - K
     store = filled(config, range(count), np.zeros((count, KEYS)))
-    recalls = jnp.where(jnp.arange(config.store) < alive, 2.0, 1.0)
+    recalls = jnp.where(jnp.arange(config.store_size) < alive, 2.0, 1.0)
     store = store._replace(recalls=jnp.tile(recalls[None], (B, 1)))
     new = np.broadcast_to([7, 8], (B, L, K))
     after = _append(config, store, told(new), jnp.ones(B, bool))

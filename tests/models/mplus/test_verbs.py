@@ -19,7 +19,14 @@ from tests import tiny
 
 B, K, N, C, R = 2, 2, 4, 4, 3
 CONFIG = MPlusConfig(
-    tokens=K, pool=N, chunk=C, least_chunk=1, retrieved=R, store=12, key_dim=4, rank=2
+    num_memory_tokens=K,
+    pool_size=N,
+    chunk_size=C,
+    min_chunk_size=1,
+    num_retrieved=R,
+    store_size=12,
+    key_dim=4,
+    rank=2,
 )
 
 

@@ -37,7 +37,12 @@ SEGMENT = 8
 
 def stages(samples):
     first = SegmentStage(
-        hmt=HMTConfig(segment=SEGMENT, sensory=2, memories=3, retrieval=False),
+        hmt=HMTConfig(
+            segment_length=SEGMENT,
+            num_sensory_tokens=2,
+            num_memories=3,
+            retrieval=False,
+        ),
         window=SEGMENT,
         data=samples,
         loop=LoopConfig(steps=2, save_every=1, log_every=1),
@@ -267,7 +272,7 @@ def test_backbones_that_cannot_be_are_refused(base, whole, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             finetune.finetune(config, backbone, tmp_path / "new")
-    longer = dataclasses.replace(config.hmt, segment=63)
+    longer = dataclasses.replace(config.hmt, segment_length=63)
     with pytest.raises(ValueError, match="sequences of 67 tokens .* allow 64"):
         finetune.finetune(
             dataclasses.replace(config, hmt=longer), base[0], tmp_path / "new"
@@ -297,7 +302,7 @@ def test_presets_follow_table_7():
             assert two.stage2.context_length == lengths[name]
     rmt = found["rmt"]
     assert isinstance(rmt, SegmentStage)
-    assert rmt.hmt.sensory == 0 and not rmt.hmt.retrieval
+    assert rmt.hmt.num_sensory_tokens == 0 and not rmt.hmt.retrieval
 
 
 def test_sequences_that_are_read_by_segments_are_not_divided(tmp_path):
@@ -309,7 +314,7 @@ def test_sequences_that_are_read_by_segments_are_not_divided(tmp_path):
 def test_a_stage_runs_the_backbones_layers_in_a_loop_where_it_says_so():
     backbone, key = tiny.llama(), jax.random.key(0)
     for looped in (False, True):
-        memory = HMTConfig(segment=SEGMENT, sensory=2)
+        memory = HMTConfig(segment_length=SEGMENT, num_sensory_tokens=2)
         stage = SegmentStage(hmt=memory, scan_layers=looped)
         model = stage.wrap(backbone, key)
         assert isinstance(model, HMT)

@@ -38,7 +38,14 @@ from memjax.training.run_folder import newest_state
 
 BYTES = load_tokenizer("bytes")
 MEMORY = MPlusConfig(
-    tokens=4, pool=8, chunk=8, least_chunk=2, retrieved=4, store=16, key_dim=4, rank=2
+    num_memory_tokens=4,
+    pool_size=8,
+    chunk_size=8,
+    min_chunk_size=2,
+    num_retrieved=4,
+    store_size=16,
+    key_dim=4,
+    rank=2,
 )
 # Everything that can be revisited is; with seed 0 both other tasks come in stage 3.
 TASKS = MPlusTaskConfig(
@@ -61,7 +68,7 @@ def stages(samples):
         loop=LoopConfig(steps=5, save_every=1, log_every=1),
         seed=0,
     )
-    alone = dataclasses.replace(MEMORY, retrieved=0, pool=12)
+    alone = dataclasses.replace(MEMORY, num_retrieved=0, pool_size=12)
     early = dataclasses.replace(
         third,
         memory=alone,
@@ -147,8 +154,8 @@ def test_the_backbone_stays_and_the_memory_is_kept(base, whole):
         np.testing.assert_array_equal(a, b)
     state, cached = newest(whole).memory
     wrote = sum("revisit_loss" not in values for values in metrics(whole / "stage3"))
-    np.testing.assert_array_equal(state.clock, [MEMORY.tokens * wrote] * 2)
-    np.testing.assert_array_equal(cached.last, [MEMORY.tokens] * 2)
+    np.testing.assert_array_equal(state.clock, [MEMORY.num_memory_tokens * wrote] * 2)
+    np.testing.assert_array_equal(cached.last, [MEMORY.num_memory_tokens] * 2)
     assert cached.target.mask.any(axis=1).all()
     moved = jax.tree.map(
         lambda a, b: not np.array_equal(a, b),
@@ -203,7 +210,7 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
         chex.assert_trees_all_equal(trained, first)
         assert not np.array_equal(trained.down, new.down)
     # Two whole batches of documents, each of which makes two chunks of rows.
-    chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.tokens, 8))
+    chex.assert_shape(bank.rows, (4, 1, 2 * MEMORY.num_memory_tokens, 8))
     query, key = similarity(bank, MEMORY.key_dim)
     chex.assert_trees_all_equal(query, as_arrays(started.query))
     chex.assert_trees_all_equal(key, as_arrays(started.key))
@@ -234,7 +241,7 @@ def test_facts_are_told_and_asked_for(shipped, base, tmp_path):
         "\n".join(json.dumps(fact._asdict()) for fact in chosen)
     )
     config = MPlusStage(
-        memory=dataclasses.replace(MEMORY, chunk=180),
+        memory=dataclasses.replace(MEMORY, chunk_size=180),
         tasks=dataclasses.replace(
             TASKS, ask=1.0, target=200, revisit=0.0, shortest_chunk=160, repeat=0.0
         ),
@@ -299,14 +306,20 @@ def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
     memory = lambda **changes: dataclasses.replace(
         third, memory=dataclasses.replace(MEMORY, **changes)
     )
-    hmt = SegmentStage(hmt=HMTConfig(segment=8, sensory=2), data=base[1])
+    hmt = SegmentStage(
+        hmt=HMTConfig(segment_length=8, num_sensory_tokens=2), data=base[1]
+    )
     for config, start, message in (
         (
             memory(rank=3),
             whole / "stage2",
             "memory.rank=3 must be that of the start, 2",
         ),
-        (memory(tokens=2), whole, "memory.tokens=2 must be that of the start, 4"),
+        (
+            memory(num_memory_tokens=2),
+            whole,
+            "memory.num_memory_tokens=2 must be that of the start, 4",
+        ),
         (memory(key_dim=8), whole, "memory.key_dim=8 must be that of the start, 4"),
         (hmt, whole / "stage2", r"HMT without retrieval; that run has M\+"),
     ):
@@ -326,12 +339,12 @@ def test_settings_that_contradict_themselves_are_refused():
     for changes, message in (
         ({"data": SampleConfig(mode="streamed")}, "data.mode='streamed' contradicts"),
         (
-            {"memory": dataclasses.replace(MEMORY, legacy=True, store=3000)},
+            {"memory": dataclasses.replace(MEMORY, legacy=True, store_size=3000)},
             "legacy must",
         ),
         (
             {"tasks": dataclasses.replace(TASKS, shortest_chunk=9)},
-            "memory.chunk=8, got 9",
+            "memory.chunk_size=8, got 9",
         ),
         ({"depth": 0}, "depth must be at least 1"),
         ({"retriever_rate": -1.0}, "retriever_rate must be finite and >= 0, got -1.0"),
@@ -350,7 +363,7 @@ def test_settings_that_contradict_themselves_are_refused():
     ):
         dataclasses.replace(three.stage1, tasks=longer)
     with pytest.raises(
-        ValueError, match="stage2 must have memory.retrieved = 0, got 4"
+        ValueError, match="stage2 must have memory.num_retrieved = 0, got 4"
     ):
         MPlusStages(three.stage1, three.stage3, three.stage3)
 
@@ -360,8 +373,8 @@ def test_presets_follow_the_papers_curriculum():
     assert isinstance(paper, MPlusStages)
     for _, stage in paper.stages():
         memory = stage.memory
-        assert memory.pool + memory.retrieved == 12_800
+        assert memory.pool_size + memory.num_retrieved == 12_800
         assert (stage.tasks.full_context, stage.tasks.revisit) == (0.05, 0.2)
     assert paper.stage3.tasks.multi_chunk == 0.8 and paper.stage3.tasks.replace == 0.2
     assert paper.stage2.tasks.multi_chunk == 0.9 and paper.stage2.tasks.replace == 1.0
-    assert paper.stage3.memory.retrieved == 2560
+    assert paper.stage3.memory.num_retrieved == 2560

@@ -28,7 +28,14 @@ BACKBONE = ModelConfig(
     dtype="float32",
 )
 MEMORY = MPlusConfig(
-    tokens=K, pool=6, chunk=C, least_chunk=1, retrieved=2, store=8, key_dim=4, rank=2
+    num_memory_tokens=K,
+    pool_size=6,
+    chunk_size=C,
+    min_chunk_size=1,
+    num_retrieved=2,
+    store_size=8,
+    key_dim=4,
+    rank=2,
 )
 
 

@@ -159,14 +159,21 @@ SIZES = ModelConfig(
     remat=False,
 )
 MEMORY = MPlusConfig(
-    tokens=4, pool=16, chunk=8, retrieved=4, store=32, key_dim=4, rank=2, least_chunk=1
+    num_memory_tokens=4,
+    pool_size=16,
+    chunk_size=8,
+    num_retrieved=4,
+    store_size=32,
+    key_dim=4,
+    rank=2,
+    min_chunk_size=1,
 )
 PROMPT = 3
 
 
 def small(retrieved):
     """A model of one layer, with changed adapters and a position vector."""
-    config = dataclasses.replace(MEMORY, retrieved=retrieved)
+    config = dataclasses.replace(MEMORY, num_retrieved=retrieved)
     key = jax.random.key(0)
     return tiny.drawn(lambda: add_mplus(LanguageModel(SIZES, key=key), config, key=key))
 

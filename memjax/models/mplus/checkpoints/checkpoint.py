@@ -72,7 +72,7 @@ def load_official(
         hf_config: what `config.json` holds, of Llama's kind if it does not say; None is
             the folder's.
         config: the memory, with retrieval "learned" if there is a store; None is
-            `mplus_config_from_hf`. With retrieved=0 store and retriever of the
+            `mplus_config_from_hf`. With num_retrieved=0 store and retriever of the
             checkpoint are passed over.
         dtype: of the activations. RoPE's frequencies are float32 with any, where the
             program rounds them with its weights.
@@ -202,7 +202,7 @@ def _named(
     yield from mplus_names.learned_tensors(model.weights)
     if model.initial is not None:
         yield from mplus_names.of_memory(model.initial)
-        if not model.config.retrieved:
+        if not model.config.num_retrieved:
             # Without it MemoryLLM would not read its pool.
             yield mplus_names.WRITTEN, np.ones((), np.uint8)
 
@@ -236,7 +236,7 @@ def _build(
         name: shape
         for name, shape in source.shapes.items()
         if tensor_names.is_parameter(sizes, name)
-        and (config.retrieved or not mplus_names.belongs_to_store(name))
+        and (config.num_retrieved or not mplus_names.belongs_to_store(name))
     }
     own_format.require_tensors(expected, found, source.where)
     get = source.get
@@ -303,12 +303,12 @@ def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Ini
             f"{mplus_names.POOL!r} was never written, and is noise"
         )
     pool = Frozen(jnp.asarray(get(mplus_names.POOL)))
-    if not config.retrieved or not rows:
+    if not config.num_retrieved or not rows:
         return Initial(pool)
-    if rows > config.store:
+    if rows > config.store_size:
         raise ValueError(
-            f"store must have room for the {rows} rows that {where} begins with, "
-            f"got {config.store}"
+            f"store_size must have room for the {rows} rows that {where} begins with, "
+            f"got {config.store_size}"
         )
     each = lambda name: np.stack([get(f"{name}.{layer}") for layer in range(layers)])
     vectors, keys, recalls, ages = map(each, mplus_names.STORE)
@@ -319,11 +319,11 @@ def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Ini
         )
     if not np.all((ages == np.round(ages)) & (ages >= 0) & (ages < OLDEST)):
         raise ValueError(f"{where}: ltm_ages must be whole numbers in [0, {OLDEST})")
-    least = config.least_store_from(recalls[0].tolist())
-    if config.store < least:
+    least = config.min_store_size_from(recalls[0].tolist())
+    if config.store_size < least:
         raise ValueError(
-            f"store must hold at least {least} rows, with the {rows} that {where} "
-            f"begins with and their recall frequencies, got {config.store}"
+            f"store_size must be at least {least}, with the {rows} that {where} "
+            f"begins with and their recall frequencies, got {config.store_size}"
         )
     parts = (vectors, keys, -ages.astype(np.int32), recalls[0])
     return Initial(pool, *(Frozen(jnp.asarray(part)) for part in parts))

@@ -33,11 +33,11 @@ def mplus_config_from_hf(
     tokens = _size(described, "num_tokens", 1)
     long = _size(described, "num_ltm_blocks", 0, 0)
     common: Any = dict(
-        tokens=tokens,
+        num_memory_tokens=tokens,
         # The program counts retrieved blocks among its blocks of memory.
-        pool=(_size(described, "num_blocks", long + 1) - long) * tokens,
-        chunk=max(MPlusConfig.chunk, tokens),
-        retrieved=long * tokens,
+        pool_size=(_size(described, "num_blocks", long + 1) - long) * tokens,
+        chunk_size=max(MPlusConfig.chunk_size, tokens),
+        num_retrieved=long * tokens,
         rank=_size(lora, "r", 1),
         alpha=_positive(lora, "lora_alpha"),
     )
@@ -59,7 +59,7 @@ def mplus_config_from_hf(
     return MPlusConfig(
         **common,
         # Fewer rows could not be retrieved, nor one update stored.
-        store=max(kept, long * tokens, tokens),
+        store_size=max(kept, long * tokens, tokens),
         key_dim=_size(described, "selector_hidden_dim", 1),
         merge_every=every,
         recalls=recalls,
@@ -69,12 +69,12 @@ def mplus_config_from_hf(
 
 def describe(config: MPlusConfig, rows: int) -> dict[str, Any]:
     """The program's keys of `config.json`, for a store that begins with `rows`."""
-    long = -(-config.retrieved // config.tokens)
+    long = -(-config.num_retrieved // config.num_memory_tokens)
     targets = [place.split(".")[1] for place in mplus_names.PROJECTIONS.values()]
     found = {
         "architectures": ["MPlus" if long else "MemoryLLM"],
-        "num_tokens": config.tokens,
-        "num_blocks": config.pool // config.tokens + long,
+        "num_tokens": config.num_memory_tokens,
+        "num_blocks": config.pool_size // config.num_memory_tokens + long,
         "add_bos_embedding": True,
         "drop_memory_per_layer": True,
         "add_decoder_lora": True,

@@ -137,8 +137,8 @@ def memory_shapes(
     config: MPlusConfig, layers: int, width: int, rows: int
 ) -> dict[str, tuple[int, ...]]:
     """Of the memory that texts start from, with `rows` in each layer's store."""
-    shapes = {POOL: (layers, config.pool, width)}
-    if config.retrieved and rows:
+    shapes = {POOL: (layers, config.pool_size, width)}
+    if config.num_retrieved and rows:
         ends = ((width,), (config.key_dim,), (), ())
         for name, end in zip(STORE, ends, strict=True):
             shapes |= {f"{name}.{layer}": (rows, *end) for layer in range(layers)}
