@@ -12,7 +12,7 @@ from memjax.aot import libtpu
 from memjax.aot.chips import chip_of
 from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.count import PROGRAM, Count, count
-from memjax.aot.steps import Run, What, build, device_bytes, mesh_of
+from memjax.aot.steps import Run, What, build, device_bytes
 from memjax.config_io import from_record, read_json, to_record
 from memjax.training import pretrain
 from memjax.training.config import RunConfig
@@ -92,8 +92,11 @@ def compiled(request: Request, cycles: bool) -> Compiled:
 
 
 def _record(request: Request) -> dict[str, Any]:
-    kind = "train" if isinstance(request.run, RunConfig) else "finetune"
-    return {**vars(request), "run": to_record(request.run), "kind": kind}
+    return {
+        **vars(request),
+        "run": to_record(request.run),
+        "kind": request.run.kind,
+    }
 
 
 def _read(record: dict[str, Any]) -> Request:
@@ -104,11 +107,11 @@ def _read(record: dict[str, Any]) -> Request:
 def _shares(request: Request) -> dict[str, Any]:
     """In which share of its steps a kernel of attention computes."""
     # Other programs have other masks: there every step counts.
-    if not isinstance(request.run, RunConfig) or request.what != "train":
+    if request.run.kind != "train" or request.what != "train":
         return {}
     run, mesh = request.run, request.run.mesh
     ways = mesh.tensor * mesh.sequence
-    return shares(run.model.layers, run.data.context_length, ways)
+    return shares(run.language_model.layers, run.data.context_length, ways)
 
 
 def model_flops(request: Request) -> float | None:
@@ -116,10 +119,10 @@ def model_flops(request: Request) -> float | None:
 
     See `flops_per_token`: reading alone takes a third of what training does.
     """
-    if not isinstance(request.run, RunConfig):
+    if request.run.kind != "train":
         return None
     data = request.run.data
-    model = pretrain.abstract_model(request.run.model)
+    model = pretrain.abstract_model(request.run.language_model)
     each = flops_per_token(model, data.context_length)
     match request.what:
         case "train":
@@ -135,7 +138,7 @@ def _facts(request: Request, folder: Path) -> dict[str, Any]:
     import jax
 
     devices = libtpu.devices_of(request.topology, request.slices)
-    mesh = sharding.make_mesh(mesh_of(request.run), devices)
+    mesh = sharding.make_mesh(request.run.mesh, devices)
     step = build(request.run, request.what, mesh)
     facts: dict[str, Any] = {
         "devices": len(devices),

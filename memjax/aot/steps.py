@@ -15,21 +15,17 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from memjax.data import load_tokenizer
-from memjax.data.batches.batch import Batch
 from memjax.data.documents.token_file import TokenisedDocument
 from memjax.evaluation.losses import score_segment
 from memjax.models import ModelConfig
 from memjax.models.base import Model
 from memjax.models.offload import HOST
-from memjax.training import pretrain
-from memjax.training.config import DataConfig, RunConfig
+from memjax.training import launch
+from memjax.training.config import DataConfig
 from memjax.training.distributed import sharding
-from memjax.training.distributed.sharding import MeshConfig
-from memjax.training.finetune.run import FinetuneRun, state_shapes
+from memjax.training.launch import Run
 
 What = Literal["train", "evaluate", "decode"]
-#: A run that is trained from scratch, or a stage of fine-tuning around a backbone.
-Run = RunConfig | FinetuneRun
 
 
 class Step(NamedTuple):
@@ -54,61 +50,36 @@ def build(run: Run, what: What, mesh: Mesh) -> Step:
     Raises:
         ValueError: batch or heads do not divide among the devices.
     """
-    if isinstance(run, RunConfig):
-        config, length = run.model, run.data.context_length
-    else:
-        config, length = run.language_model, run.config.tokens_read
-    sharding.require_divides(mesh, run.data.batch_size, config, length)
+    sharding.require_divides(
+        mesh, run.data.batch_size, run.language_model, run.tokens_read
+    )
     if what == "evaluate":
         return _evaluation(run, mesh)
     if what == "decode":
         return _decoding(run, mesh)
-    if isinstance(run, RunConfig):
-        return _training(run, mesh)
-    return _finetuning(run, mesh)
+    return _training(run, mesh)
 
 
-def mesh_of(run: Run) -> MeshConfig:
-    """The mesh that a run asks for."""
-    return run.mesh if isinstance(run, RunConfig) else run.config.mesh
-
-
-def _training(run: RunConfig, mesh: Mesh) -> Step:
-    create, layout, update = pretrain.parts(run, mesh)
-    state = placed(jax.eval_shape(create, jax.random.key(0)), layout)
-    rows, length = run.data.batch_size, run.data.context_length
-    packed = run.data.mode == "packed"
-    batch = Batch(
-        tokens=_shape((rows, length), jnp.int32),
-        targets=_shape((rows, length), jnp.int32),
-        mask=_shape((rows, length), jnp.float32),
-        reset=_shape((rows, length) if packed else (rows,), jnp.bool_),
-    )
-    return _update(update, layout, state, batch, mesh, rows * length)
-
-
-def _finetuning(run: FinetuneRun, mesh: Mesh) -> Step:
-    """The program of a stage's first batch."""
-    stage = run.config
-    shapes = state_shapes(run)
+def _training(run: Run, mesh: Mesh) -> Step:
+    """The program of a run's first batch."""
+    shapes = run.state_shapes()
     layout = sharding.shardings(mesh, shapes, run.language_model)
     called: list[tuple[Callable, PyTree]] = []
 
     def compiled(update):
-        rated = pretrain.saying_rate(update, stage.optimizer, stage.loop.steps)
+        rated = launch.with_rate(update, run.optimizer, run.loop.steps)
         return lambda state, batch: (state, called.append((rated, batch)))
 
-    step = stage.make_step(run.structure(), run.model, compiled)
     # Only the shapes of a batch count: any text gives them.
     # Tasks of M+ may be many times as long as its shortest document.
-    length = 32 * stage.shortest_document + stage.context_length
+    length = 32 * run.shortest_document + run.data.context_length
     text = np.zeros(length, np.int32)
     documents = [TokenisedDocument("text", "text", text)]
-    tokenizer = load_tokenizer("bytes")
-    data = stage.batches(documents, tokenizer, run.model.vocab_size)
-    step(cast(Any, None), next(data))
+    sources = [documents for _ in run.data.sources]
+    data = run.batches(sources, load_tokenizer("bytes"))
+    run.make_step(compiled)(cast(Any, None), next(data))
     ((update, batch),) = called
-    tokens = stage.data.batch_size * stage.tokens_read
+    tokens = run.data.batch_size * run.tokens_read
     return _update(update, layout, placed(shapes, layout), batch, mesh, tokens)
 
 
@@ -122,7 +93,7 @@ def _update(update, layout, state, batch, mesh, tokens):
         "frozen parameters": state.frozen,
         "batch": batch,
     }
-    return Step(pretrain.jitted(update, layout), (state, batch), parts, tokens)
+    return Step(launch.jitted(update, layout), (state, batch), parts, tokens)
 
 
 def _evaluation(run: Run, mesh: Mesh) -> Step:
@@ -152,12 +123,8 @@ def _decoding(run: Run, mesh: Mesh) -> Step:
 
 def _model(run: Run, mesh: Mesh) -> tuple[DataConfig, Any, PyTree, ModelConfig]:
     """Documents, structure and parameters where they lie, and the language model."""
-    if isinstance(run, RunConfig):
-        model, config = pretrain.abstract_model(run.model), run.model
-    else:
-        model, config = run.structure(), run.language_model
-    graph, params = nnx.split(model)
-    return run.data, graph, params, config
+    graph, params = nnx.split(run.structure())
+    return run.data, graph, params, run.language_model
 
 
 def _memory(graph, params, rows, capacity):

@@ -1,24 +1,40 @@
 """Settings of a training run, presets of them, and how a run ended."""
 
 import dataclasses
-import math
-from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
+
+import jax
+import optax
+from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
-from memjax.data import Tokenizer
-from memjax.models import ModelConfig, preset
+from memjax.config_io import AnyPath
+from memjax.data import TokenisedDocument, Tokenizer, load_tokenizer
+from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.inputs import start_multiple
 from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
 from memjax.training.distributed.sharding import MeshConfig
-from memjax.training.optimizer import OptimizerConfig
-from memjax.training.step import StepConfig, check_run
+from memjax.training.monitoring.model_flops import flops_per_token
+from memjax.training.optimizer import OptimizerConfig, make_optimizer
+from memjax.training.run_data import DataConfig as DataConfig
+from memjax.training.run_data import batches, shortest
+from memjax.training.step import (
+    StepConfig,
+    TrainState,
+    abstract_model,
+    check_run,
+    init_train_state,
+    make_train_step,
+)
 
 #: Exit code of a run that a signal stopped after its state was saved: the
 #: `EX_TEMPFAIL` of sysexits.h. Running the same command again continues it.
 EXIT_PREEMPTED = 75
 
-Mode = Literal["chunked", "packed", "streamed"]
+#: Commands that train.
+Kind = Literal["train", "finetune"]
 Reason = Literal["finished", "out of time", "preempted"]
 WriterName = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -109,74 +125,6 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """The documents of a run, and how they are cut into batches.
-
-    Attributes:
-        source: "embedded", "folder:PATH", "tfds:NAME", "hf:NAME", or "prepared:FOLDER",
-            what `memjax data prepare` wrote with the same tokenizer.
-        tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
-            has one, or a repository of the Hugging Face hub, "owner/name".
-        mode: "chunked" cuts documents into independent samples of `context_length`, as
-            the paper does; "packed" puts several documents into one such row, each
-            read as if alone; "streamed" reads whole documents, `context_length` tokens
-            at a time, and needs `step.carry_memory`.
-        context_length: tokens of a sample in one update.
-        batch_size: samples of one update, over all devices.
-        validation_texts: samples of `context_length` tokens in each evaluation.
-        cache_dir: where tokens are kept; None is the user's cache folder.
-        mixture: sources in place of `source`, each with its weight: its share of the
-            tokens that are trained on, whatever its size; not for mode "streamed".
-            Held-out documents are those of all of them, with no weights.
-    """
-
-    source: str = "embedded"
-    tokenizer: str = "bpe4k"
-    mode: Mode = "chunked"
-    context_length: int = 2048
-    batch_size: int = 8
-    validation_texts: int = 16
-    cache_dir: Path | None = None
-    mixture: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self):
-        require_known("mode", self.mode, get_args(Mode))
-        check_sizes(
-            context_length=self.context_length,
-            batch_size=self.batch_size,
-            validation_texts=self.validation_texts,
-        )
-        if self.mixture:
-            self._check_mixture()
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """All sources of documents."""
-        return tuple(name for name, _ in self.mixture) or (self.source,)
-
-    def _check_mixture(self):
-        for name, weight in self.mixture:
-            if not name:
-                raise ValueError(f"mixture has a weight of no source: {self.mixture}")
-            if not 0 < weight < math.inf:
-                raise ValueError(
-                    f"the weight of {name!r} in mixture must be positive, got {weight}"
-                )
-        if len(set(self.sources)) < len(self.sources):
-            raise ValueError(f"mixture names a source twice: {self.sources}")
-        if self.source != "embedded":
-            raise ValueError(
-                f"source={self.source!r} has no part in a mixture: name it there, "
-                "with its weight"
-            )
-        if self.mode == "streamed":
-            raise ValueError(
-                "a mixture needs mode='chunked' or 'packed', got 'streamed': a stream "
-                "reads documents to their ends"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything that shapes a run; running the same again resumes it bit for bit.
 
@@ -189,6 +137,8 @@ class RunConfig:
         mesh: devices.
         seed: of parameters and data order.
     """
+
+    kind: ClassVar[Kind] = "train"
 
     model: ModelConfig = dataclasses.field(default_factory=lambda: _tiny("elastic"))
     data: DataConfig = DataConfig()
@@ -208,6 +158,86 @@ class RunConfig:
                     "mode='packed', where the mechanisms' chunks begin, got "
                     f"{self.data.context_length}"
                 )
+
+    @property
+    def language_model(self) -> ModelConfig:
+        """The model."""
+        return self.model
+
+    @property
+    def origin(self) -> str:
+        """Empty: parameters began at random."""
+        return ""
+
+    @property
+    def memory_name(self) -> str:
+        """For messages."""
+        return "from random parameters"
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of a sample."""
+        return self.data.context_length
+
+    @property
+    def shortest_document(self) -> int:
+        """Tokens of the shortest document that is read."""
+        return shortest(self.data.mode, self.data.context_length)
+
+    def anonymous(self) -> "RunConfig":
+        """Without what compiled programs do not depend on: seed, texts, reports."""
+        data = self.data
+        return dataclasses.replace(
+            self,
+            data=DataConfig(
+                mode=data.mode,
+                context_length=data.context_length,
+                batch_size=data.batch_size,
+            ),
+            loop=LoopConfig(steps=self.loop.steps),
+            seed=0,
+        )
+
+    def structure(self) -> LanguageModel:
+        """The model with shapes for parameters."""
+        return abstract_model(self.model)
+
+    def text(self, folder: AnyPath) -> TextInterface:
+        """The tokenizer; it has no chat template."""
+        return TextInterface(load_tokenizer(self.data.tokenizer))
+
+    def batches(
+        self,
+        sources: Sequence[Sequence[TokenisedDocument]],
+        tokenizer: Tokenizer,
+        part: tuple[int, int] = (0, 1),
+    ) -> DataIterator:
+        """The batches of all steps, or a host's part of each."""
+        return batches(self, sources, part)
+
+    def create_state(self, key: PRNGKeyArray) -> TrainState:
+        """The state before the first step."""
+        model = LanguageModel(self.model, key=key)
+        return init_train_state(
+            model, self._transform(), self.step, self.data.batch_size
+        )
+
+    def state_shapes(self) -> TrainState:
+        """The state with shapes for arrays."""
+        return jax.eval_shape(self.create_state, jax.random.key(0))
+
+    def make_step(self, compiled: Callable[[Callable], Callable]) -> Callable:
+        """The update, compiled."""
+        return compiled(make_train_step(self.structure(), self._transform(), self.step))
+
+    def flops_per_step(self, state: TrainState) -> float:
+        """Operations of a step over all devices."""
+        length = self.data.context_length
+        tokens = self.data.batch_size * length
+        return flops_per_token(self.structure(), length) * tokens
+
+    def _transform(self) -> optax.GradientTransformation:
+        return make_optimizer(self.optimizer, self.loop.steps)
 
 
 # Peak learning rate and tokens of each size: Trellis, Table 5.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memjax.buckets.bucket import as_path
 from memjax.config_io import AnyPath
-from memjax.data import Tokenizer, load_tokenizer
+from memjax.data import Tokenizer
 from memjax.models import LanguageModel
 from memjax.models.base import Model
 from memjax.models.checkpoints import own_format
@@ -31,13 +31,8 @@ from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.lora import merge_lora
 from memjax.models.mplus.checkpoints import checkpoint as mplus_checkpoint
 from memjax.models.mplus.model import MPlus
-from memjax.training.config import RunConfig
-from memjax.training.finetune.run import (
-    SHIPPED,
-    FinetuneRun,
-    later_stage,
-    load_model,
-)
+from memjax.training.finetune.run import later_stage, load_model
+from memjax.training.launch import Run
 from memjax.training.run_folder import CHECKPOINTS
 
 
@@ -56,7 +51,7 @@ class Loaded:
     model: Model
     text: TextInterface
     origin: str
-    run: RunConfig | FinetuneRun | None = None
+    run: Run | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -105,8 +100,7 @@ def load(
     if is_run(path):
         _require_none(f"the run {path}", dtype=dtype, param_dtype=param_dtype)
         run, model = load_model(path)
-        origin = run.origin if isinstance(run, FinetuneRun) else ""
-        return Loaded(model, run_text(run, later_stage(path) or path), origin, run)
+        return Loaded(model, run.text(later_stage(path) or path), run.origin, run)
     found = hub.locate(name)
     is_folder = (found.path / CONFIG).is_file()
     config = read_model_config(found.path) if is_folder else {}
@@ -147,20 +141,6 @@ def is_run(path: AnyPath) -> bool:
     file = path / CONFIG
     text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else ""
     return '"loop"' in text and '"model_type"' not in text
-
-
-def run_text(run: RunConfig | FinetuneRun, folder: AnyPath) -> TextInterface:
-    """What stands between a run's model and text.
-
-    Args:
-        run: the record.
-        folder: of the run, or of its last stage.
-    """
-    name = run.data.tokenizer
-    if name in SHIPPED or isinstance(run, RunConfig):
-        return TextInterface(load_tokenizer(name))
-    # Beside the tokenizer lie the other files that came with the backbone.
-    return read_text_interface(folder, run.model.vocab_size)
 
 
 def save_model(

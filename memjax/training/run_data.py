@@ -1,13 +1,17 @@
 """The documents of a run: its batches, and perplexity on those held out."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from flax import nnx
 
 from memjax import evaluation
+from memjax.checks import check_sizes, require_known
 from memjax.data import (
     BatchIterator,
     Split,
@@ -23,16 +27,84 @@ from memjax.data.documents.sources import check_source
 from memjax.models import ModelConfig
 from memjax.models.base import Model
 from memjax.models.language_model.inputs import start_multiple
-from memjax.training.config import DataConfig, Mode
 from memjax.training.step import TrainState, model_of
 
+Mode = Literal["chunked", "packed", "streamed"]
 
-@runtime_checkable
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The documents of a run, and how they are cut into batches.
+
+    Attributes:
+        source: "embedded", "folder:PATH", "tfds:NAME", "hf:NAME", or "prepared:FOLDER",
+            what `memjax data prepare` wrote with the same tokenizer.
+        tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
+            has one, or a repository of the Hugging Face hub, "owner/name".
+        mode: "chunked" cuts documents into independent samples of `context_length`, as
+            the paper does; "packed" puts several documents into one such row, each
+            read as if alone; "streamed" reads whole documents, `context_length` tokens
+            at a time, and needs `step.carry_memory`.
+        context_length: tokens of a sample in one update.
+        batch_size: samples of one update, over all devices.
+        validation_texts: samples of `context_length` tokens in each evaluation.
+        cache_dir: where tokens are kept; None is the user's cache folder.
+        mixture: sources in place of `source`, each with its weight: its share of the
+            tokens that are trained on, whatever its size; not for mode "streamed".
+            Held-out documents are those of all of them, with no weights.
+    """
+
+    source: str = "embedded"
+    tokenizer: str = "bpe4k"
+    mode: Mode = "chunked"
+    context_length: int = 2048
+    batch_size: int = 8
+    validation_texts: int = 16
+    cache_dir: Path | None = None
+    mixture: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self):
+        require_known("mode", self.mode, get_args(Mode))
+        check_sizes(
+            context_length=self.context_length,
+            batch_size=self.batch_size,
+            validation_texts=self.validation_texts,
+        )
+        if self.mixture:
+            self._check_mixture()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources of documents."""
+        return tuple(name for name, _ in self.mixture) or (self.source,)
+
+    def _check_mixture(self):
+        for name, weight in self.mixture:
+            if not name:
+                raise ValueError(f"mixture has a weight of no source: {self.mixture}")
+            if not 0 < weight < math.inf:
+                raise ValueError(
+                    f"the weight of {name!r} in mixture must be positive, got {weight}"
+                )
+        if len(set(self.sources)) < len(self.sources):
+            raise ValueError(f"mixture names a source twice: {self.sources}")
+        if self.source != "embedded":
+            raise ValueError(
+                f"source={self.source!r} has no part in a mixture: name it there, "
+                "with its weight"
+            )
+        if self.mode == "streamed":
+            raise ValueError(
+                "a mixture needs mode='chunked' or 'packed', got 'streamed': a stream "
+                "reads documents to their ends"
+            )
+
+
 class Settings(Protocol):
     """The part of a run's configuration that says which data it reads."""
 
     @property
-    def model(self) -> ModelConfig: ...
+    def language_model(self) -> ModelConfig: ...
 
     @property
     def data(self) -> DataConfig: ...
@@ -80,9 +152,9 @@ def batches(
     data = config.data
     sizes = (data.context_length, data.batch_size, config.seed)
     shard = {"shard_index": part[0], "shard_count": part[1]}
-    vocab_size, multiple = config.model.vocab_size, None
+    vocab_size, multiple = config.language_model.vocab_size, None
     if data.mode == "packed":
-        multiple = start_multiple(config.model.mechanisms)
+        multiple = start_multiple(config.language_model.mechanisms)
     if data.mixture:
         weights = [weight for _, weight in data.mixture]
         return mixed_batches(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, PyTree, Scalar
 
 from memjax.checks import check_seed, require_known
 from memjax.data.batches.batch import Batch
+from memjax.models import ModelConfig
 from memjax.models.base import LONGEST, Model
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.loss import (
@@ -124,6 +125,18 @@ def init_train_state(
 def model_of(graph: Any, state: TrainState) -> Any:
     """The model that a state holds, of the structure `nnx.graphdef(model)`."""
     return nnx.merge(graph, state.params, state.frozen)
+
+
+def abstract_model(config: ModelConfig) -> LanguageModel:
+    """The model with shapes for parameters: its structure, at no cost."""
+    return nnx.merge(*_abstract(config))
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract(config):
+    return nnx.split(
+        nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
+    )
 
 
 def make_train_step(

@@ -21,8 +21,11 @@ def _count(state: TrainState, _: Any) -> tuple[TrainState, dict[str, float]]:
 @contextlib.contextmanager
 def idle_updates() -> Iterator[None]:
     """Runs that are trained here end as they began, after all their steps."""
-    build, programs = pretrain.build_step, finetune._programs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "build_step", lambda *of: (build(*of)[0], _count))
-        patch.setattr(finetune, "_programs", lambda *of: (programs(*of)[0], _count))
+        for module in (pretrain, finetune):
+            patch.setattr(module, "_programs", _idle(module._programs))
         yield
+
+
+def _idle(programs: Any) -> Any:
+    return lambda *arguments: (programs(*arguments)[0], _count)

@@ -42,7 +42,7 @@ from memjax.models import LanguageModel, ModelConfig, add_mplus, preset
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from memjax.training import pretrain
+from memjax.training import launch, pretrain
 from memjax.training.distributed import sharding
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_stage import MPlusStage
@@ -112,7 +112,7 @@ def run(axes):
         mesh = sharding.make_mesh(sharding.MeshConfig(*axes))
         layout = sharding.shardings(mesh, jax.eval_shape(create), MODEL)
         state = jax.jit(create, out_shardings=layout)()
-        step = pretrain.on_mesh(update, layout, mesh)
+        step = launch.on_mesh(update, layout, mesh)
     losses = []
     for batch in batches():
         state, metrics = step(state, batch)

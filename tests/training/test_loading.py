@@ -21,7 +21,6 @@ from memjax.training.finetune.start import starting_point
 from memjax.training.loading import (
     model_type,
     plain_model,
-    run_text,
     save_model,
 )
 from memjax.training.run_folder import RunFolder, record_config
@@ -81,7 +80,7 @@ def test_a_run_keeps_what_came_with_its_backbone(tmp_path):
         record_config(described, folder, ())
     for name, content in stored.files().items():
         (run / name).write_bytes(content)
-    assert run_text(read_run(run), run) == TEXT
+    assert read_run(run).text(run) == TEXT
     # The same backbone under another name is the same run.
     moved = dataclasses.replace(described, origin="elsewhere")
     with RunFolder(run) as folder:

@@ -146,10 +146,10 @@ def test_a_run_resumes_bit_for_bit(tmp_path, mixed):
         loop=LoopConfig(steps=6, save_every=2, log_every=1),
     )
     assert run.train(config, tmp_path / "whole").reason == "finished"
-    build, calls = run.build_step, []
+    programs, calls = run._programs, []
 
     def stopped_after_three(config, mesh):
-        state, step = build(config, mesh)
+        create, step = programs(config, mesh)
 
         def until(state, batch):
             calls.append(batch)
@@ -157,10 +157,10 @@ def test_a_run_resumes_bit_for_bit(tmp_path, mixed):
                 raise KeyboardInterrupt
             return step(state, batch)
 
-        return state, until
+        return create, until
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "build_step", stopped_after_three)
+        patch.setattr(run, "_programs", stopped_after_three)
         with pytest.raises(KeyboardInterrupt):
             run.train(config, tmp_path / "parts")
     assert run.train(config, tmp_path / "parts").step == 6

@@ -81,14 +81,14 @@ def test_a_stream_with_carried_memory_resumes_bit_for_bit(config, whole, tmp_pat
             raise KeyboardInterrupt
         return step(state, batch)
 
-    build = run.build_step
+    programs = run._programs
 
     def broken(config, mesh):
-        state, step = build(config, mesh)
-        return state, lambda state, batch: stop_after_three(state, batch, step)
+        create, step = programs(config, mesh)
+        return create, lambda state, batch: stop_after_three(state, batch, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "build_step", broken)
+        patch.setattr(run, "_programs", broken)
         with pytest.raises(KeyboardInterrupt):
             run.train(config, interrupted)
     outcome = run.train(config, interrupted)

@@ -9,36 +9,24 @@ backbone or a first stage of other parameters it is refused, by their digests.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from memjax.config_io import AnyPath, completed, to_record
-from memjax.training import loop, pretrain, run_data
-from memjax.training.checkpoints.checkpoint import open_folder
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import Outcome
-from memjax.training.distributed import sharding
 from memjax.training.distributed.multihost import require_same_configuration
-from memjax.training.finetune.run import (
-    AnyStage,
-    FinetuneRun,
-    state_shapes,
-)
+from memjax.training.finetune.run import AnyStage, FinetuneRun
 from memjax.training.finetune.run import load as load
 from memjax.training.finetune.run import load_model as load_model
 from memjax.training.finetune.start import digest as digest
 from memjax.training.finetune.start import load_backbone as load_backbone
 from memjax.training.finetune.start import starting_point
-from memjax.training.monitoring import header
-from memjax.training.monitoring.model_flops import flops_per_tuned_token
+from memjax.training.launch import launch, make_programs
 from memjax.training.monitoring.writers import require_installed
 from memjax.training.resume import FREE_FIELDS
-from memjax.training.run_folder import RunFolder, record_config
-from memjax.training.step import TrainState
 
 #: Fields of a `FinetuneRun` that may differ between a run and its continuation.
 FREE = frozenset(f"config.{name}" for name in FREE_FIELDS) | {"origin"}
@@ -74,66 +62,30 @@ def finetune(
             "backbone reads its text segment by segment"
         )
     require_installed(stage.loop.writers)
-    tokens = stage.data.batch_size * stage.tokens_read
     asked = {"backbone": backbone and str(backbone), "run_dir": str(run_dir)}
     require_same_configuration(to_record(stage) | asked)
     described, model, stored, before = starting_point(stage, backbone, start)
-    tokenizer = stored.tokenizer
-    mesh = sharding.make_mesh(stage.mesh)
-    sizes = (stage.data.batch_size, described.language_model, stage.tokens_read)
-    sharding.require_divides(mesh, *sizes)
-    documents = run_data.load_split(described, tokenizer, "train")
-    index, count = sharding.host_part(mesh)
-    hosts = {"shard_index": index, "shard_count": count}
-    vocab_size = described.model.vocab_size
-    data = stage.batches(documents, tokenizer, vocab_size, **hosts)
-    # Before the work starts: another run's folder is refused at once.
-    with RunFolder(run_dir) as folder:
-        record_config(described, folder, FREE)
-        if jax.process_index() == 0:
-            for name, content in stored.files().items():
-                write_atomically(folder.files / name, content.decode())
-        header.show(
-            described.data,
-            stage.loop,
-            described.structure(),
-            mesh,
-            [documents],
-            tokenizer,
-            tokens_per_step=tokens,
-            shortest=stage.shortest_document,
+    models, tokenizer = [model], stored.tokenizer
+    # Two copies of a large model do not fit.
+    del model
+
+    def first_state(create, sources):
+        model = stage.prepare(
+            models.pop(), described.model, before, sources[0], tokenizer
         )
-        evaluate = None
-        if stage.loop.evaluate_every:
-            evaluate = run_data.validation(described, tokenizer, described.structure())
-        # Not before they are needed: a finished stage takes no step.
-        programs = functools.cache(lambda: _programs(described.anonymous(), mesh))
-        if open_folder(folder.checkpoints).steps():
-            # A resumed run takes its arrays from the checkpoint: nothing to prepare.
-            state = _laid_out(described, mesh)
-        else:
-            model = stage.prepare(model, described.model, before, documents, tokenizer)
-            state = programs()[0](nnx.state(model), jax.random.key(stage.seed))
-        flops = tokens * flops_per_tuned_token(
-            pretrain.abstract_model(described.model), state.params, state.frozen
-        )
-        header.show_cost(state, flops)
-        # The state is a copy, and the loop must be the only one to hold one.
-        del model
-        _, outcome = loop.train(
-            lambda state, batch: programs()[1](state, batch),
-            state,
-            data,
-            stage.loop,
-            folder,
-            config_record=to_record(described),
-            tokens_per_step=tokens,
-            flops_per_step=flops,
-            evaluate=evaluate,
-            may_change=FREE,
-            completed=functools.partial(completed, FinetuneRun),
-        )
-    return outcome
+        return create(nnx.state(model), jax.random.key(stage.seed))
+
+    return launch(
+        described,
+        run_dir,
+        tokenizer,
+        lambda mesh: _programs(described.anonymous(), mesh),
+        first_state,
+        files=stored.files(),
+        record=to_record(described),
+        may_change=FREE,
+        completed=functools.partial(completed, FinetuneRun),
+    )
 
 
 def finetune_stages(
@@ -167,24 +119,5 @@ def finetune_stages(
     return outcome
 
 
-def _laid_out(described: FinetuneRun, mesh: Mesh) -> TrainState:
-    """The run's state with shapes for arrays, each with its place on the mesh."""
-    shapes = state_shapes(described)
-    layout = sharding.shardings(mesh, shapes, described.language_model)
-    placed = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    return jax.tree.map(placed, shapes, layout)
-
-
 # Of one stage: those of a real model are gigabytes once they are compiled.
-@functools.lru_cache(maxsize=1)
-def _programs(described: FinetuneRun, mesh: Mesh) -> tuple[Callable, Callable]:
-    """Two compiled programs: variables to first state, and the update."""
-    layout = sharding.shardings(mesh, state_shapes(described), described.language_model)
-    create = functools.partial(FinetuneRun.first_state, described)
-    stage = described.config
-    rated = lambda update: pretrain.saying_rate(
-        update, stage.optimizer, stage.loop.steps
-    )
-    compiled = lambda update: pretrain.on_mesh(rated(update), layout, mesh)
-    step = stage.make_step(described.structure(), described.model, compiled)
-    return jax.jit(create, out_shardings=layout), step
+_programs = functools.lru_cache(maxsize=1)(make_programs)

@@ -4,8 +4,8 @@ import shlex
 
 from memjax.config_io import AnyPath, read_json
 from memjax.models.checkpoints import own_format
-from memjax.training.config import RunConfig
-from memjax.training.finetune.run import FinetuneRun, later_stage
+from memjax.training.finetune.run import later_stage
+from memjax.training.launch import Run
 from memjax.training.loading import Loaded
 
 KINDS = {
@@ -63,18 +63,15 @@ def _making(opened: Loaded, command: list[str]) -> list[str]:
     if opened.origin:
         lines.append(f"- made from: `{own_format.public_name(opened.origin)}`")
     run = opened.run
-    if isinstance(run, FinetuneRun):
-        lines.append(f"- trained: {run.config.memory_name}, {_training(run)}")
-    elif isinstance(run, RunConfig):
-        lines.append(f"- trained: from random parameters, {_training(run)}")
+    if run is not None:
+        lines.append(f"- trained: {run.memory_name}, {_training(run)}")
     return [*lines, f"- exported by: `{shlex.join(['memjax', *command])}`"]
 
 
-def _training(run: RunConfig | FinetuneRun) -> str:
+def _training(run: Run) -> str:
     data = run.data
-    loop = run.loop if isinstance(run, RunConfig) else run.config.loop
     return (
-        f"on `{data.source}`, {loop.steps} steps of {data.batch_size} samples of "
+        f"on `{data.source}`, {run.loop.steps} steps of {data.batch_size} samples of "
         f"{data.context_length} tokens, seed {run.seed}"
     )
 

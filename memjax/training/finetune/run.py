@@ -2,23 +2,30 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray, PyTree
 
 from memjax.config_io import AnyPath
+from memjax.data import TokenisedDocument, Tokenizer, load_tokenizer
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.training import pretrain
 from memjax.training.checkpoints.folder import check_path
-from memjax.training.config import DataConfig, RunConfig
+from memjax.training.config import DataIterator, Kind, LoopConfig, RunConfig
+from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import Model
+from memjax.training.monitoring.model_flops import flops_per_tuned_token
+from memjax.training.optimizer import OptimizerConfig
+from memjax.training.run_data import DataConfig
 from memjax.training.run_folder import CONFIG_FILE, newest_state, read_config
-from memjax.training.step import TrainState, model_of
+from memjax.training.step import TrainState, abstract_model, model_of
 
 LATER_STAGES = ("stage3", "stage2")
 TOKENIZER_FILE = "tokenizer.json"
@@ -45,6 +52,8 @@ class FinetuneRun:
             hub. Empty in runs of before it was written down.
     """
 
+    kind: ClassVar[Kind] = "finetune"
+
     config: AnyStage
     model: ModelConfig
     tokenizer: str
@@ -63,9 +72,39 @@ class FinetuneRun:
         )
 
     @property
+    def optimizer(self) -> OptimizerConfig:
+        """Of the stage."""
+        return self.config.optimizer
+
+    @property
+    def loop(self) -> LoopConfig:
+        """Of the stage."""
+        return self.config.loop
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """Of the stage."""
+        return self.config.mesh
+
+    @property
     def seed(self) -> int:
         """Of the data order."""
         return self.config.seed
+
+    @property
+    def memory_name(self) -> str:
+        """The model's memory, for messages."""
+        return self.config.memory_name
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of a sample that a step reads."""
+        return self.config.tokens_read
+
+    @property
+    def shortest_document(self) -> int:
+        """Tokens of the shortest document that is read."""
+        return self.config.shortest_document
 
     def structure(self) -> Model:
         """The run's model with shapes for parameters."""
@@ -75,7 +114,7 @@ class FinetuneRun:
     def language_model(self) -> ModelConfig:
         """Of the model that is trained, or of the backbone inside it."""
         model = self.structure()
-        return model.config if isinstance(model, LanguageModel) else self.model
+        return model.backbone.config if model.backbone is model else self.model
 
     def anonymous(self) -> "FinetuneRun":
         """Without seed, digests and origin, on which no program depends."""
@@ -84,7 +123,30 @@ class FinetuneRun:
             self, config=stage, backbone_digest="", start_digest="", origin=""
         )
 
-    def first_state(self, variables: PyTree, key: PRNGKeyArray) -> TrainState:
+    def text(self, folder: AnyPath) -> TextInterface:
+        """Tokenizer and chat template, from the folder of the run or its last stage."""
+        if self.tokenizer in SHIPPED:
+            return TextInterface(load_tokenizer(self.tokenizer))
+        return read_text_interface(folder, self.model.vocab_size)
+
+    def batches(
+        self,
+        sources: Sequence[Sequence[TokenisedDocument]],
+        tokenizer: Tokenizer,
+        part: tuple[int, int] = (0, 1),
+    ) -> DataIterator:
+        """The batches of all steps, or a host's part of each."""
+        documents = [document for source in sources for document in source]
+        index, count = part
+        return self.config.batches(
+            documents,
+            tokenizer,
+            self.model.vocab_size,
+            shard_index=index,
+            shard_count=count,
+        )
+
+    def create_state(self, variables: PyTree, key: PRNGKeyArray) -> TrainState:
         """The state before the first step, of the model's variables.
 
         `key` is of the random numbers of a memory that training carries.
@@ -92,6 +154,20 @@ class FinetuneRun:
         # Made from shapes, so that the state can be created inside jit.
         model = nnx.merge(nnx.graphdef(self.structure()), variables)
         return self.config.first_state(model, key)
+
+    def state_shapes(self) -> TrainState:
+        """The state with shapes for arrays."""
+        return _state_shapes(self.anonymous())
+
+    def make_step(self, compiled: Callable[[Callable], Callable]) -> Callable:
+        """The update, whose pure parts `compiled` turns into programs."""
+        return self.config.make_step(self.structure(), self.model, compiled)
+
+    def flops_per_step(self, state: TrainState) -> float:
+        """Operations of a step over all devices."""
+        backbone = abstract_model(self.model)
+        each = flops_per_tuned_token(backbone, state.params, state.frozen)
+        return self.data.batch_size * self.tokens_read * each
 
 
 # Traced once: a run asks for it when it starts, is laid out, stepped and read back.
@@ -142,20 +218,14 @@ def load(run_dir: AnyPath) -> tuple[FinetuneRun, Model]:
     """
     run_dir = check_path("run_dir", run_dir)
     described = read_run(run_dir)
-    state = newest_state(later_stage(run_dir) or run_dir, state_shapes(described))
+    state = newest_state(later_stage(run_dir) or run_dir, described.state_shapes())
     return described, model_of(nnx.graphdef(described.structure()), state)
-
-
-def state_shapes(described: FinetuneRun) -> TrainState:
-    """The state of a run with shapes for arrays."""
-    return _state_shapes(described.anonymous())
 
 
 @functools.lru_cache(maxsize=8)
 def _state_shapes(described: FinetuneRun) -> TrainState:
     variables, key = nnx.state(described.structure()), jax.random.key(0)
-    create = functools.partial(FinetuneRun.first_state, described)
-    return jax.eval_shape(create, variables, key)
+    return jax.eval_shape(described.create_state, variables, key)
 
 
 def load_model(run_dir: AnyPath) -> tuple[RunConfig | FinetuneRun, Model]:

@@ -157,7 +157,7 @@ def _after(
     _, trained = load(start)
     if backbone is not None:
         _check_same_backbone(before, trained, where, backbone)
-    text = loading.run_text(before, later_stage(start) or start)
+    text = before.text(later_stage(start) or start)
     name = _kept_name(before.tokenizer)
     stored = StoredText(name, text, cast(Tokenizer, text.tokenizer))
     described = dataclasses.replace(

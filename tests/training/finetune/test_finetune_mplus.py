@@ -95,7 +95,7 @@ def metrics(folder):
 
 def newest(folder):
     """The newest checkpoint of stage 3: parameters, optimizer, memory."""
-    shapes = finetune_run.state_shapes(finetune_run.read_run(folder))
+    shapes = finetune_run.read_run(folder).state_shapes()
     return newest_state(folder / "stage3", shapes)
 
 
