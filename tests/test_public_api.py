@@ -25,8 +25,6 @@ PACKAGES = (
 KNOWN = {
     "memjax.nnx.compiled",
     "memjax.nnx.tabulate",
-    "memjax.evaluation.layer_sensitivity",
-    "memjax.evaluation.most_sensitive",
     "memjax.mechanisms.Packed",
     "memjax.mechanisms.Cell",
     "memjax.mechanisms.CellConfig",

@@ -53,9 +53,9 @@ from memjax.models.language_model.windowed import limit_layer
 from memjax.nnx.params import as_arrays
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training.finetune import finetune
-from memjax.training.finetune.alignment import (
-    alignment_loss,
-    make_align_steps,
+from memjax.training.finetune.distillation import (
+    distillation_loss,
+    make_distillation_steps,
     missed,
 )
 from memjax.training.finetune.retrofit_stage import RetrofitStage
@@ -131,7 +131,7 @@ class Config:
             context_length=self.tokens,
             dtype="float32",
             data=SampleConfig(self.corpus, batch_size=1),
-            part="align",
+            part="distill",
             optimizer=OptimizerConfig(
                 learning_rate=rate, warmup_ratio=0.1, weight_decay=0.0
             ),
@@ -168,14 +168,14 @@ def align(
         model = start_layers(model, known.moments, config.tokens)
     state = stage.first_state(model, jax.random.key(seed))
     graph = nnx.graphdef(model)
-    _, learn = make_align_steps(model, known.backbone.config, stage.transform())
+    _, learn = make_distillation_steps(model, known.backbone.config, stage.transform())
     # Not donated: all memories have the arrays of one backbone.
     step = jax.jit(learn)
     texts, draws = list(batches(known.train)), np.random.default_rng(seed)
     for _ in range(passes):
         for i in draws.permutation(len(texts)):
             state, _ = step(state, texts[i])
-    loss = jax.jit(lambda state, one: alignment_loss(model_of(graph, state), one)[0])
+    loss = jax.jit(lambda state, one: distillation_loss(model_of(graph, state), one)[0])
     return lambda read: [float(loss(state, one)) for one in batches(read)]
 
 

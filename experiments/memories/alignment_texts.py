@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from memjax.models import LanguageModel, ModelConfig
-from memjax.training.finetune.alignment import full_outputs
+from memjax.training.finetune.distillation import teacher_outputs
 
 
 class Read(NamedTuple):
@@ -43,7 +43,7 @@ def read(
         found = np.lib.format.open_memmap(part, "w+", np.float32, shape)
         graph, variables = nnx.split(student)
         taught = jax.jit(
-            lambda variables, one: full_outputs(
+            lambda variables, one: teacher_outputs(
                 nnx.merge(graph, variables), teacher, one
             )
         )
@@ -58,6 +58,6 @@ def read(
 
 
 def batches(read: Read) -> Iterator[dict[str, list[Array]]]:
-    """One text at a time, as `alignment_loss` takes it."""
+    """One text at a time, as `distillation_loss` takes it."""
     for x, y in zip(read.x, read.y, strict=True):
         yield {"x": [jnp.asarray(x[None])], "y": [jnp.asarray(y[None])]}

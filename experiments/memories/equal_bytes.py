@@ -32,7 +32,7 @@ from experiments.memories.equal_bytes_training import Setting, TrainConfig, trai
 from experiments.memories.equal_bytes_tunings import Sizes, wide_window
 from memjax.checks import check_sizes, require_known
 from memjax.data import TokenisedDocument
-from memjax.evaluation.layer_sensitivity import most_sensitive
+from memjax.evaluation.sensitivity import most_sensitive
 from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.finetune import finetune

@@ -159,7 +159,7 @@ def _trial(name: str, rate: float, config: TrainConfig, setting: Setting) -> Mod
     short = dataclasses.replace(whole, updates=config.rate_updates)
     first, *others = _stages(name, whole, setting)
     stages, start = _stages(name, short, setting), None
-    if isinstance(first[1], RetrofitStage) and first[1].part == "align":
+    if isinstance(first[1], RetrofitStage) and first[1].part == "distill":
         aligned = setting.run_dir / f"{name}-seed0"
         _run((first,), setting, aligned)
         ((folder, tune),) = others

@@ -204,7 +204,7 @@ def tune_beside(
             dtype="float32",
             passes=PASSES,
             data=tuning.data(),
-            align=PartConfig(
+            distill=PartConfig(
                 tuning.optimizer(ALIGNMENT_RATE), tuning.loop(PASSES * align)
             ),
             tune=PartConfig(tuning.optimizer(), tuning.loop(tuning.updates)),

@@ -12,6 +12,8 @@ from memjax.evaluation.losses import log2_bins as log2_bins
 from memjax.evaluation.losses import loss_by_position as loss_by_position
 from memjax.evaluation.losses import perplexity as perplexity
 from memjax.evaluation.losses import token_losses as token_losses
+from memjax.evaluation.sensitivity import layer_sensitivity as layer_sensitivity
+from memjax.evaluation.sensitivity import most_sensitive as most_sensitive
 from memjax.evaluation.statistics import LossDifference as LossDifference
 from memjax.evaluation.statistics import (
     loss_difference_by_document as loss_difference_by_document,

@@ -1,8 +1,8 @@
-"""A stage that gives a pretrained model a memory beside the windows of some layers.
+"""Train the memory of hybrid layers in a pretrained model, in one of two parts.
 
-"align" trains what is new, layer by layer, towards the full attention of the backbone
-(`alignment.py`); "tune" trains it with adapters (LoRA) on the loss of the next token.
-Adapters begin at the first chosen layer: the layers before it have no backward pass.
+"distill" trains the new parameters layer by layer towards the backbone's full attention
+(`distillation.py`); "tune" trains them with adapters (LoRA) on next-token loss.
+Adapters start at the first hybrid layer: earlier layers have no backward pass.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from memjax.models.language_model.retrofit import (
 from memjax.models.language_model.windowed import limit_attention, widen_windows
 from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
 from memjax.training.config import DataIterator, LoopConfig
-from memjax.training.finetune.alignment import both, keeping, make_align_steps
+from memjax.training.finetune.distillation import both, keeping, make_distillation_steps
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.stage import Model, Stage
 from memjax.training.monitoring.reporting import print_line
@@ -39,7 +39,7 @@ from memjax.training.step import (
     make_train_step,
 )
 
-Part = Literal["align", "tune"]
+Part = Literal["distill", "tune"]
 #: Parameters that attention has not: maps, memory and gate.
 NEW = re.compile(r"\.mechanism\.(features|memory|balance)\.")
 #: Those of the gate, which alone decide how far the memory has a part.
@@ -48,7 +48,7 @@ GATE = ("balance/amount", "balance/bias")
 
 #: Settings of one part alone, as the other has them.
 OTHERS: dict[Part, dict[str, Any]] = {
-    "align": {"lora": LoraConfig(), "remat": "products"},
+    "distill": {"lora": LoraConfig(), "remat": "products"},
     "tune": {"passes": 1},
 }
 
@@ -58,7 +58,7 @@ class RetrofitStage(RetrofitSettings):
     """One part of the training; the settings are those of `RetrofitSettings`.
 
     Attributes:
-        part: "align" or "tune".
+        part: "distill" or "tune".
         optimizer: hyperparameters.
         loop: steps, checkpoints, evaluation, log.
     """
@@ -74,9 +74,9 @@ class RetrofitStage(RetrofitSettings):
         require_known("part", self.part, get_args(Part))
         if not self.layers:
             raise ValueError("layers must be at least one, got none")
-        if self.part == "align" and not self.has_new:
+        if self.part == "distill" and not self.has_new:
             raise ValueError(
-                f"part='align' needs a memory beside the window, got "
+                f"part='distill' needs a memory beside the window, got "
                 f"memory={self.memory!r} and placement={self.placement!r}"
             )
         for name, default in OTHERS[self.part].items():
@@ -117,9 +117,9 @@ class RetrofitStage(RetrofitSettings):
         """
         if self.part != "tune":
             raise ValueError(f"{start} needs part='tune', got {self.part!r}")
-        if not isinstance(before, RetrofitStage) or before.part != "align":
+        if not isinstance(before, RetrofitStage) or before.part != "distill":
             raise ValueError(
-                f"{start} must be a run of part='align'; that run has "
+                f"{start} must be a run of part='distill'; that run has "
                 f"{before.memory_name}"
             )
         for name in ("memory", "options", "layers", "window", "sinks", "dtype"):
@@ -197,9 +197,9 @@ class RetrofitStage(RetrofitSettings):
         compiled: Callable[[Callable], Callable],
     ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
         """One update of all samples of a batch."""
-        if self.part == "align":
+        if self.part == "distill":
             student = cast(LanguageModel, model)
-            halves = make_align_steps(student, pretrained, self.transform())
+            halves = make_distillation_steps(student, pretrained, self.transform())
             if self.passes == 1:
                 return compiled(both(*halves))
             return keeping(*map(compiled, halves))
@@ -231,7 +231,7 @@ class RetrofitStage(RetrofitSettings):
         )
 
     def _trained(self, model, key):
-        if self.part == "align":
+        if self.part == "distill":
             fixed = freeze(model)
         else:
             fixed = add_lora(model, self.lora, key, first_layer=min(self.layers))

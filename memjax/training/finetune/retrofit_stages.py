@@ -11,7 +11,7 @@ import numpy as np
 from memjax.checks import check_sizes
 from memjax.config_io import AnyPath, read_json, to_record
 from memjax.data import load_tokens
-from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
+from memjax.evaluation.sensitivity import layer_sensitivity, most_sensitive
 from memjax.models.language_model.retrofit import attention_layers
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
@@ -52,14 +52,14 @@ class RetrofitStages(RetrofitSettings):
             window most, as `layer_sensitivity` finds on samples of the training.
         count: how many layers "auto" takes.
         choose_texts: samples that it measures on.
-        align: the first part; see `alignment.py`.
+        distill: the first part; see `distillation.py`.
         tune: the second part, with adapters.
     """
 
     layers: tuple[int, ...] | Literal["auto"] = "auto"
     count: int = 6
     choose_texts: int = 4
-    align: PartConfig = PartConfig(
+    distill: PartConfig = PartConfig(
         OptimizerConfig(learning_rate=2e-3, warmup_ratio=0.05, weight_decay=0.0),
         LoopConfig(steps=512, save_every=128),
     )
@@ -90,10 +90,10 @@ class RetrofitStages(RetrofitSettings):
         tune = RetrofitStage(**of_part("tune"), part="tune")
         if not self.has_new:
             return (("", tune),)
-        align = RetrofitStage(**of_part("align"), part="align")
+        distill = RetrofitStage(**of_part("distill"), part="distill")
         # In an order of its own, so that it does not begin with what is aligned.
         tune = dataclasses.replace(tune, seed=self.seed + 1)
-        return (("stage1", align), ("stage2", tune))
+        return (("stage1", distill), ("stage2", tune))
 
 
 def with_layers(
@@ -194,6 +194,6 @@ def _tiny() -> RetrofitStages:
         context_length=512,
         count=2,
         data=SampleConfig(batch_size=4, validation_texts=8),
-        align=shorter(default.align, 100),
+        distill=shorter(default.distill, 100),
         tune=shorter(default.tune, 300),
     )

@@ -144,7 +144,7 @@ def test_rows_are_trained_on_as_many_tokens(name, model):
     assert make is not None
     stages = make(model, sizes, tuning)
     # An alignment sees texts of the tuning.
-    aligns = lambda stage: isinstance(stage, RetrofitStage) and stage.part == "align"
+    aligns = lambda stage: isinstance(stage, RetrofitStage) and stage.part == "distill"
     tuned = [stage for _, stage in stages if not aligns(stage)]
     read = lambda s: s.loop.steps * s.data.batch_size * s.tokens_read
     assert sum(map(read, tuned)) == 16 * sizes.context
@@ -162,7 +162,7 @@ def test_a_memory_is_tuned_on_the_texts_of_a_window(model):
         assert stage.optimizer == window.optimizer and stage.data == window.data
     # Half of the texts, each as often as `PASSES`.
     assert isinstance(aligned, RetrofitStage)
-    assert aligned.part == "align" and aligned.seed == 3
+    assert aligned.part == "distill" and aligned.seed == 3
     assert aligned.loop.steps == tunings.PASSES * 3 and aligned.passes == tunings.PASSES
 
 

@@ -36,7 +36,7 @@ from memjax.nnx.tabulate import tabulate
 from memjax.training.config import LoopConfig
 from memjax.training.distributed import sharding
 from memjax.training.finetune import finetune
-from memjax.training.finetune.alignment import alignment_loss, full_outputs
+from memjax.training.finetune.distillation import distillation_loss, teacher_outputs
 from memjax.training.finetune.retrofit_stage import NEW, RetrofitStage
 from memjax.training.finetune.retrofit_stages import (
     LAYERS_FILE,
@@ -65,7 +65,7 @@ def stages(data, **changes):
         count=1,
         choose_texts=2,
         data=data,
-        align=PART,
+        distill=PART,
         tune=PART,
     )
     return dataclasses.replace(config, **changes)
@@ -80,7 +80,7 @@ def _trained(base, tmp_path_factory):
     words += f" --sinks 1 --context-length {CONTEXT} --start-texts 2 --count 1"
     words += f" --choose-texts 2 --data.source {data.source} --data.batch-size 2"
     words += f" --data.cache-dir {data.cache_dir} --backbone {backbone}"
-    for part in ("align", "tune"):
+    for part in ("distill", "tune"):
         words += f" --{part}.loop.steps 2 --{part}.loop.save-every 1"
         words += f" --{part}.loop.log-every 1 --{part}.optimizer.learning-rate 0.01"
         words += f" --{part}.optimizer.warmup-ratio 0.01"
@@ -214,7 +214,7 @@ def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
     )
     tokens = tiny.tokens(1, 2, 8)
     other = tokens.at[:, 0].add(1) % tiny.LLAMA.vocab_size
-    read = lambda tokens: full_outputs(student, teacher.config, tokens)
+    read = lambda tokens: teacher_outputs(student, teacher.config, tokens)
     one, two = read(tokens), read(other)
     # A window of 2 below; full attention in the layer itself.
     chex.assert_trees_all_equal(one["x"][0][:, 2:], two["x"][0][:, 2:])
@@ -224,7 +224,9 @@ def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
 def test_what_is_kept_of_a_sample_teaches_as_what_is_read_again():
     """Three updates with one sample read once, and read each time: the same bits."""
     stage = RetrofitStage(
-        *("deltanet", MemoryOptions(), (0,), WINDOW, 1), part="align", context_length=12
+        *("deltanet", MemoryOptions(), (0,), WINDOW, 1),
+        part="distill",
+        context_length=12,
     )
     tokens = np.asarray(tiny.tokens(1, 2, 12))
     ones = np.ones(tokens.shape, np.float32)
@@ -266,7 +268,7 @@ def tiny_loss(student, tokens):
 
     def loss(variables):
         model = nnx.merge(graph, variables)
-        return alignment_loss(model, full_outputs(model, tiny.LLAMA, tokens))
+        return distillation_loss(model, teacher_outputs(model, tiny.LLAMA, tokens))
 
     return np.asarray(jax.jit(loss)(variables))
 
@@ -308,31 +310,31 @@ def test_bad_settings(base, changes, message):
 
 def test_bad_stages(base, tmp_path):
     config = stages(base[1], layers=(0,))
-    (_, align), (_, tune) = config.stages()
+    (_, distill), (_, tune) = config.stages()
     with pytest.raises(ValueError, match="layers must be at least one, got none"):
         dataclasses.replace(tune, layers=())
-    with pytest.raises(ValueError, match="part='align' needs a memory beside"):
-        dataclasses.replace(align, memory="none")
-    with pytest.raises(ValueError, match="remat must be products with part='align'"):
-        dataclasses.replace(align, remat="all")
+    with pytest.raises(ValueError, match="part='distill' needs a memory beside"):
+        dataclasses.replace(distill, memory="none")
+    with pytest.raises(ValueError, match="remat must be products with part='distill'"):
+        dataclasses.replace(distill, remat="all")
     with pytest.raises(ValueError, match="passes must be 1 with part='tune'"):
         dataclasses.replace(tune, passes=2)
     with pytest.raises(ValueError, match="passes must be 1 with 2 hosts, got 4"):
-        align.batches([], memjax.load(base[0]).tokenizer, 256, shard_count=2)
+        distill.batches([], memjax.load(base[0]).tokenizer, 256, shard_count=2)
     decayed = dataclasses.replace(tune.optimizer, decay_vectors=True)
     with pytest.raises(ValueError, match="decay_vectors must be False"):
         dataclasses.replace(tune, optimizer=decayed)
-    other = dataclasses.replace(align, window=3)
+    other = dataclasses.replace(distill, window=3)
     with pytest.raises(ValueError, match="window=4 must be that of the start, 3"):
         tune.check_start(other, "start")
-    with pytest.raises(ValueError, match="start must be a run of part='align'"):
+    with pytest.raises(ValueError, match="start must be a run of part='distill'"):
         tune.check_start(tune, "start")
     with pytest.raises(ValueError, match="must be resolved"):
         stages(base[1]).stages()
     with pytest.raises(ValueError, match=r"count must be in \[1, 1\]"):
         with_layers(stages(base[1], count=2), base[0], tmp_path)
     # A record is read back, whatever the memory.
-    for stage in (align, dataclasses.replace(tune, memory="none", remat="all")):
+    for stage in (distill, dataclasses.replace(tune, memory="none", remat="all")):
         assert from_record(RetrofitStage, to_record(stage)) == stage
     # Without a memory there is nothing to align: the baseline is tuned alone.
     (name, alone), *others = dataclasses.replace(config, memory="none").stages()

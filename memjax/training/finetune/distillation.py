@@ -30,7 +30,7 @@ Taught = dict[str, list[Array]]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
-def make_align_steps(
+def make_distillation_steps(
     model: LanguageModel, teacher: ModelConfig, transform: optax.GradientTransformation
 ) -> tuple[Step, Step]:
     """Builds both halves of an update; jit them, donating the state.
@@ -52,11 +52,11 @@ def make_align_steps(
 
     def read(state: TrainState, batch: Batch) -> tuple[TrainState, Taught]:
         student = student_of(state.params, state.frozen)
-        return state, full_outputs(student, teacher, jnp.asarray(batch.tokens))
+        return state, teacher_outputs(student, teacher, jnp.asarray(batch.tokens))
 
     def learn(state: TrainState, taught: Taught) -> tuple[TrainState, Metrics]:
         def loss(params):
-            return alignment_loss(student_of(params, state.frozen), taught)
+            return distillation_loss(student_of(params, state.frozen), taught)
 
         gradient = jax.value_and_grad(loss, has_aux=True)
         (value, alone), gradients = gradient(state.params)
@@ -85,7 +85,7 @@ def keeping(read: Step, learn: Step) -> Step:
     return step
 
 
-def full_outputs(
+def teacher_outputs(
     model: LanguageModel, teacher: ModelConfig, tokens: Int[Array, "B T"]
 ) -> Taught:
     """What the layers with a memory read in the teacher, and their full outputs."""
@@ -94,12 +94,12 @@ def full_outputs(
     return {"x": [taught[i].x for i in layers], "y": [taught[i].y for i in layers]}
 
 
-def alignment_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar]:
+def distillation_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar]:
     """Mean over layers of the share of the full output's variance that is missed.
 
     Args:
         model: that `add_memory` made.
-        taught: what `full_outputs` has read.
+        taught: what `teacher_outputs` has read.
 
     Returns:
         Of window and memory, and of the window alone.

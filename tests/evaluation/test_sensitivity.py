@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.evaluation.layer_sensitivity import layer_sensitivity, most_sensitive
+from memjax.evaluation.sensitivity import layer_sensitivity, most_sensitive
 from memjax.mechanisms import AttentionConfig, DeltaNetConfig
 from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.windowed import limit_layer
