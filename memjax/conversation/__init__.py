@@ -1,11 +1,11 @@
-"""Conversations with a model whose memory lies in a folder and lasts.
+"""Conversations with a model that has a lasting memory in a folder.
 
     with Conversation.open("runs/mplus", "memories/book") as talk:
         talk.inject(Path("book.txt").read_text(), name="book.txt")
         print(talk.query("Who is the heroine?").text)
         print(talk.chat("And her friend?").text)
 
-Tomorrow the same folder goes on where it was.
+The same folder continues the conversation in another process.
 """
 
 from memjax.conversation.conversation import Answer as Answer

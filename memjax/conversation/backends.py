@@ -1,11 +1,11 @@
-"""To read and to answer, for every kind of model.
+"""Reading and answering, by the kind of model.
 
-A model that reads on remembers a question and its answer by reading them. M+ answers
-from a memory that stays as it is, and what was said is then injected.
+Most models remember question and answer as they read them into their state. M+ answers
+without changing its memory; question and answer are injected afterwards.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +18,24 @@ from memjax.models.generation import read_text
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.reader import MemoryReader
 
-#: A question is read so many tokens at a time, the last of them padding: one program
-#: reads questions of all lengths.
-PIECE = 64
-#: M+ reads a whole question at once, padded to a power of two, and at least to this.
-LEAST_PROMPT = 128
-#: Turns that a cache gets slots for at once: a larger one is another program.
+#: Tokens per call of a prompt, padded: one program reads prompts of all lengths.
+PROMPT_SEGMENT = 64
+#: M+ reads a prompt in one call, padded to a power of two that is at least this.
+MIN_PROMPT = 128
+#: Turns for which a cache is enlarged at once: each size is another program.
 TURNS_AHEAD = 3
-#: Tokens of a text that are read at a time.
-SEGMENT = 1024
+#: Tokens per call of a text.
+TEXT_SEGMENT = 1024
 
 
 class Decoding(NamedTuple):
-    """How an answer is drawn.
+    """Options of `generate` for an answer.
 
     Attributes:
-        max_new_tokens: most tokens of an answer.
-        key: of the draws.
-        sampling: how.
-        stop_tokens: that end an answer.
+        max_new_tokens: maximum tokens of the answer.
+        key: of the sampling.
+        sampling: temperature, top-k and top-p.
+        stop_tokens: tokens that end an answer.
         stop_when: see `generate`.
     """
 
@@ -49,7 +48,7 @@ class Decoding(NamedTuple):
 
 @runtime_checkable
 class Backend(Protocol):
-    """What a conversation does with a memory. States that are given stay usable."""
+    """Operations of a conversation on a state; they donate no state they are given."""
 
     def read(
         self,
@@ -61,9 +60,9 @@ class Backend(Protocol):
         ...
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Decoding
+        self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
-        """What `remember` needs, and an answer to a prompt."""
+        """A state for `remember`, and an answer to a prompt."""
         ...
 
     def remember(
@@ -73,30 +72,31 @@ class Backend(Protocol):
         said: Int[np.ndarray, " T"],
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
-        """The memory after a turn, and the tokens that are yet to be read.
+        """The memory after a turn, and the tokens that the next prompt begins with.
 
         Args:
             state: before the turn.
-            after: of `answer`.
+            after: result of `answer`.
             said: tokens of prompt and answer.
-            closing: what follows them.
+            closing: tokens after the answer.
         """
         ...
 
 
 def backend_of(model: Model) -> Backend:
-    """Those of a model."""
-    return InjectionBackend(model) if isinstance(model, MPlus) else StateBackend(model)
+    """The backend for a model."""
+    injects = hasattr(model, "inject")
+    return InjectionBackend(cast(MPlus, model)) if injects else StateBackend(model)
 
 
 class StateBackend:
-    """For models whose state is all that they remember."""
+    """For models that remember what they read into their state."""
 
     def __init__(self, model: Model):
         self._model = model
-        # Whole windows are quick to read.
-        window = min(model.window, SEGMENT)
-        self._segment = SEGMENT // window * window
+        # Whole windows are the fastest.
+        window = min(model.window, TEXT_SEGMENT)
+        self._segment = TEXT_SEGMENT // window * window
 
     def read(
         self,
@@ -105,27 +105,27 @@ class StateBackend:
         progress: Callable[[int], object] = lambda count: None,
     ) -> PyTree:
         """The memory after a text."""
-        # A cache gets its size at once.
+        # Enlarges the cache once.
         state, size = self._model.reserve(state, len(tokens)), self._segment
         for start in range(0, len(tokens), size):
             part = tokens[None, start : start + size]
-            # What was given stays usable; what follows is this function's own.
+            # The caller still holds the first state.
             state = read_text(self._model, state, part, segment=size, donate=start > 0)
             progress(start + part.shape[1])
         return state
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Decoding
+        self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
         """The memory after prompt and answer, and the answer."""
-        state = self._with_room(state, len(prompt) + draws.max_new_tokens)
+        state = self._with_room(state, len(prompt) + decoding.max_new_tokens)
         drawn = generate(
             self._model,
             state,
             prompt[None],
-            segment=PIECE,
-            least_segment=PIECE,
-            **draws._asdict(),
+            segment=PROMPT_SEGMENT,
+            least_segment=PROMPT_SEGMENT,
+            **decoding._asdict(),
         )
         return drawn.state, drawn.tokens[0]
 
@@ -145,7 +145,7 @@ class StateBackend:
         said: Int[np.ndarray, " T"],
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
-        """The state has read all but the closing, which the next prompt begins with."""
+        """The state after the answer; the closing is still to be read."""
         return after, list(closing)
 
 
@@ -161,11 +161,11 @@ class InjectionBackend:
         tokens: Int[np.ndarray, " T"],
         progress: Callable[[int], object] = lambda count: None,
     ) -> PyTree:
-        """The memory after a text; what fills no chunk stays in the open one."""
+        """The memory after a text; an incomplete chunk is buffered in the state."""
         size = self._model.window
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
-            # Of one length: programs are compiled by shape.
+            # Padded to one length: programs are compiled by shape.
             padded = np.zeros((1, size), np.int32)
             padded[0, : len(part)] = part
             lengths = jnp.asarray([len(part)], jnp.int32)
@@ -174,18 +174,18 @@ class InjectionBackend:
         return state
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], draws: Decoding
+        self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
     ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
-        """None, and the answer. All of the prompt but its last token chooses rows."""
+        """None, and the answer; the last token of the prompt is no retrieval query."""
         reader, count = MemoryReader(self._model, state), len(prompt) - 1
-        size = max(LEAST_PROMPT, 1 << (count - 1).bit_length())
+        size = max(MIN_PROMPT, 1 << (count - 1).bit_length())
         padded = np.zeros((1, size), np.int32)
         padded[0, :count] = prompt[:-1]
         # A power of two, as for the prompt.
-        room = 1 << draws.max_new_tokens.bit_length()
+        room = 1 << decoding.max_new_tokens.bit_length()
         lengths = jnp.asarray([count], jnp.int32)
         cache = reader.begin(state, jnp.asarray(padded), lengths, room=room)
-        drawn = generate(reader, cache, prompt[None, -1:], **draws._asdict())
+        drawn = generate(reader, cache, prompt[None, -1:], **decoding._asdict())
         return None, drawn.tokens[0]
 
     def remember(
@@ -195,7 +195,7 @@ class InjectionBackend:
         said: Int[np.ndarray, " T"],
         closing: Sequence[int],
     ) -> tuple[PyTree, list[int]]:
-        """Injects what was said, and its closing."""
+        """The memory with prompt, answer and closing injected."""
         return self.read(
             state, np.concatenate([said, np.asarray(closing, np.int32)])
         ), []

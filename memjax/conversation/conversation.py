@@ -1,4 +1,4 @@
-"""A conversation with a model, in a memory that lasts.
+"""A conversation with a model and its lasting memory.
 
 Shapes: T tokens of a text or a question.
 """
@@ -33,12 +33,12 @@ from memjax.models.language_model.config import Dtype
 
 
 class Answer(NamedTuple):
-    """What a model says.
+    """Answer of a model.
 
     Attributes:
         text: without white space around it.
-        tokens: how many were drawn.
-        ended: whether it came to its end, before its limit or an interruption.
+        tokens: how many were sampled.
+        ended: whether the model ended it, before its limit or an interruption.
     """
 
     text: str
@@ -47,20 +47,20 @@ class Answer(NamedTuple):
 
 
 class Conversation:
-    """Tells a model texts, asks it, and talks with it; what it read stays.
+    """Injects texts into a model's memory, queries it, and chats with it.
 
-    Any model of the library: one that reads on remembers by its state; to M+ and
-    MemoryLLM what is told and said is injected, and they answer from their memory.
+    Any model of the library: most read text and questions into their state; into M+
+    and MemoryLLM both are injected, and they answer from their memory.
 
     Args:
         model: the model.
-        text: its tokenizer, chat template, and how it ends a text.
-        memory: where the memory lies, which goes on if there is one; None keeps it in
-            this object alone.
+        text: its tokenizer, chat template, and the tokens that end a text.
+        memory: folder of the memory, continued if it has one; None stores it in this
+            object alone.
         name: of the model, for errors.
-        origin: what the model was made from.
-        template: whether to ask by its chat template, where it has one. Without, a
-            question is "Question: ...", and an answer one paragraph.
+        origin: source of the model; see `memjax.Loaded`.
+        template: whether to format questions by its chat template, where it has one.
+            Without, a question is "Question: ...", and an answer one paragraph.
 
     Raises:
         ValueError: without a tokenizer or with that of another model; on a chat
@@ -82,8 +82,8 @@ class Conversation:
         assert text.tokenizer is not None
         self.model, self.memory = model, memory
         self._tokenizer, self._generation = text.tokenizer, text.generation
-        self._form = choose_format(text, template)
-        self._ends = stop_tokens(text, self._form)
+        self._format = choose_format(text, template)
+        self._ends = stop_tokens(text, self._format)
         self._backend = backend_of(model)
         found = (
             memory.load(lambda folder: self._load(folder, owner)) if memory else None
@@ -101,12 +101,11 @@ class Conversation:
         dtype: Dtype | None = None,
         template: bool = True,
     ) -> "Conversation":
-        """Opens a model by its name, and its memory, which this process alone writes.
+        """Opens a model by its name, and its memory, locked for this process.
 
         Args:
-            model: folder of a run, folder of safetensors, GGUF file, or a model of the
-                hub; see `memjax.load`.
-            memory: folder; see `MemoryFolder`.
+            model: see `memjax.load`.
+            memory: see `MemoryFolder`.
             dtype: of the activations of a model without a run; None is float32.
             template: as for the class.
 
@@ -131,16 +130,16 @@ class Conversation:
         dtype: Dtype | None = None,
         template: bool = True,
     ) -> "Conversation":
-        """As `open`, to `query` alone: while another process writes there, too.
+        """Opens a memory read-only, for `query`; another process may write it.
 
         Raises:
-            ValueError: as `open`, or if no memory lies there.
+            ValueError: as `open`, or if the folder has no memory.
         """
         folder = MemoryFolder(memory)
         if folder.newest() is None:
             raise ValueError(f"memory={str(memory)!r} holds no memory")
         found = cls._opened(model, folder, dtype, template, writes=False)
-        # Nothing is written there from now on.
+        # Read-only from now on.
         found.memory = None
         return found
 
@@ -166,17 +165,17 @@ class Conversation:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """What was told and said so far."""
+        """Texts and turns so far."""
         return self.record.entries
 
     @property
     def tokens(self) -> int:
-        """How many tokens the memory has read."""
+        """Number of tokens that the memory has read."""
         return self.record.tokens
 
     @property
     def state(self) -> PyTree:
-        """The memory, as the model has it."""
+        """State of the model."""
         return self._state
 
     def inject(
@@ -186,15 +185,15 @@ class Conversation:
         name: str = "",
         progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> int:
-        """Reads a text into the memory, and saves it.
+        """Reads a text into the memory, and saves the memory.
 
         Args:
             text: of any length that the model can hold; not empty.
-            name: under which `entries` has it.
+            name: of its entry in `entries`.
             progress: called with the tokens read so far and their number.
 
         Returns:
-            How many tokens were read.
+            Number of tokens of the text.
 
         Raises:
             ValueError: on an empty text, or one that full attention has no room for.
@@ -204,10 +203,11 @@ class Conversation:
             raise ValueError(f"text must not be empty, got {name or repr(text)}")
         tokens = self._encode(text if not self.tokens else f"\n\n{text}")
         self._require_room(len(tokens), name or "the text")
-        shows = lambda done: progress(done, len(tokens))
-        state = self._backend.read(self._state, tokens, shows)
+        state = self._backend.read(
+            self._state, tokens, lambda done: progress(done, len(tokens))
+        )
         entry = Entry("text", name, len(tokens))
-        self._keep(state, (entry,), ())
+        self._commit(state, (entry,), ())
         return len(tokens)
 
     def query(
@@ -221,25 +221,25 @@ class Conversation:
         write: Callable[[str], object] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Answers from the memory, which stays as it is.
+        """Answers from the memory without changing it.
 
         Args:
             question: not empty.
-            begin: words that the answer begins with, which are read before it is drawn:
-                a model that has learned to complete sentences answers better.
-            limit: most tokens of the answer; fewer where full attention has no more
+            begin: first words of the answer: a base model, trained to complete text,
+                answers better with them.
+            limit: maximum tokens of the answer; fewer where full attention has no more
                 room.
-            sampling: how to draw; None is as the model's makers do, or else greedy.
-            seed: of the draws.
+            sampling: None is the makers' sampling, or else greedy.
+            seed: of the sampling.
             write: called with each new part of the answer.
-            interrupted: asked after each token; True ends the answer.
+            interrupted: called after each token; True ends the answer.
 
         Raises:
             ValueError: on an empty question, one that the state has no room for, or a
                 size below 1.
         """
-        options = (limit, sampling, seed, write, interrupted)
-        return self._turn(question, begin, *options)[0]
+        turn = self._turn(question, begin, limit, sampling, seed, write, interrupted)
+        return turn[0]
 
     def chat(
         self,
@@ -251,26 +251,26 @@ class Conversation:
         write: Callable[[str], object] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Answers, remembers both, and saves the memory; see `query`.
+        """Answers, adds question and answer to the memory, and saves it; see `query`.
 
-        If it raises, the conversation is where it was before.
+        If it raises, the conversation is unchanged.
         """
-        answer, before, after, said, closing = self._turn(
+        answer, after, said, closing = self._turn(
             message, "", limit, sampling, seed, write, interrupted
         )
         state, pending = self._backend.remember(self._state, after, said, closing)
-        read = len(said) - answer.tokens
-        # What is injected at once is no part of the next prompt.
-        told = answer.tokens + len(closing) - len(pending)
+        prompt = len(said) - answer.tokens
+        # An injected closing is no part of the next prompt.
+        read = answer.tokens + len(closing) - len(pending)
         entries = (
-            Entry("user", before, read),
-            Entry("assistant", answer.text, told, answer.ended),
+            Entry("user", message, prompt),
+            Entry("assistant", answer.text, read, answer.ended),
         )
-        self._keep(state, entries, pending)
+        self._commit(state, entries, pending)
         return answer
 
     def close(self) -> None:
-        """Lets other processes write the memory."""
+        """Unlocks the memory for other processes."""
         if self.memory is not None:
             self.memory.close()
 
@@ -286,25 +286,25 @@ class Conversation:
         self.close()
 
     def _turn(self, message, begin, limit, sampling, seed, write, interrupted):
-        """An answer, and what `chat` keeps of it."""
+        """The answer, the state after it, the tokens of the turn, and the closing."""
         if not message.strip():
             raise ValueError(f"the question must not be empty, got {message!r}")
         check_sizes(limit=limit)
         check_seed(seed)
-        tokenizer, form = self._tokenizer, self._form
+        tokenizer = self._tokenizer
         prompt = self._prompt(message, begin)
         self._require_room(len(prompt) + 1, "the question")
         room = self.model.remaining(self._state)
         limit = limit if room is None else min(limit, room - len(prompt))
         parts: list[str] = []
 
-        def keep(part: str) -> None:
+        def emit(part: str) -> None:
             parts.append(part)
             if write is not None:
                 write(part)
 
         if begin:
-            keep(begin)
+            emit(begin)
 
         def decode(row: np.ndarray) -> str:
             # Vocabularies are padded with tokens that no tokenizer has.
@@ -312,34 +312,34 @@ class Conversation:
             # White space before an answer is no paragraph.
             return text if begin else text.lstrip()
 
-        shows = printer(decode, form.stop, limit, self._ends, keep)
-        over = False
+        shown = printer(decode, self._format.stop, limit, self._ends, emit)
+        ended = False
 
         def stop_when(tokens: np.ndarray) -> bool:
-            nonlocal over
-            over = shows(tokens) or int(tokens[0, -1]) in self._ends
-            return over or interrupted()
+            nonlocal ended
+            ended = shown(tokens) or int(tokens[0, -1]) in self._ends
+            return ended or interrupted()
 
         key = jax.random.fold_in(jax.random.key(seed), self.tokens)
         sampling = sampling or makers_sampling(self._generation)
-        draws = Decoding(limit, key, sampling, self._ends, stop_when)
-        after, drawn = self._backend.answer(self._state, prompt, draws)
-        answer = Answer("".join(parts).rstrip(), len(drawn), over)
-        closing = closing_tokens(tokenizer, form, drawn)
-        return answer, message, after, np.concatenate([prompt, drawn]), closing
+        decoding = Decoding(limit, key, sampling, self._ends, stop_when)
+        after, drawn = self._backend.answer(self._state, prompt, decoding)
+        answer = Answer("".join(parts).rstrip(), len(drawn), ended)
+        closing = closing_tokens(tokenizer, self._format, drawn)
+        return answer, after, np.concatenate([prompt, drawn]), closing
 
     def _prompt(self, message: str, begin: str) -> Int[np.ndarray, " T"]:
         if self.record.turns:
-            prompt = self._form.next(message)
+            prompt = self._format.next(message)
         else:
-            prompt = self._form.first(message, not self.tokens)
-        # Tokens of words have the space before them.
+            prompt = self._format.first(message, not self.tokens)
+        # A word's token begins with the space before it.
         space = " " if begin and not prompt[-1:].isspace() else ""
         return self._encode(f"{prompt}{space}{begin.rstrip()}")
 
     def _encode(self, text: str) -> Int[np.ndarray, " T"]:
-        """A text's tokens, behind what is yet to be read."""
-        # Only a memory without tokens gets those that begin a text.
+        """A text's tokens, after the pending ones."""
+        # Only an empty memory gets the tokens that begin a text.
         encode = self._tokenizer.encode
         if self.tokens:
             tokens = np.concatenate(
@@ -361,15 +361,16 @@ class Conversation:
                 f"{self.tokens:,}, and full attention has room for {room:,} more"
             )
 
-    def _keep(self, state, entries, pending):
-        """Saves the memory, and goes on from it."""
+    def _commit(self, state, entries, pending):
+        """Saves the memory, and continues from it."""
         record = Record(
             self.record.owner, (*self.entries, *entries), tuple(map(int, pending))
         )
         if self.memory is not None:
             note = to_record(record)
-            write = lambda path: save_memory(path, self.model, state, note=note)
-            self.memory.save(write)
+            self.memory.save(
+                lambda path: save_memory(path, self.model, state, note=note)
+            )
         self.record, self._state = record, state
 
     def _load(self, folder, owner):

@@ -1,10 +1,10 @@
-"""A folder with the newest whole memory of a conversation.
+"""The folder of a conversation's memory.
 
-    memories/book/.lock           who writes here
+    memories/book/.lock           the process that writes
     memories/book/saved-000012/   the memory after the twelfth save
 
-A save writes the next folder under another name, puts it on the disk, renames it, and
-only then removes the one before. Whatever ends a process, one whole memory is left.
+A save writes the next folder under a temporary name, syncs it to the disk, renames it,
+and only then removes the one before. A crash at any moment leaves one complete memory.
 """
 
 import re
@@ -18,19 +18,19 @@ from memjax.buckets.bucket import is_bucket
 from memjax.training.locks.lock import LOCK_FILE, FolderLock
 
 _SAVED = re.compile(r"saved-(\d{6,})")
-# What is being written, or what a process that was killed left of it.
+# A save in progress, or the remains of one whose process was killed.
 _UNFINISHED = re.compile(r"\.saved-\d{6,}\.\d+")
 Loaded = TypeVar("Loaded")
 
 
 class MemoryFolder:
-    """Where a memory lies. Looking changes nothing on the disk.
+    """Folder with the saved memory of a conversation; created by the first save.
 
     Args:
         path: of the folder; it need not exist.
 
     Raises:
-        ValueError: if it is a file, or a folder of something else.
+        ValueError: if it is a file, or a folder with other content.
     """
 
     def __init__(self, path: Path | str):
@@ -40,8 +40,7 @@ class MemoryFolder:
         self._lock: FolderLock | None = None
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"memory must be a folder, got the file {self.path}")
-        known = lambda name: _SAVED.fullmatch(name) or _UNFINISHED.fullmatch(name)
-        others = [n for n in self._names() if n != LOCK_FILE and not known(n)]
+        others = [name for name in self._names() if not _is_own(name)]
         if others and self.newest() is None:
             raise ValueError(
                 f"memory must be a new folder or that of a memory; {self.path} holds "
@@ -49,15 +48,14 @@ class MemoryFolder:
             )
 
     def newest(self) -> Path | None:
-        """The newest whole memory; None if nothing was saved yet."""
+        """Folder of the newest save; None without one."""
         number = self._newest_number()
         return None if number is None else self._saved(number)
 
     def load(self, read: Callable[[Path], Loaded]) -> Loaded | None:
-        """What `read` makes of the newest memory; None if there is none.
+        """Result of `read` for the newest save; None without one.
 
-        Another process may save meanwhile, and remove what is being read: then the
-        one after it is read.
+        If another process replaces the save meanwhile, the new one is read.
         """
         while (folder := self.newest()) is not None:
             try:
@@ -68,20 +66,20 @@ class MemoryFolder:
         return None
 
     def lock(self) -> None:
-        """Keeps other processes from writing here, until `close`.
+        """Locks the folder for this process, until `close`.
 
         Raises:
-            LockedError: naming the process that writes here.
+            LockedError: naming the process that has locked it.
         """
         if self._lock is None:
             self._lock = FolderLock(self.path, "memory", "writes")
 
     def save(self, write: Callable[[Path], None]) -> None:
-        """Makes what `write` puts into a new folder the newest memory.
+        """Saves a memory, and removes the save before it.
 
         Args:
-            write: given a path, makes a folder there that is whole or not there at
-                all, as `save_memory` does.
+            write: writes a folder at the path that it is given, atomically, as
+                `save_memory` does.
 
         Raises:
             OSError: it could not be written; the memory before is untouched.
@@ -92,12 +90,12 @@ class MemoryFolder:
         write(self._saved(new))
         for name in self._names():
             found = _SAVED.fullmatch(name)
-            # A kill in the middle of this leaves a part of an old one: never newest.
+            # A kill here leaves part of an old save, which is never the newest.
             if found and int(found[1]) < new:
                 shutil.rmtree(self.path / name)
 
     def close(self) -> None:
-        """Lets other processes write here."""
+        """Unlocks the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -122,3 +120,10 @@ class MemoryFolder:
     def _newest_number(self) -> int | None:
         found = (_SAVED.fullmatch(name) for name in self._names())
         return max((int(match[1]) for match in found if match), default=None)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a file or folder is one that this module writes."""
+    if name == LOCK_FILE:
+        return True
+    return bool(_SAVED.fullmatch(name) or _UNFINISHED.fullmatch(name))

@@ -1,8 +1,8 @@
-"""How a question becomes a prompt: by the model's chat template, or plainly.
+"""Prompt formats: by the model's chat template, or plain.
 
-A memory has read what was said before, so that only what is new is written: the first
-question of a conversation with all that the template sets before it, later ones with
-what the template sets between an answer and the next question.
+The memory has read the conversation so far, so a prompt has new text only: before the
+first question the head of the template, before a later one the template's text between
+an answer and the next question.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from memjax.data import Tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints.text_interface import TextInterface
 
-#: Turns of a made-up conversation, by which a template's parts are told apart.
+#: Turns of a sample conversation, which mark the parts of a template.
 _ASKED, _ANSWERED = "memjax-question", "memjax-answer"
 
 
 @runtime_checkable
 class PromptFormat(Protocol):
-    """What stands around questions and answers.
+    """Text around questions and answers.
 
     Attributes:
         stop: texts that end an answer and are no part of it.
-        closing: what follows an answer that nothing has been asked after yet.
+        closing: text after an answer, before any further question.
     """
 
     @property
@@ -41,18 +41,18 @@ class PromptFormat(Protocol):
     def first(self, question: str, begins: bool = True) -> str:
         """The prompt of a conversation's first question.
 
-        `begins` says that nothing stands before it, as a text that was told.
+        `begins` is whether the memory is empty.
         """
         ...
 
     def next(self, question: str) -> str:
-        """The prompt of a later one, behind `closing`."""
+        """The prompt of a later question, after `closing`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainFormat:
-    """For a model without a template: an answer is one paragraph."""
+    """Question and answer without a template: an answer is one paragraph."""
 
     stop: tuple[str, ...] = ("\n",)
     closing: str = ""
@@ -62,12 +62,12 @@ class PlainFormat:
         return ("" if begins else "\n\n") + f"Question: {question}\nAnswer:"
 
     def next(self, question: str) -> str:
-        """The same."""
+        """The prompt of a later question."""
         return self.first(question, False)
 
 
 class ChatFormat:
-    """By a chat template of Hugging Face: Jinja, run in its sandbox.
+    """A chat template of Hugging Face: Jinja, run in its sandbox.
 
     Args:
         source: of the template.
@@ -75,7 +75,7 @@ class ChatFormat:
         eos: of the token that ends one.
 
     Raises:
-        ValueError: if the template is not sound, or leaves out what was said.
+        ValueError: if the template is not sound, or leaves out questions or answers.
     """
 
     stop = ()
@@ -95,16 +95,16 @@ class ChatFormat:
             raise ValueError("the chat template leaves out what is asked")
 
     def first(self, question: str, begins: bool = True) -> str:
-        """The prompt with what the template begins with, as a system's message."""
+        """The prompt with the head of the template, such as a system message."""
         prompt = self._render([_message("user", question)], True)
         return prompt if begins else prompt.removeprefix(self._tokens["bos_token"])
 
     def next(self, question: str) -> str:
-        """The prompt without what was said before."""
+        """The prompt without the turns before it."""
         return self._after_answer(True, question).removeprefix(self.closing)
 
     def _after_answer(self, prompts, *question):
-        """What the template writes behind an answer."""
+        """The template's text after an answer."""
         turns = [_message("user", _ASKED), _message("assistant", _ANSWERED)]
         turns += [_message("user", text) for text in question]
         _, found, after = self._render(turns, prompts).partition(_ANSWERED)
@@ -123,7 +123,7 @@ class ChatFormat:
 
 
 def choose_format(text: TextInterface, template: bool = True) -> PromptFormat:
-    """How to ask a model.
+    """The prompt format for a model.
 
     Args:
         text: of the model.
@@ -140,14 +140,14 @@ def choose_format(text: TextInterface, template: bool = True) -> PromptFormat:
     return ChatFormat(text.chat_template, name(ids.bos_id), name(ends))
 
 
-def stop_tokens(text: TextInterface, form: PromptFormat) -> tuple[int, ...]:
-    """Tokens that end an answer: the model's own, and one that begins the closing.
+def stop_tokens(text: TextInterface, prompt_format: PromptFormat) -> tuple[int, ...]:
+    """Tokens that end an answer: the model's own, and the first of the closing.
 
-    Files of chat models often name the end of a document alone.
+    The files of many chat models name the end of a document only.
     """
     tokenizer, ends = text.tokenizer, text.generation.eos_ids
-    if isinstance(tokenizer, JsonTokenizer) and form.closing:
-        first = int(tokenizer.encode(form.closing)[0])
+    if isinstance(tokenizer, JsonTokenizer) and prompt_format.closing:
+        first = int(tokenizer.encode(prompt_format.closing)[0])
         known: dict[int, Any] = tokenizer.backend.get_added_tokens_decoder()
         if first in known and known[first].special:
             return tuple(dict.fromkeys((*ends, first)))
@@ -155,10 +155,11 @@ def stop_tokens(text: TextInterface, form: PromptFormat) -> tuple[int, ...]:
 
 
 def closing_tokens(
-    tokenizer: Tokenizer, form: PromptFormat, answer: Int[np.ndarray, " T"]
+    tokenizer: Tokenizer, prompt_format: PromptFormat, answer: Int[np.ndarray, " T"]
 ) -> list[int]:
-    """What is still to be read behind the tokens of an answer."""
-    closing = tokenizer.encode(form.closing).tolist() if form.closing else []
+    """Tokens still to be read after those of an answer."""
+    text = prompt_format.closing
+    closing = tokenizer.encode(text).tolist() if text else []
     return closing[1:] if closing and closing[0] == answer[-1] else closing
 
 
@@ -174,7 +175,7 @@ def _token_text(tokenizer, index):
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """As Hugging Face's: what a template can reach is data, and stays as it is."""
+    """Hugging Face's: a template reaches data only, and cannot change it."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

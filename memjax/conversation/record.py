@@ -1,4 +1,4 @@
-"""What lies beside a memory's state: whose memory it is, and what was said."""
+"""The record of a saved memory: its model, texts and turns."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,7 @@ from memjax.config_io import from_record
 from memjax.models.base import Model
 from memjax.models.checkpoints.text_interface import TextInterface
 
-#: Numbers of each parameter that a fingerprint looks at.
+#: Numbers of each parameter in a fingerprint.
 SAMPLED = 4096
 
 
@@ -21,8 +21,8 @@ class Owner:
     """The model that a memory belongs to.
 
     Attributes:
-        name: by which it was opened.
-        origin: what it was made from; see `Loaded`.
+        name: the name it was loaded by.
+        origin: its source; see `memjax.Loaded`.
         fingerprint: of its parameters; see `fingerprint`.
         tokenizer: digest of its tokenizer.
     """
@@ -33,13 +33,14 @@ class Owner:
     tokenizer: str
 
     def require(self, other: "Owner", where: str) -> None:
-        """Raises ValueError where `other`, which was opened, is not this model."""
+        """Raises ValueError unless `other`, which was loaded, is this model."""
         both = f"{self.name!r}, and not of {other.name!r}"
         if self.fingerprint != other.fingerprint:
+            hint = "; has the model been trained further since?"
             raise ValueError(
                 f"{where} is the memory of {both}: the fingerprints of their "
                 f"parameters are {self.fingerprint[:12]} and {other.fingerprint[:12]}"
-                + ("; was it trained on?" if self.name == other.name else "")
+                + (hint if self.name == other.name else "")
             )
         if self.tokenizer != other.tokenizer:
             raise ValueError(
@@ -49,13 +50,13 @@ class Owner:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Something that was read or said.
+    """A text or a turn.
 
     Attributes:
-        role: "text" is one that was told; the others are turns.
-        text: what was said; of a told text its name alone.
-        tokens: that the memory has read of it, with what the form sets around it.
-        ended: whether an answer came to its end, before its limit or an interruption.
+        role: "text" is an injected text; the others are turns.
+        text: of the turn; of an injected text only its name.
+        tokens: number that the memory has read, with those of the prompt format.
+        ended: whether the model ended its answer, before its limit or an interruption.
     """
 
     role: Literal["text", "user", "assistant"]
@@ -66,13 +67,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """All that a memory's folder holds beside the state.
+    """Record of a saved memory, next to its state.
 
     Attributes:
         owner: the model.
-        entries: what was read and said, in order.
-        pending: tokens that stand before whatever is read next, as the end of an
-            answer that came to no end.
+        entries: texts and turns, in order.
+        pending: tokens that the next prompt or text begins with, such as the end of an
+            answer that was cut off.
     """
 
     owner: Owner
@@ -81,17 +82,17 @@ class Record:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the memory has read."""
+        """Number of tokens that the memory has read."""
         return sum(entry.tokens for entry in self.entries)
 
     @property
     def turns(self) -> int:
-        """How many answers were given."""
+        """Number of answers."""
         return sum(entry.role == "assistant" for entry in self.entries)
 
 
 def parse_record(note: Any, where: str, vocab_size: int) -> Record:
-    """The record that a folder holds; it is not trusted.
+    """The record in a folder, which is not trusted.
 
     Raises:
         ValueError: naming the field that is missing, unknown or of another type.
@@ -106,7 +107,7 @@ def parse_record(note: Any, where: str, vocab_size: int) -> Record:
 
 
 def owner_of(model: Model, text: TextInterface, name: str, origin: str) -> Owner:
-    """How a memory of this model names it.
+    """The `Owner` of a memory of this model.
 
     Raises:
         ValueError: without a tokenizer, or if it is that of another model.
@@ -126,10 +127,10 @@ def owner_of(model: Model, text: TextInterface, name: str, origin: str) -> Owner
 
 
 def fingerprint(model: Model) -> str:
-    """The sha256 of names, types, shapes and some numbers of all parameters.
+    """The sha256 of names, types, shapes and evenly spaced numbers of all parameters.
 
-    Evenly spaced numbers: training changes most of them, and a model of 16 GB is not
-    read whole for every question.
+    Training changes most numbers, so that a sample is enough: a model of 16 GB is not
+    read in full for each question.
     """
     found = hashlib.sha256()
     variables = nnx.to_pure_dict(nnx.state(model))

@@ -1,10 +1,10 @@
-"""The text of an answer, part by part while its tokens are drawn."""
+"""Streaming of an answer's text while its tokens are sampled."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# What a tokenizer decodes bytes to that are no whole character yet.
+# The decoded text of an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -15,17 +15,17 @@ def printer(
     ends: Sequence[int],
     write: Callable[[str], object],
 ) -> Callable[[np.ndarray], bool]:
-    """`stop_when` of `generate` that writes what is new, up to a stop text.
+    """A `stop_when` for `generate` that writes the new text, up to a stop text.
 
     Args:
         decode: of the tokenizer.
         stop: texts that end the output.
-        limit: tokens of the whole output: behind the last, nothing is kept back.
+        limit: maximum tokens of the output; after the last, no text is held back.
         ends: tokens that end a text, which have no text of their own.
         write: called with each new part.
     """
     shown = 0
-    # What may be the beginning of a stop text waits for what follows.
+    # A possible beginning of a stop text is held back.
     behind = max(map(len, stop), default=1) - 1
 
     def stop_when(tokens: np.ndarray) -> bool:

@@ -1,4 +1,4 @@
-"""What is told and said stays: in the state, in the folder, and for another process."""
+"""Texts and turns are in the state, in the folder, and for another process."""
 
 import os
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from memjax.conversation import Conversation, MemoryFolder, conversation
+from memjax.conversation.backends import StateBackend
 from memjax.conversation.record import fingerprint
 from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import ByteTokenizer
@@ -79,8 +80,8 @@ def same_bits(found, expected):
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_a_conversation_goes_on_tomorrow(name, tmp_path):
-    """As one that was never closed, bit by bit; and a second turn compiles nothing."""
+def test_a_reopened_conversation_equals_one_never_closed(name, tmp_path):
+    """Bit for bit, and a second turn compiles nothing."""
     model = MODELS[name]()
     options: Any = dict(limit=6, sampling=DRAWN)
     here = Conversation(model, TEXT)
@@ -105,8 +106,8 @@ def test_a_conversation_goes_on_tomorrow(name, tmp_path):
     same_bits(again.state, here.state)
 
 
-def test_later_turns_compile_nothing_either():
-    """No cache grows between the first turns, though nothing was told before them."""
+def test_longer_turns_compile_nothing():
+    """The cache of an empty memory is enlarged for several turns."""
     talk = Conversation(llama(), TEXT)
     talk.chat("Hello?", limit=100)
     with Compiled() as compiled:
@@ -115,7 +116,7 @@ def test_later_turns_compile_nothing_either():
     assert compiled.count == 0
 
 
-def test_the_state_has_read_all_that_was_said():
+def test_state_after_a_turn_has_read_prompt_and_answer():
     model = llama()
     talk = Conversation(model, TEXT)
     talk.inject("Told.")
@@ -129,8 +130,23 @@ def test_the_state_has_read_all_that_was_said():
     assert int(read.state[0].length[0]) == int(talk.state[0].length[0]) == talk.tokens
 
 
-def test_what_is_injected_is_read_by_the_next_answer():
-    """M+ answers from a memory that an answer leaves as it is."""
+def test_random_numbers_depend_on_seed_and_position(monkeypatch):
+    talk, keys = Conversation(llama(), TEXT), []
+
+    def answer(_, state, prompt, decoding):
+        keys.append(jax.random.key_data(decoding.key).tolist())
+        return state, prompt[:1]
+
+    monkeypatch.setattr(StateBackend, "answer", answer)
+    monkeypatch.setattr(StateBackend, "read", lambda _, state, *rest: state)
+    for seed in (0, 0, 1):
+        talk.query("Who?", seed=seed)
+    talk.inject("Told.")
+    talk.query("Who?")
+    assert keys[0] == keys[1] and len({*map(tuple, keys)}) == 3
+
+
+def test_mplus_injects_a_turn_after_its_answer():
     model = MODELS["mplus"]()
     talk = Conversation(model, TEXT)
     talk.inject("x" * 40)
@@ -144,7 +160,7 @@ def test_what_is_injected_is_read_by_the_next_answer():
     assert chunks * MEMORY.chunk_size + int(talk.state.length[0]) == talk.tokens
 
 
-def test_an_answer_that_was_broken_off_is_closed_before_the_next_prompt():
+def test_interrupted_answer_is_closed_before_the_next_prompt():
     source = (
         "{% for m in messages %}{{ m.role[0] + m.content + '|' }}{% endfor %}"
         "{% if add_generation_prompt %}a{% endif %}"
@@ -162,13 +178,10 @@ def test_an_answer_that_was_broken_off_is_closed_before_the_next_prompt():
     assert talk.entries[-1].tokens == len("|\n\nText") and not talk.record.pending
 
 
-def test_an_answer_may_be_begun():
-    """What it begins with is read with the question, behind a space."""
+def test_answer_begins_with_given_words():
     talk, parts = Conversation(llama(), TEXT), []
-    assert (
-        talk._prompt("Who?", "She ").tobytes()
-        == talk._encode("Question: Who?\nAnswer: She").tobytes()
-    )
+    expected = talk._encode("Question: Who?\nAnswer: She")
+    assert talk._prompt("Who?", "She ").tolist() == expected.tolist()
     answer = talk.query(
         "Who?", begin="She", limit=2, sampling=DRAWN, write=parts.append
     )
@@ -176,7 +189,7 @@ def test_an_answer_may_be_begun():
     assert answer.tokens == 2 and talk.tokens == 0
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
+def test_refused_input_changes_nothing():
     talk = Conversation(llama(64), TEXT)
     talk.inject("x" * 30)
     before, entries = talk.state, talk.entries
@@ -194,7 +207,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     assert talk.chat("Hi?").tokens == 64 - 30 - len("\n\nQuestion: Hi?\nAnswer:")
 
 
-def test_a_memory_of_another_model_is_refused_by_name(tmp_path):
+def test_memory_of_another_model_is_refused_by_name(tmp_path):
     model, folder = llama(), MemoryFolder(tmp_path / "memory")
     Conversation(model, TEXT, folder, name="one").inject("Told.")
     other = tiny.drawn(llama)
@@ -211,7 +224,7 @@ def test_a_memory_of_another_model_is_refused_by_name(tmp_path):
     assert fingerprint(model) == fingerprint(llama()) != fingerprint(other)
 
 
-def test_a_turn_that_cannot_be_saved_changes_nothing(tmp_path, monkeypatch):
+def test_turn_that_cannot_be_saved_changes_nothing(tmp_path, monkeypatch):
     folder = MemoryFolder(tmp_path / "memory")
     talk = Conversation(llama(), TEXT, folder)
     talk.inject("Told.")

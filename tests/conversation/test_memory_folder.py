@@ -1,4 +1,4 @@
-"""A memory's folder holds one whole memory, whatever ends its writer."""
+"""A crash of the writer at any moment leaves one complete memory."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ def killed_at(folder: Path, moment: int) -> bool:
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_a_whole_memory(tmp_path):
+def test_kill_at_any_moment_leaves_a_complete_memory(tmp_path):
     found = []
     for moment in range(0, 200, 2):
         folder = tmp_path / str(moment)
@@ -83,7 +83,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_memory(tmp_path):
     assert found == sorted(found) and set(found) == {1, 2} and 8 < len(found) < 100
 
 
-def test_a_second_writer_is_refused_by_name(tmp_path):
+def test_second_writer_is_refused_by_name(tmp_path):
     with MemoryFolder(tmp_path / "memory") as memory:
         save(memory, 1)
         program = (
@@ -91,18 +91,18 @@ def test_a_second_writer_is_refused_by_name(tmp_path):
             "try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
             "except BlockingIOError: sys.exit(3)"
         )
-        claim = str(tmp_path / "memory" / ".lock")
-        assert subprocess.run([sys.executable, "-c", program, claim]).returncode == 3
+        lock = str(tmp_path / "memory" / ".lock")
+        assert subprocess.run([sys.executable, "-c", program, lock]).returncode == 3
         message = f"process {os.getpid()} on {socket.gethostname()} writes there"
         with pytest.raises(LockedError, match=message):
             save(MemoryFolder(tmp_path / "memory"), 2)
-        # Reading needs no claim.
+        # Reading needs no lock.
         assert turn_of(tmp_path / "memory") == 1
     save(MemoryFolder(tmp_path / "memory"), 2)
     assert turn_of(tmp_path / "memory") == 2
 
 
-def test_what_is_no_memory_is_refused(tmp_path):
+def test_folder_with_other_content_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds 'notes.txt' and no memory"):
         MemoryFolder(tmp_path)
@@ -111,7 +111,7 @@ def test_what_is_no_memory_is_refused(tmp_path):
             MemoryFolder(file)
 
 
-def test_a_reader_finds_the_memory_that_replaced_the_one_it_read(tmp_path):
+def test_reader_continues_with_a_save_that_replaced_its_own(tmp_path):
     memory, seen = MemoryFolder(tmp_path / "memory"), []
     assert memory.load(read_note) is None
     save(memory, 1)
@@ -127,7 +127,7 @@ def test_a_reader_finds_the_memory_that_replaced_the_one_it_read(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zero", "cut", "flipped"])
-def test_a_damaged_record_is_refused_in_one_line(tmp_path, kind):
+def test_damaged_record_is_refused_in_one_line(tmp_path, kind):
     memory = MemoryFolder(tmp_path / "memory")
     save(memory, 1)
     folder = memory.newest()
@@ -147,7 +147,7 @@ def test_a_damaged_record_is_refused_in_one_line(tmp_path, kind):
     assert "\n" not in str(refused.value)
 
 
-def test_a_failed_save_leaves_the_memory_before(tmp_path, monkeypatch):
+def test_failed_save_leaves_the_memory_before(tmp_path, monkeypatch):
     memory = MemoryFolder(tmp_path / "memory")
     save(memory, 1)
 

@@ -1,4 +1,4 @@
-"""How questions become prompts, by chat templates and without."""
+"""Prompts by chat templates and without."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}
 {% endfor %}"""
 
 
-def test_a_later_prompt_is_what_follows_the_answer_before():
+def test_later_prompt_follows_the_answer_before():
     form = ChatFormat(CHATML)
     head = "<|im_start|>system\nBe brief.<|im_end|>\n"
     turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -37,7 +37,7 @@ def test_a_later_prompt_is_what_follows_the_answer_before():
     assert form.next("Hi") == turn
 
 
-def test_a_prompt_behind_a_text_begins_no_text():
+def test_prompt_after_a_text_has_no_bos_token():
     form = ChatFormat(MISTRAL, bos="<s>", eos="</s>")
     assert form.first("Hi").startswith("<s>[INST] Hi")
     assert form.first("Hi", begins=False).startswith("[INST] Hi")
@@ -66,12 +66,12 @@ def test_without_a_template_an_answer_is_a_paragraph():
         ("{{ messages.append(1) }}", "template cannot be used: "),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused(source, message):
+def test_unusable_template_is_refused(source, message):
     with pytest.raises(ValueError, match=message):
         ChatFormat(source)
 
 
-def test_an_answer_ends_where_the_template_ends_it():
+def test_answer_ends_with_the_turn_token_of_the_template():
     """Though the model's files name another token that ends a text."""
     source = "{% for m in messages %}{{ m.content + '<end>b' }}{% endfor %}"
     text = TextInterface(

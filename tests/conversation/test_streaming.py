@@ -1,4 +1,4 @@
-"""What is printed of a text while it is drawn."""
+"""Text of an answer, part by part."""
 
 import numpy as np
 import pytest
