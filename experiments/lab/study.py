@@ -21,8 +21,8 @@ from experiments.lab.results import show
 from memjax.training import Outcome
 from memjax.training.checkpoints.checksums import write_atomically
 
-#: In the folder of a training: the time it took so far.
-SPENT = "spent.json"
+#: In the folder of a training its cost so far, in that of a run its numbers.
+SPENT, SCORE = "spent.json", "score.json"
 
 
 def digest(record: Any) -> str:
@@ -131,7 +131,7 @@ def choose_rate(
         settings: of the trials; a choice that was made with others is made again.
 
     Returns:
-        `rate`, and with several rates the `settings`, `rates` and `validation_nats`.
+        `rate`, and with several rates the `settings`, `rates` and `validation` losses.
     """
     if len(rates) == 1:
         return {"rate": rates[0]}
@@ -145,7 +145,7 @@ def choose_rate(
         losses.append(validation_loss(rate))
         print(f"{file.stem}, rate {rate:g}: {losses[-1]:.4f} in validation", flush=True)
     best = min(range(len(losses)), key=lambda i: (math.isnan(losses[i]), losses[i]))
-    found = asked | {"validation_nats": losses, "rate": rates[best]}
+    found = asked | {"validation": losses, "rate": rates[best]}
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(found, indent=1) + "\n")
     return found
@@ -196,9 +196,8 @@ def run_all(
     found, is_reported = [], False
     for row in rows:
         for seed in seeds:
-            place = row.replace(" ", "_").replace("/", "_")
-            folder = run_dir / place / f"seed{seed}"
-            file = folder / "score.json"
+            folder = run_folder(run_dir, row, seed)
+            file = folder / SCORE
             is_reported = not file.is_file()
             if is_reported:
                 print(f"{row}, seed {seed}", flush=True)
@@ -210,6 +209,34 @@ def run_all(
     if not is_reported:
         report(found)
     return found
+
+
+def run_folder(run_dir: Path, row: str, seed: int) -> Path:
+    """The folder of one run of `run_all`."""
+    return run_dir / row.replace(" ", "_").replace("/", "_") / f"seed{seed}"
+
+
+def plan(
+    rows: Sequence[str],
+    seeds: Sequence[int],
+    run_dir: Path,
+    minutes: Callable[[str], Mapping[str, float]],
+) -> None:
+    """Prints the runs that `run_all` would do, and their cost.
+
+    Args:
+        rows: names.
+        seeds: of each row.
+        run_dir: as `run_all`.
+        minutes: row -> minutes of each part of a run.
+    """
+    runs = {
+        f"{row}, seed {seed}": minutes(row)
+        for row in rows
+        for seed in seeds
+        if not (run_folder(run_dir, row, seed) / SCORE).is_file()
+    }
+    show_plan(runs, len(rows) * len(seeds) - len(runs))
 
 
 def show_plan(minutes: Mapping[str, Mapping[str, float]], done: int) -> None:

@@ -2,33 +2,34 @@
 
     python -m experiments.memories.needles --preset 125m
 
-S-NIAH-PK, -N and -W (RULER): a sentence with a number or a UUID, hidden in noise or in
-an essay, is queried at the end. The paper tests language models; here models are
-trained on the tasks themselves, on short texts, and tested at 1, 2 and 4 times their
-length on essays not seen before. An answer counts where greedy decoding gives it whole;
-`tokens` says how many of its tokens are right, each given those before it. All models
-have equal parameters and see equal examples in equal order.
+Rows: the models of the paper's table, and Lattice. Columns: whole answers to S-NIAH-PK,
+-N and -W (RULER) at 1, 2 and 4 times the length of the training texts: a sentence with
+a number or a UUID, hidden in noise or in an essay, is queried at the end. The paper
+tests language models; here models are trained on the tasks themselves, and tested on
+essays not seen before. `tokens` is the share of right tokens, each given those before.
 
-No model that a CPU trains in minutes has found a needle: there are no results yet.
+There are no results yet: no model that a CPU trains in minutes has found a needle.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
+from flax import nnx
 
-from experiments.lab.results import RESULTS
-from experiments.memories import cases as study
-from experiments.memories import seed_report
-from experiments.memories import small_models as comparison
-from experiments.memories.cases import Case
+from experiments.lab import study
+from experiments.lab.intervals import summarise_seeds
+from experiments.lab.results import RESULTS, settings, write_report
+from experiments.memories import small_models
 from experiments.memories.mqar import BASE, TEST, accuracy
 from experiments.memories.recall import MODELS
 from experiments.memories.small_models import Scale
+from memjax.checks import check_sizes
+from memjax.config_io import to_record
 from memjax.data import (
     NEEDLE_TASKS,
     Split,
@@ -37,52 +38,62 @@ from memjax.data import (
     open_documents,
 )
 from memjax.data.batches.batch import Batch
+from memjax.models import LanguageModel, ModelConfig
+from memjax.training import loop
 from memjax.training import pretrain as run
+from memjax.training.distributed import sharding
 
 #: Of the recurrent models, those in Trellis's Table 3, and Lattice.
 NAMES = ("Transformer++", "TTT", "Mamba2", BASE, "Gated DeltaNet", "Trellis", "Lattice")
+#: Lengths of the tests over that of the training texts.
 TIMES = (1, 2, 4)
+#: Texts as long as models learn to copy in, as many of each task.
+SCALES = {
+    "cpu": Scale(2, 64, 2, 32, 256, 256 * 6, 200, 5e-3),
+    "125m": Scale(12, 768, 12, 64, 1024, 1024 * 510, 4578, 3e-3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(comparison.Config):
-    """See `comparison.Config`.
+class Config(study.SeedsConfig):
+    """See `study.SeedsConfig`.
 
     Attributes:
+        preset: size of the models.
+        steps: updates of each; 0 is the preset's.
         source: documents whose prose the needles are hidden in.
         tokenizer: "bytes", "bpe4k", or a tokenizers JSON.
         test_rows: examples of each test.
     """
 
+    preset: Literal["cpu", "125m"] = "cpu"
+    steps: int = 0
     source: str = "embedded"
     tokenizer: str = "bpe4k"
     test_rows: int = 48
     run_dir: Path = Path("runs/needles")
-    output: Path = RESULTS / "memories" / "needles"
+    output: Path = RESULTS / "memories" / "needles_from_scratch"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.test_rows < 1:
-            raise ValueError(f"test_rows must be at least 1, got {self.test_rows}")
+        check_sizes(test_rows=self.test_rows)
 
     @property
     def scale(self) -> Scale:
-        """The preset, on sequences short enough to repeat."""
-        scale = super().scale
-        length = 256 if self.preset == "cpu" else 1024
-        rows = max(len(NEEDLE_TASKS), scale.tokens_per_update // length // 3 * 3)
-        return scale._replace(context_length=length, tokens_per_update=length * rows)
+        """The preset with the steps of the options."""
+        scale = SCALES[self.preset]
+        return scale._replace(steps=self.steps or scale.steps)
 
 
 class Generated:
-    """Batches made from their step: an iterator whose position is that step."""
+    """Training batches made from their step, which is the iterator's position."""
 
-    def __init__(self, make: Callable[[int], Batch]):
-        self._make, self._step = make, 0
+    def __init__(self, config: Config, seed: int):
+        self._config, self._seed, self._step = config, seed, 0
 
     def __next__(self) -> Batch:
         self._step += 1
-        return self._make(self._step - 1)
+        return _batch(self._config, self._seed, self._step - 1)
 
     def get_state(self) -> dict[str, int]:
         """The step."""
@@ -93,87 +104,88 @@ class Generated:
         self._step = state["step"]
 
 
-def cases(config: Config) -> list[Case]:
-    """The models, with equal parameters."""
-    scale = config.scale
-    vocab_size = load_tokenizer(config.tokenizer).vocab_size
-    length = scale.context_length
-    models = {
-        name: comparison.base_model(scale, vocab_size, MODELS[name], length)
+def models(config: Config) -> dict[str, ModelConfig]:
+    """The rows, with equal parameters."""
+    scale, size = config.scale, load_tokenizer(config.tokenizer).vocab_size
+    made = {
+        name: small_models.base_model(scale, size, MODELS[name], scale.context_length)
         for name in NAMES
     }
-    equal = comparison.equal_parameters(models, scale)
-    return [Case(name, model) for name, model in equal.items()]
-
-
-def settings(config: Config, case: Case, seed: int) -> run.RunConfig:
-    """The run of one model; its sequences are made from the prose of `source`."""
-    return comparison.run_config(
-        *(config.scale, case.model, seed),
-        source=config.source,
-        tokenizer=config.tokenizer,
-    )
-
-
-def measure(
-    config: Config, case: Case, settings: run.RunConfig, folder: Path
-) -> dict[str, Any]:
-    """Trains, then answers the tests."""
-    data = Generated(functools.partial(_needles, config, settings.seed))
-    model, seconds = comparison.train(settings, data, folder)
-    scores = [fields | accuracy(model, tests) for fields, tests in _tests(config)]
-    return {"scores": scores, "seconds": seconds}
+    return small_models.equal_parameters(made, scale)
 
 
 def main(config: Config) -> None:
-    """Trains what is not trained yet, prints and writes the results."""
-    rows = study.run_all(
-        config,
-        cases(config),
-        functools.partial(settings, config),
-        functools.partial(measure, config),
-        functools.partial(report, config),
+    """Trains the missing rows, and writes the results."""
+    made = models(config)
+    names = study.selected(config.only, NAMES)
+    if config.plan:
+        study.plan(names, config.seeds, config.run_dir, lambda name: {})
+        return
+
+    def run_of(name: str, seed: int) -> run.RunConfig:
+        return small_models.run_config(
+            config.scale,
+            made[name],
+            seed,
+            source=config.source,
+            tokenizer=config.tokenizer,
+        )
+
+    def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
+        began = time.monotonic()
+        model = _train(config, run_of(name, seed), folder)
+        scores = [fields | accuracy(model, tests) for fields, tests in _tests(config)]
+        return {"scores": scores, "seconds": time.monotonic() - began}
+
+    study.run_all(
+        names,
+        config.seeds,
+        measure,
+        run_dir=config.run_dir,
+        identity=lambda name, seed: [to_record(run_of(name, seed)), config.test_rows],
+        report=lambda rows: report(config, rows),
     )
-    for title, summary in summaries(rows).items():
-        seed_report.show(title, summary, BASE, columns=("length", "name"))
 
 
-def summaries(rows: list[dict]) -> dict[str, list[dict]]:
-    """Means of each test by the length of its texts."""
+def report(config: Config, rows: list[dict[str, Any]]) -> None:
+    """Writes whole answers and right tokens of each task, by length of the text."""
     flat = [
         {key: row[key] for key in ("name", "seed")} | score
         for row in rows
         for score in row["scores"]
     ]
-    found = {}
-    for task in NEEDLE_TASKS:
-        part = [row for row in flat if row["task"] == task]
-        found[task] = seed_report.summarise(part, "accuracy", BASE, "length")
-        found[f"{task}, tokens"] = seed_report.summarise(part, "tokens", BASE, "length")
-    return found
+    found = {
+        task + suffix: summarise_seeds(
+            [row for row in flat if row["task"] == task], metric, BASE, "length"
+        )
+        for task in NEEDLE_TASKS
+        for metric, suffix in (("accuracy", ""), ("tokens", ", tokens"))
+    }
+    question = "which memories find a needle in a haystack?"
+    results = {"scale": config.scale._asdict(), "accuracy": found, "rows": rows}
+    write_report(config.output, question, settings(config), results)
 
 
-def report(config: Config, rows: list[dict]) -> None:
-    """Writes what there is."""
-    result = seed_report.write(
-        config,
-        "which memories find a needle in a haystack?",
-        rows,
-        scale=config.scale._asdict(),
-        accuracy=summaries(rows),
+def _train(config: Config, settings: run.RunConfig, folder: Path) -> LanguageModel:
+    """The trained model; continues from the checkpoints of the folder."""
+    state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
+    state, outcome = loop.train(
+        step,
+        state,
+        Generated(config, settings.seed),
+        settings.loop,
+        folder,
+        config_record=to_record(settings),
+        tokens_per_step=settings.data.batch_size * settings.data.context_length,
     )
-    plot(result, Path(f"{config.output}.png"))
-
-
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draws answers against the length of the texts."""
-    labels = ("tokens of the test", "accuracy")
-    seed_report.plot_lines(result, path, result["accuracy"], "length", labels)
+    if outcome.reason != "finished":
+        raise SystemExit(outcome.exit_code)
+    return nnx.merge(small_models.structure(settings.model), state.params)
 
 
 # All models are trained on the same batches; those of three seeds fit.
 @functools.lru_cache(maxsize=2048)
-def _needles(config: Config, seed: int, step: int) -> Batch:
+def _batch(config: Config, seed: int, step: int) -> Batch:
     """As many sequences of each task, from the essays for training.
 
     All of the text counts, as for a language model: much of it repeats, and copying
@@ -202,7 +214,11 @@ def _tests(config: Config) -> list[tuple[dict, list[Batch]]]:
             rows = min(config.test_rows, 16 // times)
             batches = [
                 needle_batch(
-                    *([TEST, i, times, part], rows, task, length, tokenizer),
+                    [TEST, i, times, part],
+                    rows,
+                    task,
+                    length,
+                    tokenizer,
                     essay=essay,
                     start="random",
                 )
@@ -221,4 +237,4 @@ def _essay(source: str, split: Split) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(tyro.cli(Config, description=__doc__))

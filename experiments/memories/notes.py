@@ -29,9 +29,8 @@ import tyro
 from flax import nnx
 
 from experiments.lab.results import settings, write_report
-from experiments.memories import mqar, notes_report, on_device
+from experiments.memories import mqar, notes_report, on_device, small_models
 from experiments.memories import notes_task as notes
-from experiments.memories import small_models as comparison
 from experiments.memories.recall import MODELS
 from experiments.memories.small_models import Scale
 from memjax.checks import check_sizes, require_known
@@ -119,7 +118,7 @@ def models(config: Config) -> dict[str, ModelConfig]:
     """The window and the memories, with equal parameters and equal states."""
     task = mqar.SMALL._replace(vocab_size=notes.VOCAB_SIZE)
     made = {name: mqar.model(task, MODELS[name]) for name in (WINDOW, *config.models)}
-    return comparison.equal_parameters(made, task.scale)
+    return small_models.equal_parameters(made, task.scale)
 
 
 def _answers(
@@ -151,7 +150,7 @@ def train(config: Config, model: ModelConfig, seed: int) -> tuple[LanguageModel,
     trained, total = None, 0.0
     for scale, updates, warmup in zip(STAGES, config.updates, WARMUPS, strict=True):
         scale = scale._replace(steps=updates)
-        run = comparison.run_config(scale, model, seed, warmup=warmup)
+        run = small_models.run_config(scale, model, seed, warmup=warmup)
         trained, seconds = on_device.train(run, _drawing(scale), trained)
         total += seconds
     assert trained is not None  # There are two stages.

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from experiments.lab.results import figure
 from experiments.memories import notes_task as notes
-from experiments.memories import small_models as comparison
+from experiments.memories import small_models
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
 from memjax.evaluation.statistics import interval, paired, standard_error
 from memjax.models import ModelConfig
@@ -46,7 +46,7 @@ def report(
     """Scores of all, differences of each memory from the best baseline, a sample."""
     window, *memories = found
     # The largest of the states, in favour of the text.
-    budget = max(comparison.state_bytes(x.model) for x in found)
+    budget = max(small_models.state_bytes(x.model) for x in found)
     shares = {x.name: _shares(x, tests) for x in found}
     baselines = {window.name: shares[window.name]} | {
         name: {
@@ -108,8 +108,8 @@ def _kept(kept: np.ndarray) -> np.ndarray:
 
 def _sizes(found: Answered) -> dict[str, Any]:
     return {
-        "state_bytes": comparison.state_bytes(found.model),
-        "parameters": comparison.parameters(found.model),
+        "state_bytes": small_models.state_bytes(found.model),
+        "parameters": small_models.parameters(found.model),
         "seconds": [run["seconds"] for run in found.runs],
     }
 

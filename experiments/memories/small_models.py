@@ -1,34 +1,24 @@
-"""What the comparisons share: sizes, equal parameters and states, training.
+"""Small models of equal parameters and equal state, that differ in one mechanism.
 
-A comparison trains models that differ in one thing. They have equal parameters (the
-width of the feed-forward layers makes up for what a mechanism has more or less), states
-of as many bytes as their sizes allow, and see equal tokens in equal order with equal
-seeds. `study` runs them.
+The width of the feed-forward layers makes up for the parameters of a mechanism; the
+size of its memory is the one whose state comes nearest to the bytes given.
 """
 
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from experiments.lab.measure import tree_bytes
-from experiments.lab.results import RESULTS
-from memjax.config_io import to_record
 from memjax.mechanisms import AttentionConfig, MechanismConfig
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import ModelConfig
 from memjax.models.language_model.presets import Size
-from memjax.training import LoopConfig, OptimizerConfig, loop
+from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
-from memjax.training.config import DataIterator
-from memjax.training.distributed import sharding
-
-Preset = Literal["cpu", "125m", "170m", "350m", "780m"]
 
 
 class Scale(NamedTuple):
@@ -42,54 +32,6 @@ class Scale(NamedTuple):
     tokens_per_update: int
     steps: int
     learning_rate: float
-
-
-def _paper(layers, model_dim, heads, learning_rate, billions) -> Scale:
-    """Trellis, Table 5; half a million tokens an update, as both papers train."""
-    steps = round(billions * 1e9 / 2**19)
-    return Scale(layers, model_dim, heads, 64, 2048, 2**19, steps, learning_rate)
-
-
-SCALES: dict[Preset, Scale] = {
-    "cpu": Scale(2, 64, 2, 32, 256, 2048, 200, 5e-3),
-    "125m": _paper(12, 768, 12, 3e-3, 2.4),
-    "170m": _paper(12, 768, 16, 3e-3, 15),
-    "350m": _paper(24, 1024, 16, 1.5e-3, 15),
-    "780m": _paper(24, 1536, 16, 1.25e-3, 30),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What every comparison takes.
-
-    Attributes:
-        preset: "cpu" takes minutes on two cores; the others are the papers' sizes.
-        seeds: of parameters and data order; at least 2, and 3 to claim a difference.
-        steps: updates of each model; 0 is the preset's.
-        only: names of the models to run; none is all.
-        run_dir: where runs and their scores are kept.
-        output: where .json and .png go, without the ending.
-    """
-
-    preset: Preset = "cpu"
-    seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 0
-    only: tuple[str, ...] = ()
-    run_dir: Path = Path("runs/comparison")
-    output: Path = RESULTS / "memories" / "comparison"
-
-    def __post_init__(self):
-        if len(set(self.seeds)) < max(2, len(self.seeds)):
-            raise ValueError(f"seeds must be 2 or more, all distinct, got {self.seeds}")
-        if self.steps < 0:
-            raise ValueError(f"steps must be >= 0, got {self.steps}")
-
-    @property
-    def scale(self) -> Scale:
-        """The preset, with the steps of the options."""
-        scale = SCALES[self.preset]
-        return scale._replace(steps=self.steps or scale.steps)
 
 
 def base_model(
@@ -225,30 +167,6 @@ def run_config(
         loop=LoopConfig(steps=scale.steps, save_every=1000, log_every=often, keep=1),
         seed=seed,
     )
-
-
-def train(
-    settings: run.RunConfig, data: DataIterator, folder: Path
-) -> tuple[LanguageModel, float]:
-    """The trained model and the seconds that it took; goes on with what folder holds.
-
-    Seeds of one model share their compilation, and those who score it share theirs.
-    """
-    began = time.monotonic()
-    state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
-    state, outcome = loop.train(
-        step,
-        state,
-        data,
-        settings.loop,
-        folder,
-        config_record=to_record(settings),
-        tokens_per_step=settings.data.batch_size * settings.data.context_length,
-    )
-    if outcome.reason != "finished":
-        raise SystemExit(outcome.exit_code)
-    model = nnx.merge(structure(settings.model), state.params)
-    return model, time.monotonic() - began
 
 
 @functools.lru_cache(maxsize=8)

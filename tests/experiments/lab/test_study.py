@@ -1,0 +1,92 @@
+"""The protocol of studies: stored runs, chosen rates, differences by seed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from experiments.lab import study
+from experiments.lab.intervals import summarise_seeds
+from memjax.training.config import Outcome
+
+
+def test_a_value_is_measured_once_and_bound_to_its_settings(tmp_path):
+    file = tmp_path / "a" / "part.json"
+    assert study.once(file, lambda: {"x": 1}, ("b", 2)) == {"x": 1}
+    assert study.once(file, lambda: {"x": 2}, ("b", 2)) == {"x": 1}
+    with pytest.raises(ValueError, match="part.json holds the result of other set"):
+        study.once(file, lambda: {"x": 2}, ("b", 3))
+
+
+def test_the_rate_with_the_lowest_validation_loss_is_taken_and_stored(tmp_path):
+    tried, losses = [], iter([math.nan, 2.0, 1.0, 3.0])
+
+    def loss(rate):
+        tried.append(rate)
+        return next(losses)
+
+    def choose(*rates, **settings):
+        return study.choose_rate(rates, loss, tmp_path / "a" / "rate.json", settings)
+
+    assert choose(1e-2, 1e-3, 1e-4, updates=2)["rate"] == 1e-4
+    assert choose(1e-2, 1e-3, 1e-4, updates=2)["validation"][1:] == [2.0, 1.0]
+    assert tried == [1e-2, 1e-3, 1e-4]
+    assert choose(5e-4, updates=2) == {"rate": 5e-4}
+    with pytest.raises(StopIteration):
+        choose(1e-2, 1e-3, 1e-4, updates=3)
+
+
+def test_rows_continue_with_the_missing_runs(tmp_path):
+    done, reports = [], []
+
+    def measure(row, seed, folder):
+        if (row, seed) == ("b", 1) and len(done) == 3:
+            raise KeyboardInterrupt
+        done.append((row, seed))
+        return {"x": seed}
+
+    def run_all():
+        return study.run_all(
+            ["a", "b"],
+            (0, 1),
+            measure,
+            run_dir=tmp_path,
+            identity=lambda row, seed: row,
+            report=lambda rows: reports.append(len(rows)),
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all()
+    done.append("stopped")
+    rows = run_all()
+    assert done == [("a", 0), ("a", 1), ("b", 0), "stopped", ("b", 1)]
+    assert rows[-1] == {"name": "b", "seed": 1, "x": 1} and reports == [1, 2, 3, 4]
+    run_all()
+    assert len(done) == 5 and reports[-1] == 4
+
+
+def test_a_training_adds_the_time_of_stopped_processes(tmp_path):
+    outcomes = iter([Outcome("preempted", 1, 0), Outcome("finished", 2, 1)])
+    with pytest.raises(SystemExit):
+        study.train_once(tmp_path, lambda: next(outcomes))
+    first = study.spent(tmp_path)
+    found = study.train_once(tmp_path, lambda: next(outcomes))
+    assert found.finished and found.seconds > first.seconds > 0
+    assert found.skipped_updates == 1
+    assert study.train_once(tmp_path, lambda: next(outcomes)) == found
+
+
+def test_differences_are_paired_by_seed():
+    rows = [
+        {"name": name, "seed": seed, "ppl": value}
+        for name, values in {"a": (1.0, 2.0, 4.0), "b": (0.5, 1.4, 3.5)}.items()
+        for seed, value in enumerate(values)
+    ]
+    a, b = summarise_seeds(rows, "ppl", "a")
+    assert a["difference"] is None and not a["clear"]
+    np.testing.assert_allclose(a["mean"], 7 / 3)
+    np.testing.assert_allclose(a["error"], np.std([1, 2, 4], ddof=1) / 3**0.5)
+    np.testing.assert_allclose(b["difference"], np.mean([-0.5, -0.6, -0.5]))
+    assert b["clear"]
+    (_, b) = summarise_seeds(rows[:2] + rows[3:5], "ppl", "a")
+    assert not b["clear"], "two seeds claim nothing"

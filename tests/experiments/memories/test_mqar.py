@@ -1,0 +1,188 @@
+"""Small models: equal sizes, fair data, rates chosen on validation, runs resumed."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.memories import (
+    ablations,
+    mqar,
+    needles,
+    on_device,
+    recall,
+    small_models,
+)
+from memjax.training import loop
+from memjax.training import pretrain as run
+from memjax.training.distributed import sharding
+
+TASK = mqar.Task(
+    small_models.Scale(1, 32, 2, 4, 48, 48 * 4, 2, 1e-3),
+    vocab_size=48,
+    fillers=12,
+    pairs=(2, 6),
+    tested=(2, 6, 16),
+    lengths=(48, 64),
+)
+
+
+@pytest.fixture(name="tiny")
+def _tiny(monkeypatch):
+    monkeypatch.setattr(mqar, "SMALL", TASK)
+    scale = small_models.Scale(1, 16, 2, 4, 256, 256 * 3, 2, 1e-3)
+    monkeypatch.setitem(needles.SCALES, "cpu", scale)
+
+
+def options(folder, *only, **more):
+    shared = dict(seeds=(0, 1), only=only, test_rows=2, run_dir=folder / "runs")
+    return shared | {"output": folder / "result"} | more
+
+
+def leaves(model):
+    return jax.tree.leaves(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.slow
+def test_recall_chooses_a_rate_on_validation_and_resumes(tiny, tmp_path, capsys):
+    config = recall.Config(**options(tmp_path, "DeltaNet"))
+    recall.main(config)
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert [row["seed"] for row in report["rows"]] == [0, 1]
+    for row in report["rows"]:
+        tests = [(48, 2), (48, 6), (64, 2), (64, 6), (64, 16)]
+        assert [(s["length"], s["pairs"]) for s in row["scores"]] == tests
+        # Two updates teach next to nothing.
+        assert all(0 <= score["tokens"] <= 0.5 for score in row["scores"])
+        folder = tmp_path / "runs" / "DeltaNet"
+        chosen = json.loads((folder / "rate.json").read_text())
+        tried = [
+            1
+            - json.loads((folder / f"rate{rate:g}-seed0.json").read_text())["value"][
+                "validation"
+            ]
+            for rate in config.rates
+        ]
+        assert chosen["validation"] == tried
+        assert row["learning_rate"] == config.rates[int(np.argmin(tried))]
+    assert set(report["accuracy"]) == {"48", "64"}
+    capsys.readouterr()
+    recall.main(config)
+    assert "seed 1\n" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds the result of other settings"):
+        recall.main(dataclasses.replace(config, test_rows=3))
+
+
+@pytest.mark.slow
+def test_ablations_of_steps_read_validation_sequences(tiny, tmp_path):
+    given = options(tmp_path, "DeltaNet", output=tmp_path)
+    ablations.main(ablations.Config(of="steps", **given))
+    report = json.loads((tmp_path / "trellis_steps.json").read_text())
+    assert [row["name"] for row in report["validation"]] == ["DeltaNet"]
+    assert "accuracy" not in report
+
+
+@pytest.mark.slow
+def test_needles_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(needles, "TIMES", (2,))
+    needles.main(needles.Config(**options(tmp_path, "DeltaNet")))
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert {name.removesuffix(", tokens") for name in report["accuracy"]} == {
+        *("S-NIAH-PK", "S-NIAH-N", "S-NIAH-W")
+    }
+    assert [row["length"] for row in report["accuracy"]["S-NIAH-W"]] == [512]
+
+
+def test_plan_lists_missing_runs_and_trains_nothing(tmp_path, capsys):
+    recall.main(recall.Config(**options(tmp_path, "Trellis", plan=True)))
+    assert "0 done, 2 missing" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_examples_depend_on_seed_and_step_alone():
+    first, again, other = (mqar.batch(TASK, 3, step) for step in (1, 1, 2))
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+    assert not np.array_equal(again.tokens, other.tokens)
+    # Rows of 2 and 6 pairs in equal numbers.
+    counts, rows = np.unique(np.asarray(again.mask).sum(axis=1), return_counts=True)
+    assert counts.tolist() == [2, 6] and set(rows) == {2}
+    one, other = (mqar.sequences(TASK, seed, 2, 2, 48) for seed in (1, 2))
+    assert not np.array_equal(one.tokens, other.tokens)
+
+
+@pytest.mark.slow
+def test_updates_on_the_device_equal_those_of_the_training_loop(tmp_path):
+    class Batches(needles.Generated):
+        def __next__(self):
+            self._step += 1
+            return mqar.batch(TASK, 3, self._step - 1)
+
+    model = small_models.equal_parameters(
+        {"a": mqar.model(TASK, "deltanet")}, TASK.scale
+    )["a"]
+    settings = small_models.run_config(TASK.scale, model, seed=3)
+    state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
+    data = Batches(needles.Config(), 3)
+    expected, _ = loop.train(
+        step, state, data, settings.loop, tmp_path, config_record={}, tokens_per_step=1
+    )
+    found, _ = on_device.train(
+        settings, lambda seed, step: mqar.batch(TASK, seed, step)
+    )
+    for a, b in zip(leaves(found), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("study", ["recall", *ablations.ABLATIONS])
+def test_models_have_equal_parameters_and_states(study):
+    task = mqar.Config().task
+    made = (
+        recall.models(recall.Config())
+        if study == "recall"
+        else ablations.models(ablations.Config(of=study))
+    )
+    counts = [small_models.parameters(model) for model in made.values()]
+    # One hidden unit of the feed-forward layers more or less.
+    assert max(counts) - min(counts) <= 3 * 32 * 2
+    # Rows that keep all tokens, have other numbers of slots, or long chunks.
+    apart = ("Transformer++", "m / 2", "2 m")
+    sizes = [small_models.state_bytes(m) for n, m in made.items() if n not in apart]
+    assert len(sizes) > 10 and max(sizes) / min(sizes) < 1.25
+    model = mqar.model(task, "gsa")
+    state = jax.eval_shape(lambda: run.abstract_model(model).init_state(1))
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert small_models.state_bytes(model) == kept
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: recall.Config(seeds=(1,)), "seeds must be 2 or more"),
+        (lambda: recall.Config(seeds=(1, 1)), "seeds must be 2 or more"),
+        (lambda: recall.Config(steps=-1), "steps"),
+        (lambda: recall.Config(rates=(0.0,)), "rates must be positive"),
+        (lambda: recall.Config(test_rows=0), "test_rows"),
+        (
+            lambda: recall.main(recall.Config(only=("Mamba",))),
+            r"only=\['Mamba'\] must be among",
+        ),
+        (
+            lambda: small_models.run_config(
+                TASK.scale._replace(context_length=31), mqar.model(TASK, "deltanet"), 0
+            ),
+            "context_length=31 must divide the 192",
+        ),
+        (
+            lambda: small_models.equal_state(
+                lambda _: mqar.model(TASK, "deltanet"), 10
+            ),
+            "no size gives a state of 10 bytes",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
