@@ -1,8 +1,8 @@
 """Configurations to JSON and back; nothing but data is read.
 
-A field whose type is a Protocol names the dataclasses that it may hold in its
-metadata, `field(metadata={TYPES: (A, B)})`. Each is written with its class name as
-"type" and read back from that list alone: a file can name no other class.
+A field whose type is a Protocol has a function in its metadata that returns the
+dataclasses it may hold, `field(metadata={TYPES: function})`. Each is written with its
+class name as "type" and read back from that list alone: a file can name no other class.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from memjax.checks import require_known, short
 
 #: A file or a folder, on a disk or in a bucket; `memjax.buckets` makes them.
 AnyPath = Path | epath.Path
-#: Key of a field's metadata: the dataclasses that the field may hold.
+#: Key of a field's metadata: a function that returns the classes the field may hold.
 TYPES = "types"
 
 
@@ -90,6 +90,7 @@ def to_record(config: Any) -> dict[str, Any]:
     return {
         field.name: _plain(getattr(config, field.name), TYPES in field.metadata)
         for field in dataclasses.fields(config)
+        if field.init
     }
 
 
@@ -102,16 +103,16 @@ def from_record(kind: type, record: Any, where: str = "config") -> Any:
     if not isinstance(record, dict):
         raise ValueError(f"{where} must be an object, got {short(record)}")
     hints = typing.get_type_hints(kind)
-    fields = {field.name for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     # An unknown field is an error: a setting that nothing reads would go unnoticed.
     for name in record:
         if name not in fields:
             raise ValueError(f"{where}.{name} is not a field of {kind.__name__}")
-    for field in dataclasses.fields(kind):
+    for field in fields.values():
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in record:
             raise ValueError(f"{where}.{field.name} is missing")
-    allowed = {f.name: f.metadata.get(TYPES, ()) for f in dataclasses.fields(kind)}
+    allowed = {f.name: f.metadata.get(TYPES, tuple)() for f in fields.values()}
     values = {
         name: _convert(hints[name], value, f"{where}.{name}", allowed[name])
         for name, value in record.items()

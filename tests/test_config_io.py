@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memjax.config_io import completed, from_record, to_record
-from memjax.mechanisms import HybridConfig, InfiniConfig, SlidingWindowConfig
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms import (
+    MECHANISMS,
+    HybridConfig,
+    InfiniConfig,
+    SlidingWindowConfig,
+)
 from memjax.models import ModelConfig
-from memjax.models.language_model.config import MECHANISMS
 from memjax.training import pretrain as run
 
 
@@ -161,19 +164,15 @@ def test_a_file_names_only_mechanisms_that_there_are(mechanism, message):
 
 
 def test_every_exported_mechanism_survives_json():
-    for kind in MECHANISMS:
-        sizes: dict[str, Any] = dict(model_dim=8, num_heads=2)
-        if issubclass(kind, HeadsConfig):
-            sizes |= dict(num_kv_heads=2, head_dim=4)
-        else:
-            sizes |= dict(key_dim=4, value_dim=4)
-        mechanism: Any
-        if kind is HybridConfig:
-            # Two configurations in one, the memory by its name.
-            window = SlidingWindowConfig(8, 2, 2, 4, window=4)
-            mechanism = HybridConfig(window, InfiniConfig(2, 2, 4, 4))
-        else:
-            mechanism = kind(**sizes)
+    window = SlidingWindowConfig(8, 2, 2, 4, window=4)
+    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=4, key_dim=4, value_dim=4)
+    for name, kind in MECHANISMS.items():
+        # Of a hybrid two configurations in one, the memory by its name.
+        mechanism: Any = HybridConfig(window, InfiniConfig(2, 2, 4, 4))
+        if name != "hybrid":
+            fields = {field.name for field in dataclasses.fields(kind) if field.init}
+            own = {field: sizes[field] for field in fields & {*sizes}}
+            mechanism = kind(model_dim=8, **own)
         model = ModelConfig(mechanisms=(mechanism,), model_dim=8)
         record = json.loads(json.dumps(to_record(model)))
         assert record["mechanisms"][0]["type"] == kind.__name__

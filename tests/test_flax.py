@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 
 from memjax.mechanisms import (
+    MECHANISMS,
     ABCConfig,
     AttentionConfig,
     DeltaNetConfig,
@@ -38,7 +39,6 @@ from memjax.models import (
     add_rmt,
 )
 from memjax.models.hmt.config import HMTConfig
-from memjax.models.language_model.config import MECHANISMS
 from memjax.models.mplus.config import MPlusConfig
 from memjax.nnx import Memory, as_arrays, tabulate
 
@@ -61,7 +61,7 @@ CONFIGS: dict[str, MechanismConfig] = {
     "abc": ABCConfig(**BLOCK, slots=4),
     "ttt_linear": TTTLinearConfig(**BLOCK),
     "trellis": TrellisConfig(**BLOCK, slots=4),
-    "lattice": LatticeConfig(**BLOCK),
+    "lattice": LatticeConfig(D, num_heads=2, slots=4, value_dim=4),
 }
 MODELS = ("language model", "hmt", "rmt", "mplus", "reread")
 
@@ -131,9 +131,9 @@ def model(name: str) -> Any:
 class Layer(nnx.Module):
     """What a user writes around a memory."""
 
-    def __init__(self, mechanism, *, rngs):
+    def __init__(self, config, *, rngs):
         self.norm = nnx.LayerNorm(D, rngs=rngs)
-        self.memory = Memory(mechanism, rngs=rngs)
+        self.memory = Memory(config, rngs=rngs)
 
     def __call__(self, state, x):
         state, y = self.memory(state, self.norm(x))
@@ -177,12 +177,12 @@ def arrays(model):
 
 
 def test_every_mechanism_has_a_row():
-    assert {type(config) for config in CONFIGS.values()} == {*MECHANISMS}
+    assert {config.name for config in CONFIGS.values()} == {*MECHANISMS}
 
 
 @pytest.mark.parametrize("name", rows(CONFIGS, ("attention", "trellis")))
 def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
-    layer = Layer(mechanism(name), rngs=nnx.Rngs(0))
+    layer = Layer(CONFIGS[name], rngs=nnx.Rngs(0))
     losses, stayed = train(layer, layer.memory.init_state(B), x, jnp.roll(x, 1, 1))
     assert losses[0] > losses[1] > losses[2] and not stayed
 
@@ -199,7 +199,7 @@ def test_flaxs_optimizer_trains_every_model(name, tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sliding_window", "elastic_memory", "trellis"])
 def test_a_layer_is_split_merged_and_printed(name, x):
-    layer = Layer(mechanism(name), rngs=nnx.Rngs(0))
+    layer = Layer(CONFIGS[name], rngs=nnx.Rngs(0))
     state = layer.memory.init_state(B)
     merged = nnx.merge(*nnx.split(layer))
     assert type(merged.memory.params) is type(layer.memory.params)
@@ -220,7 +220,7 @@ def test_a_model_is_printed(name, tokens):
 
 
 def test_a_memory_steps_as_it_applies_and_is_reset(x):
-    memory = Memory(mechanism("sliding_window"), key=jax.random.key(0))
+    memory = Memory(CONFIGS["sliding_window"], key=jax.random.key(0))
     empty, read = memory.init_state(B), nnx.jit(Memory.__call__)
     state, y = read(memory, empty, x)
     _, first = read(memory, empty, x[:, 0])
@@ -247,8 +247,8 @@ def test_a_block_is_a_layer(x):
 class Reader(nnx.Module):
     """A user's model that keeps its memory in variables of its own."""
 
-    def __init__(self, mechanism, *, rngs):
-        self.memory = Memory(mechanism, rngs=rngs)
+    def __init__(self, config, *, rngs):
+        self.memory = Memory(config, rngs=rngs)
         state = self.memory.init_state(B)
         self.state = nnx.data(jax.tree.map(nnx.Cache, state))
 
@@ -262,13 +262,13 @@ class Reader(nnx.Module):
 def test_orbax_saves_and_restores_a_users_model_with_its_memory_bit_exactly(
     name, x, tmp_path
 ):
-    reader = Reader(mechanism(name), rngs=nnx.Rngs(0))
+    reader = Reader(CONFIGS[name], rngs=nnx.Rngs(0))
     read = nnx.jit(lambda reader, x: reader(x))
     read(reader, x)
     saver = ocp.StandardCheckpointer()
     saver.save(tmp_path / "saved", nnx.to_pure_dict(nnx.state(reader)))
     saver.wait_until_finished()
-    other = Reader(mechanism(name), rngs=nnx.Rngs(1))
+    other = Reader(CONFIGS[name], rngs=nnx.Rngs(1))
     state = nnx.state(other)
     empty = jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(state))
     nnx.replace_by_pure_dict(state, saver.restore(tmp_path / "saved", empty))

@@ -47,7 +47,6 @@ from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.sliding_window import whole as whole_window
 from memjax.models import LanguageModel
 from memjax.models.language_model.calibrate import start_layers
-from memjax.models.language_model.config import heads_of
 from memjax.models.language_model.teacher import Moments, measure
 from memjax.models.language_model.windowed import limit_layer
 from memjax.nnx.params import as_arrays
@@ -224,7 +223,7 @@ def choose_rate(name: str, config: Config, known: Setting) -> dict[str, Any]:
 def kept(config: Config, known: Setting, name: str) -> int:
     """Bytes of a memory, or of the tokens by which a window is longer."""
     if name not in MEMORIES:
-        heads = heads_of(_attention(config, known))
+        heads = _attention(config, known)
         token = 2 * heads.num_kv_heads * heads.head_dim * np.dtype(np.float32).itemsize
         return token * longer(config, known)[name]
     stage = config.stage(MEMORIES[name], 1e-3, 1, 0)

@@ -171,10 +171,7 @@ def _unit(request: Request, name: str) -> int:
     if name == "batch":
         rows = _devices(request) // (run.mesh.tensor * run.mesh.sequence)
         return rows * run.step.accumulate
-    windows = [
-        getattr(mechanism, "window", 0) or getattr(mechanism, "block", 0)
-        for mechanism in run.model.layers
-    ]
+    windows = [mechanism.tokens_per_call or 0 for mechanism in run.model.layers]
     return math.lcm(max([128, *windows]), run.mesh.sequence)
 
 

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import ModelConfig
-from memjax.models.language_model.presets import ATTENTION, RECURRENT
 from memjax.training.config import RunConfig
 from memjax.training.config import presets as train_presets
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
@@ -26,7 +24,6 @@ from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import NO_MEMORY
 
 FILE = Path(__file__).with_name("preset_lines.py")
-NAMES = {kind: name for name, kind in (ATTENTION | RECURRENT).items()}
 
 
 def trainings(presets: Mapping[str, RunConfig]) -> str:
@@ -57,12 +54,12 @@ def finetunings(presets: Mapping[str, Any]) -> str:
 
 def _mechanism(model: ModelConfig) -> str:
     """The mechanisms: one that stands alone by its layer, a few by their order."""
-    kinds = [NAMES[type(mechanism)] for mechanism in model.mechanisms]
+    kinds = [mechanism.name for mechanism in model.mechanisms]
     first = model.mechanisms[0]
     if len(kinds) == 1:
-        if isinstance(first, SlidingWindowConfig):
-            return f"sliding windows of {first.window:,}"
-        if isinstance(first, AttentionConfig):
+        if first.name == "sliding_window":
+            return f"sliding windows of {first.tokens_per_call:,}"
+        if first.name == "attention":
             return "full attention"
         return kinds[0]
     alone = [kind for kind in kinds if kinds.count(kind) == 1]

@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes
-from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models.language_model.config import build_once
 from memjax.models.language_model.layers import run_block
 from memjax.models.language_model.model import LanguageModel
@@ -96,8 +95,8 @@ def _layer(model, i, h, limits=None):
     """The output of layer i, as it is or, with (window, sinks), windowed."""
     mechanism = model.config.layers[i]
     if limits is not None:
-        assert isinstance(mechanism, AttentionConfig | SlidingWindowConfig)
-        mechanism = limit_layer(mechanism, *limits)
+        assert mechanism.plain_attention is not None
+        mechanism = limit_layer(mechanism.plain_attention, *limits)
     return _run(model.config, build_once(mechanism), model.blocks[i].parameters(), h)
 
 

@@ -1,11 +1,15 @@
-"""Memory mechanisms, one file each; a new one is its file and its names here."""
+"""Memory mechanisms, one file each; a new one is its file and an import here."""
+
+import dataclasses
+from typing import Any
 
 from memjax.mechanisms.attention import AttentionConfig as AttentionConfig
 from memjax.mechanisms.base import Mechanism as Mechanism
-from memjax.mechanisms.base import MechanismConfig as MechanismConfig
-from memjax.mechanisms.base import reset as reset
+from memjax.mechanisms.base import replace_rows as replace_rows
 from memjax.mechanisms.cells.elastic import ElasticCellConfig as ElasticCellConfig
 from memjax.mechanisms.cells.infini import InfiniConfig as InfiniConfig
+from memjax.mechanisms.config import MechanismConfig as MechanismConfig
+from memjax.mechanisms.config import MechanismDefaults as MechanismDefaults
 from memjax.mechanisms.deltanet import DeltaNetConfig as DeltaNetConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig as ElasticMemoryConfig
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig as GatedDeltaNetConfig
@@ -21,3 +25,11 @@ from memjax.mechanisms.mamba2 import Mamba2Config as Mamba2Config
 from memjax.mechanisms.sliding_window import SlidingWindowConfig as SlidingWindowConfig
 from memjax.mechanisms.trellis import TrellisConfig as TrellisConfig
 from memjax.mechanisms.ttt_linear import TTTLinearConfig as TTTLinearConfig
+
+_CONFIGS: tuple[Any, ...] = tuple(
+    kind for kind in dict(globals()).values() if dataclasses.is_dataclass(kind)
+)
+#: Configurations by name: every mechanism of a layer.
+MECHANISMS: dict[str, Any] = {k.name: k for k in _CONFIGS if hasattr(k, "build")}
+#: Configurations by name: every memory of a hybrid.
+CELLS: dict[str, Any] = {k.name: k for k in _CONFIGS if hasattr(k, "cell")}

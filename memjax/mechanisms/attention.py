@@ -11,7 +11,7 @@ S slots of the cache.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax.checks import check_sizes
 from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
+from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import documents, projections
-from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig, mean_keys
+from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import cached
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig(HeadsConfig):
+class AttentionConfig(HeadsConfig, MechanismDefaults):
     """Sizes of a full attention layer.
 
     Attributes:
@@ -36,6 +38,8 @@ class AttentionConfig(HeadsConfig):
         initial_slots: tokens that an empty cache has room for; None is the capacity.
             A language model adds slots as texts grow: `LanguageModel.reserve`.
     """
+
+    name: ClassVar[str] = "attention"
 
     capacity: int = 8192
     initial_slots: int | None = None
@@ -53,6 +57,24 @@ class AttentionConfig(HeadsConfig):
     def slots(self) -> int:
         """Tokens that an empty cache has room for."""
         return self.capacity if self.initial_slots is None else self.initial_slots
+
+    @property
+    def plain_attention(self) -> HeadsConfig:
+        """Itself."""
+        return self
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the cache holds."""
+        return self.capacity
+
+    def keys_per_query(self, length: int) -> float:
+        """All positions before it, and its own."""
+        return mean_keys(length, min(self.capacity, length))
+
+    def within(self, length: int) -> "AttentionConfig":
+        """The same attention with a cache of `length` tokens."""
+        return dataclasses.replace(self, capacity=length, initial_slots=None)
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""

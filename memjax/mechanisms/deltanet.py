@@ -10,14 +10,14 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import axes
+from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import delta_rule, delta_rule_init_state, delta_rule_step
@@ -27,10 +27,16 @@ from memjax_kernels import delta_rule, delta_rule_init_state, delta_rule_step
 class DeltaNetConfig(RecurrentConfig):
     """Sizes of a layer of DeltaNet; see `RecurrentConfig`."""
 
+    name: ClassVar[str] = "deltanet"
+
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply),
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
         )

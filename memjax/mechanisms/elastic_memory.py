@@ -16,28 +16,26 @@ L block, N order, M memory tokens, n blocks, X = 2 G K channels.
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, check_input
+from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import coefficients, places, projections
 from memjax.mechanisms.layers.divided_sequence import on_shares
+from memjax.mechanisms.layers.heads import HeadsConfig, mean_keys
 from memjax.mechanisms.layers.in_place import change_if
-from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import prefix_causal
 from memjax_kernels import (
-    HippoBank,
     HippoImplementation,
     HippoSampling,
-    build_hippo_bank,
     hippo,
-    hippo_reconstruction,
     hippo_sample_points,
     hippo_update,
 )
@@ -48,7 +46,7 @@ MAX_BANK = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
-class ElasticMemoryConfig(HeadsConfig):
+class ElasticMemoryConfig(HeadsConfig, MechanismDefaults):
     """Sizes of an Elastic Memory layer.
 
     Attributes:
@@ -66,6 +64,8 @@ class ElasticMemoryConfig(HeadsConfig):
         implementation: form of the recurrence in `apply`; None is the cheapest.
     Beyond 2**30 tokens each is taken as the 2**30th: the int32 clock stays there.
     """
+
+    name: ClassVar[str] = "elastic_memory"
 
     block: int = 2048
     order: int = 540
@@ -100,6 +100,16 @@ class ElasticMemoryConfig(HeadsConfig):
             return min(self.order, self.block)
         return self.memory_tokens
 
+    @property
+    def tokens_per_call(self) -> int:
+        """A block."""
+        return self.block
+
+    def keys_per_query(self, length: int) -> float:
+        """The block, and the points of the memory where a block came before."""
+        own = mean_keys(min(length, self.block), self.block)
+        return own + self.samples * max(0.0, 1 - self.block / length)
+
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
         return Mechanism(
@@ -124,25 +134,6 @@ class ElasticMemoryState(NamedTuple):
     open_keys: Float[Array, "B L J"]  # with RoPE of their places in the block
     open_values: Float[Array, "B L J"]
     open_length: Int[Array, " B"]
-
-
-class Tables(NamedTuple):
-    """Constants of a configuration."""
-
-    reconstruction: Float[np.ndarray, "M N"]
-    bank: HippoBank | None
-
-
-# Every trace of `step` and `apply` needs the constants, which take float64 work to
-# build.
-@functools.lru_cache(maxsize=8)
-def tables(config: ElasticMemoryConfig) -> Tables:
-    """Builds the constants in float64 and rounds them once."""
-    points = hippo_sample_points(config.samples, config.sampling, config.decay)
-    bank = None
-    if config.bank_blocks:
-        bank = build_hippo_bank(config.order, config.block, config.bank_blocks)
-    return Tables(hippo_reconstruction(config.order, points).astype(np.float32), bank)
 
 
 def init_state(config: ElasticMemoryConfig, batch: int) -> ElasticMemoryState:
@@ -199,7 +190,7 @@ def read_token(
         config,
         q,
         (state.keys, state.values),
-        jnp.asarray(tables(config).reconstruction),
+        jnp.asarray(_tables(config).reconstruction),
         prefix_causal.OpenBlock(open_keys, open_values, state.open_length),
         state.length,
         config.positions == "stream",
@@ -207,17 +198,13 @@ def read_token(
 
     # Only one token in L completes a block: the others must not pay for compression.
     complete = state.open_length + 1 == config.block
-    state = ElasticMemoryState(
-        state.keys,
-        state.values,
-        state.length,
-        open_keys,
-        open_values,
-        state.open_length + 1,
+    length = state.open_length + 1
+    state = state._replace(
+        open_keys=open_keys, open_values=open_values, open_length=length
     )
     # Read before it may change: else both are kept, and copied for each token.
     state, y = jax.lax.optimization_barrier((state, y))
-    compress = functools.partial(_compress_blocks, config)
+    compress = functools.partial(_compress, config, of_blocks=True)
     return change_if(compress, jnp.any(complete), state, complete), y
 
 
@@ -301,9 +288,10 @@ def _between_projections(read, config, fixed, x):
 
 def _read_share(config, state, q, k, v):
     """`_read_whole` of this device's tokens, `state` before those of all devices."""
-    basis, bank = tables(config)
+    basis, bank = _tables(config)
+    channels = coefficients.to_channels(_split(config, k), _split(config, v))
     own, _ = hippo(
-        coefficients.to_channels(*(_split(config, x) for x in (k, v))),
+        channels,
         jnp.asarray(basis),
         in_step=True,
         bank=bank,
@@ -333,7 +321,7 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
     The tokens are keys and values of all blocks; `dtype` is attention's.
     """
     # Constants of the program: the sampling and the order are static.
-    basis, bank = tables(config)
+    basis, bank = _tables(config)
     after, memory = hippo(
         coefficients.to_channels(tokens.key, tokens.value),
         jnp.asarray(basis),
@@ -358,6 +346,17 @@ def _apply_blocks(config, state, tokens, count, dtype, in_step=False):
     return state._replace(keys=keys, values=values, length=length), attended
 
 
+def _tables(config):
+    return coefficients.tables(
+        order=config.order,
+        block=config.block,
+        bank_blocks=config.bank_blocks,
+        samples=config.samples,
+        sampling=config.sampling,
+        decay=config.decay,
+    )
+
+
 def _heads(config):
     return config.num_kv_heads, config.head_dim
 
@@ -367,13 +366,11 @@ def _split(config, tokens):
     return tokens.reshape(tokens.shape[0], -1, config.block, *tokens.shape[2:])
 
 
-def _compress_blocks(config, state, complete):
-    """`_compress` of blocks of L tokens, which have matrices of their own."""
-    return _compress(config, state, complete, of_blocks=True)
-
-
 def _compress(config, state, chosen, of_blocks=False):
-    """Absorbs the open tokens of some batch elements into coefficients (eq. 6)."""
+    """Absorbs the open tokens of some batch elements into coefficients (eq. 6).
+
+    Full blocks, `of_blocks`, have matrices of their own.
+    """
     count = jnp.where(chosen, state.open_length, 0)
     before = coefficients.of_state(state.keys, state.values)
     tokens = coefficients.of_rows(config, state.open_keys, state.open_values)
@@ -390,4 +387,15 @@ def _compress(config, state, chosen, of_blocks=False):
         open_keys=state.open_keys * keep,
         open_values=state.open_values * keep,
         open_length=state.open_length - count,
+    )
+
+
+def fitted(config: object, heads: HeadsConfig, block: int) -> ElasticMemoryConfig:
+    """The configuration; ValueError unless it has these heads and this block."""
+    if isinstance(config, ElasticMemoryConfig):
+        if (config.heads, config.block) == (heads.heads, block):
+            return config
+    raise ValueError(
+        f"memory must be Elastic Memory with the layer's heads, {heads.heads}, and "
+        f"block={block}, the window; got {config}"
     )

@@ -9,17 +9,23 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import axes
+from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax.mechanisms.mamba2 import DECAY_AXES, DecayParams, decay, init_decay
+from memjax.mechanisms.mamba2 import (
+    DECAY_AXES,
+    DecayParams,
+    decay,
+    decay_of_half_lives,
+    init_decay,
+)
 from memjax_kernels import (
     gated_delta_rule,
     gated_delta_rule_init_state,
@@ -31,13 +37,28 @@ from memjax_kernels import (
 class GatedDeltaNetConfig(RecurrentConfig):
     """Sizes of a layer of Gated DeltaNet; see `RecurrentConfig`."""
 
+    name: ClassVar[str] = "gated_deltanet"
+
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply),
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
         )
+
+    def with_half_lives(
+        self,
+        params: "GatedDeltaNetParams",
+        half_lives: tuple[float, float],
+        constant: Float[Array, " D"],
+    ) -> "GatedDeltaNetParams":
+        """A decay of given half-lives, a head; see `CellConfig`."""
+        return params._replace(decay=decay_of_half_lives(params.decay, half_lives))
 
     def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""

@@ -10,14 +10,15 @@ Shapes: B batch, T time, D model, H heads, K key, V value, R rank.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import axes
+from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import gla as gla_op
@@ -33,12 +34,33 @@ DAMPING = 16.0
 class GLAConfig(RecurrentConfig):
     """Sizes of a layer of gated linear attention; see `RecurrentConfig`."""
 
+    name: ClassVar[str] = "gla"
+
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply),
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
+        )
+
+    def with_half_lives(
+        self,
+        params: "GLAParams",
+        half_lives: tuple[float, float],
+        constant: Float[Array, " D"],
+    ) -> "GLAParams":
+        """Gates of given half-lives, a head; see `CellConfig`."""
+        logits = gates.half_life_logits(half_lives, self.num_heads, DAMPING)
+        # One of the narrow channels becomes constant, and carries the bias.
+        bias = jnp.broadcast_to(logits[:, None], params.widen.shape[1:])
+        return GLAParams(
+            narrow=params.narrow.at[:, 0].set(constant),
+            widen=params.widen.at[0].set(bias),
         )
 
     def cell_axes(self) -> PyTree:

@@ -24,7 +24,7 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
 from memjax.mechanisms.base import axes
+from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import join_shares
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import (
@@ -55,6 +55,8 @@ class GSAConfig(RecurrentConfig):
         slots: M, of each head.
     """
 
+    name: ClassVar[str] = "gsa"
+
     slots: int = 64
 
     def __post_init__(self):
@@ -63,8 +65,25 @@ class GSAConfig(RecurrentConfig):
 
     def cell(self) -> Cell:
         """The memory of these sizes."""
-        functions = (init_params, init_state, step, apply)
-        return bind(self, *functions, reset_chunk=1, apply_share=apply_share)
+        return bind(
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
+            reset_chunk=1,
+            apply_share=apply_share,
+        )
+
+    def with_half_lives(
+        self,
+        params: "GSAParams",
+        half_lives: tuple[float, float],
+        constant: Float[Array, " D"],
+    ) -> "GSAParams":
+        """Gates of given half-lives, a slot; see `CellConfig`."""
+        logits = gates.half_life_logits(half_lives, self.slots, DAMPING)
+        return GSAParams(params.forget + constant[:, None, None] * logits[None, None])
 
     def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -79,6 +98,8 @@ class ABCConfig(RecurrentConfig):
         slots: M, of each head.
     """
 
+    name: ClassVar[str] = "abc"
+
     slots: int = 64
 
     def __post_init__(self):
@@ -87,8 +108,15 @@ class ABCConfig(RecurrentConfig):
 
     def cell(self) -> Cell:
         """The memory of these sizes."""
-        functions = (init_params, init_state, step, apply)
-        return bind(self, *functions, reset_chunk=1, apply_share=apply_share)
+        return bind(
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
+            reset_chunk=1,
+            apply_share=apply_share,
+        )
 
     def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""

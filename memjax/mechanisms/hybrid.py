@@ -1,21 +1,21 @@
-"""A memory beside a sliding window: it reads what the window has left behind.
+"""Hybrid of a sliding window and a memory of the tokens that have left it.
 
     q, k, v = projections of x                        those of the attention layer
     a_t = attention of q_t to the last W tokens, and to the sinks
     memory, r_t = cell(φ_q(q_t), φ_k(k_{t-W}), φ_v(v_{t-W}), memory)
     out_t = W_o (a_t + m_t (φ_r(r_t) - a_t))          m_t = α σ(w x_t + β)
 
-The cell is any recurrent mechanism's (`CellConfig`), without its convolution and
-projections. It writes the token that has just left the window, so that no byte of it
-repeats what the window holds, and reads with the query of now. Its gates see that
-token's key and value. φ are linear maps of each head; behind φ_q and φ_k stands the
-norm that the cell wants, and reads are bounded: r / √(1 + mean r²).
+The memory is any cell (`cells.base`): a recurrent mechanism without its convolution and
+projections. It writes the token that has just left the window, so that it repeats
+nothing of the window, and reads with the current query. Its gates read that token's key
+and value. φ are linear maps of each head; φ_q and φ_k are followed by the norm that the
+cell needs, and reads are bounded: r / √(1 + mean r²).
 
-α starts at 0: the layer starts as the window. With α = 1, w = 0 and the memory of
-`cells/infini.py` it is Infini-attention, whose gate β is.
+α is initialised to 0, so that the layer equals the window. With α = 1, w = 0 and the
+memory of `cells/infini.py` it is Infini-attention, with the gate β.
 
-A memory has a head for each query head, or for each key-value head, which the queries
-of its group share as they share keys and values: a third of the bytes where three do.
+A memory has a head for each query head, or for each key-value head, shared by the
+queries of its group as keys and values are: a third of the bytes for groups of three.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, M memory heads, H or
 G, K head width, F key and V value width of the memory, W window.
@@ -23,27 +23,22 @@ G, K head width, F key and V value width of the memory, W window.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
+from memjax import mechanisms
 from memjax.config_io import TYPES
 from memjax.mechanisms.base import Mechanism, axes, check_input
-from memjax.mechanisms.cells.elastic import ElasticCellConfig
+from memjax.mechanisms.cells.base import Cell, CellConfig
 from memjax.mechanisms.cells.grouped_queries import grouped_queries
-from memjax.mechanisms.cells.infini import InfiniConfig
-from memjax.mechanisms.deltanet import DeltaNetConfig
-from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
-from memjax.mechanisms.gla import GLAConfig
-from memjax.mechanisms.gsa import ABCConfig, GSAConfig
-from memjax.mechanisms.lattice import LatticeConfig
+from memjax.mechanisms.config import MechanismConfig, MechanismDefaults
 from memjax.mechanisms.layers import gates, projections
-from memjax.mechanisms.layers.cell import Cell, CellConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.projections import AttentionParams
-from memjax.mechanisms.linear_attention import LinearAttentionConfig
-from memjax.mechanisms.mamba2 import Mamba2Config
 from memjax.mechanisms.sliding_window import (
     SlidingWindowConfig,
     SlidingWindowState,
@@ -52,44 +47,35 @@ from memjax.mechanisms.sliding_window import (
 from memjax.mechanisms.sliding_window import init_state as init_window
 from memjax.mechanisms.sliding_window import oldest as oldest_of_window
 from memjax.mechanisms.sliding_window import read as read_window
-from memjax.mechanisms.trellis import TrellisConfig
-from memjax.mechanisms.ttt_linear import TTTLinearConfig
 from memjax_kernels import l2_normalize
 
-#: The memories that a file may name.
-MEMORIES = (
-    ABCConfig,
-    DeltaNetConfig,
-    ElasticCellConfig,
-    GatedDeltaNetConfig,
-    GLAConfig,
-    GSAConfig,
-    InfiniConfig,
-    LatticeConfig,
-    LinearAttentionConfig,
-    Mamba2Config,
-    TrellisConfig,
-    TTTLinearConfig,
-)
+
+def _memories() -> tuple[type, ...]:
+    """The configurations of memories that a file may name."""
+    return tuple(mechanisms.CELLS.values())
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridConfig:
-    """A window, and the memory beside it.
+class HybridConfig(MechanismDefaults):
+    """A window and a memory.
 
     Attributes:
         window: the attention layer, its window and its sinks.
         memory: a head for each query head or each key-value head. Its `model_dim`,
             the width that its gates read, is that of all keys and values of a token,
-            2 G K. The memories of Infini and Elastic read the heads as they are: their
-            sizes are those of the heads.
+            2 G K. The memories of Infini and Elastic read the heads as they are, and
+            have their sizes.
     """
 
+    name: ClassVar[str] = "hybrid"
+
     window: SlidingWindowConfig
-    memory: CellConfig = dataclasses.field(metadata={TYPES: MEMORIES})
+    memory: CellConfig = dataclasses.field(metadata={TYPES: _memories})
 
     def __post_init__(self):
         heads, memory = self.window, self.memory
+        if not isinstance(memory, CellConfig):
+            raise ValueError(f"memory must be a cell's configuration, got {memory}")
         if memory.cell().unit_norm:
             allowed = {
                 "num_heads": (heads.num_heads, heads.num_kv_heads),
@@ -114,8 +100,22 @@ class HybridConfig:
         """Width of the layer's input and output."""
         return self.window.model_dim
 
-    def cell(self) -> Cell:
-        """The memory, which all query heads read."""
+    @property
+    def attention(self) -> HeadsConfig:
+        """The heads of the window."""
+        return self.window
+
+    @property
+    def tokens_per_call(self) -> int:
+        """The window."""
+        return self.window.window
+
+    def keys_per_query(self, length: int) -> float:
+        """Those of the window."""
+        return self.window.keys_per_query(length)
+
+    def shared_cell(self) -> Cell:
+        """The memory, read by all query heads."""
         cell, heads = self.memory.cell(), self.window.num_heads
         queries = heads // self.memory.num_heads if cell.unit_norm else 1
         return grouped_queries(cell, queries)
@@ -134,7 +134,7 @@ class HybridConfig:
         maps = FeatureParams(*(axes("heads") for _ in FeatureParams._fields))
         return HybridParams(
             attention=projections.AXES,
-            features=maps if self.cell().unit_norm else None,
+            features=maps if self.shared_cell().unit_norm else None,
             memory=self.memory.cell_axes(),
             balance=BalanceParams(axes(), axes("model", "heads"), axes()),
         )
@@ -179,15 +179,15 @@ def init_params(config: HybridConfig, key: PRNGKeyArray) -> HybridParams:
     """Draws the projections and the cell; the layer starts as its window."""
     attention_key, memory_key = jax.random.split(key)
     attention = projections.init_params(config.window, attention_key)
-    return add_memory(config, attention, memory_key)
+    return init_memory(config, attention, memory_key)
 
 
-def add_memory(
+def init_memory(
     config: HybridConfig, attention: AttentionParams, key: PRNGKeyArray
 ) -> HybridParams:
-    """An attention layer's projections, and a new memory that has no part yet."""
+    """An attention layer's projections, and a new memory with α = 0."""
     memory_key, feature_key = jax.random.split(key)
-    cell = config.cell()
+    cell = config.shared_cell()
     heads = config.window.num_heads
     return HybridParams(
         attention=attention,
@@ -236,7 +236,7 @@ def init_state(config: HybridConfig, batch: int) -> HybridState:
     """An empty window and an empty memory."""
     return HybridState(
         init_window(config.window, batch),
-        config.cell().init_state(batch),
+        config.shared_cell().init_state(batch),
     )
 
 
@@ -254,7 +254,7 @@ def step(
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
     inputs = jax.tree.map(lambda leaf: leaf[:, 0], inputs)
-    memory, read = config.cell().step(params.memory, state.memory, *inputs)
+    memory, read = config.shared_cell().step(params.memory, state.memory, *inputs)
     y = balance(params, segment, attended, read[:, None], oldest.written)
     y = projections.output_projection(params.attention, y)
     return HybridState(window, memory), y[:, 0]
@@ -272,7 +272,7 @@ def apply(
     oldest = left_window(config.window, state.window, k, v)
     window, attended = read_window(config.window, state.window, q, k, v)
     inputs = memory_inputs(config, params, q, oldest)
-    memory, read = config.cell().apply(params.memory, state.memory, *inputs)
+    memory, read = config.shared_cell().apply(params.memory, state.memory, *inputs)
     y = balance(params, x, attended, read, oldest.written)
     return HybridState(window, memory), projections.output_projection(
         params.attention, y
@@ -351,3 +351,13 @@ def balance(
     logits = gates.linear_logits(x, weight) + bias[None, None]
     share = amount[None, None] * jax.nn.sigmoid(logits) * written[..., None]
     return attended + share[..., None].astype(x.dtype) * (read - attended)
+
+
+def hybrids(layers: Iterable[MechanismConfig]) -> dict[int, HybridConfig]:
+    """The hybrids of a model's layers, by number."""
+    return {i: c for i, c in enumerate(layers) if isinstance(c, HybridConfig)}
+
+
+def attention_params(params: PyTree) -> PyTree:
+    """The projections of a hybrid's attention; other parameters as they are."""
+    return params.attention if isinstance(params, HybridParams) else params

@@ -21,7 +21,7 @@ Shapes: B batch, T time, D model, H heads, M = K slots, V value, C chunk.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
-from memjax.mechanisms.layers import gates, recurrent_block
-from memjax.mechanisms.layers.cell import (
-    Cell,
-    LearnedStart,
-    after_start,
-    bind,
-    started,
-    step_from_start,
-    unstarted,
+from memjax.mechanisms.cells.base import Cell, bind
+from memjax.mechanisms.cells.learned_init import (
+    LearnedInit,
+    for_batch,
+    initialise,
+    initialised,
+    initialised_step,
+    uninitialised,
 )
+from memjax.mechanisms.layers import gates, recurrent_block
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import (
@@ -61,9 +61,12 @@ from memjax_kernels._src.lattice.sphere import l2_normalize
 
 @dataclasses.dataclass(frozen=True)
 class LatticeConfig(RecurrentConfig):
-    """Sizes and options of a layer of Lattice; `key_dim` is its number of slots M.
+    """Sizes and options of a layer of Lattice.
+
+    Queries and keys have a channel for each slot: `key_dim` is no argument.
 
     Attributes:
+        slots: M, of each head; None is `value_dim`.
         variant: the objective of a write.
         chunk_size: C, tokens whose gradients are taken at one memory; 1 is the
             recurrence of the paper. Part of what is computed.
@@ -71,9 +74,13 @@ class LatticeConfig(RecurrentConfig):
             directions are read by the objective and they themselves by the query.
         forget: None, "l2", or "l1", which needs chunk_size=1.
         initial: the start of training: "orthonormal" slots, which must not be more
-            than they are wide (`value_dim`), or "normalised", random ones of unit norm.
+            than `value_dim`, or "normalised", random ones of unit norm.
     """
 
+    name: ClassVar[str] = "lattice"
+
+    key_dim: int = dataclasses.field(init=False, repr=False)
+    slots: int | None = None
     variant: LatticeVariant = "dec"
     chunk_size: int = 16
     normalize: bool = True
@@ -81,8 +88,10 @@ class LatticeConfig(RecurrentConfig):
     initial: LatticeInitial = "orthonormal"
 
     def __post_init__(self):
+        slots = self.value_dim if self.slots is None else self.slots
+        check_sizes(slots=slots, chunk_size=self.chunk_size)
+        object.__setattr__(self, "key_dim", slots)
         super().__post_init__()
-        check_sizes(chunk_size=self.chunk_size)
         require_known("variant", self.variant, LATTICE_VARIANTS)
         require_known("forget", self.forget, (None, "l2", "l1"))
         require_known("initial", self.initial, ("orthonormal", "normalised"))
@@ -94,7 +103,7 @@ class LatticeConfig(RecurrentConfig):
         if self.initial == "orthonormal" and self.key_dim > self.value_dim:
             raise ValueError(
                 f"initial='orthonormal' needs slots <= value_dim={self.value_dim}, "
-                f"got slots=key_dim={self.key_dim}; initial='normalised' takes more"
+                f"got {self.key_dim}; initial='normalised' takes more"
             )
 
     def build(self) -> Mechanism:
@@ -105,7 +114,12 @@ class LatticeConfig(RecurrentConfig):
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply), reset_chunk=self.chunk_size
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
+            reset_chunk=self.chunk_size,
         )
 
     def cell_axes(self) -> PyTree:
@@ -136,51 +150,51 @@ def init_params(config: LatticeConfig, key: PRNGKeyArray) -> LatticeParams:
     return LatticeParams(gates.init_gate(step_key, gate, 0.05), forget, slots)
 
 
-def init_state(config: LatticeConfig, batch: int) -> LearnedStart:
+def init_state(config: LatticeConfig, batch: int) -> LearnedInit:
     """Slots that wait for their learned start."""
-    return unstarted(batch, lattice_init_state(batch, *_sizes(config)))
+    return uninitialised(batch, lattice_init_state(batch, *_sizes(config)))
 
 
 def step(
     config: LatticeConfig,
     params: LatticeParams,
-    memory: LearnedStart,
+    memory: LearnedInit,
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[LearnedStart, Float[Array, "B H V"]]:
+) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
     gamma, g = _gates(config, params, x)
-    slots, y = step_from_start(
+    slots, y = initialised_step(
         lattice_step,
         (q, k, _values(config, v), gamma, g),
         memory,
-        _start(config, params, 1),
+        _initial(config, params, 1),
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,
     )
-    return after_start(slots), y
+    return initialised(slots), y
 
 
 def apply(
     config: LatticeConfig,
     params: LatticeParams,
-    memory: LearnedStart | None,
+    memory: LearnedInit | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
-) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
+) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    start = _start(config, params, x.shape[0])
-    slots = None if memory is None else started(memory, start)
+    initial = _initial(config, params, x.shape[0])
+    slots = None if memory is None else initialise(memory, initial)
     gamma, g = _gates(config, params, x)
     slots, y = lattice_op(
         *(q, k, _values(config, v), gamma, g, slots),
-        empty=start,
+        empty=initial,
         chunk_size=config.chunk_size,
         variant=config.variant,
         normalize=config.normalize,
@@ -188,7 +202,7 @@ def apply(
         reset=reset,
         implementation=config.implementation,
     )
-    return after_start(slots), y
+    return initialised(slots), y
 
 
 def _sizes(config):
@@ -196,11 +210,11 @@ def _sizes(config):
     return config.num_heads, config.key_dim, config.value_dim, config.chunk_size
 
 
-def _start(config, params, batch):
-    """The learned slots, at the start of a chunk, for every row."""
+def _initial(config, params, batch):
+    """The learned slots of a batch, at the start of a chunk."""
     # Training moves the learned slots off the unit sphere, on which the recurrence must
     # start.
-    slots = jnp.repeat(params.start[None], batch, axis=0)
+    slots = for_batch(params.start, batch)
     return lattice_state(
         l2_normalize(slots) if config.normalize else slots, config.chunk_size
     )

@@ -9,11 +9,11 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.layers.cell import Cell, bind
+from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import (
@@ -29,10 +29,16 @@ from memjax_kernels import (
 class LinearAttentionConfig(RecurrentConfig):
     """Sizes of a layer of linear attention; see `RecurrentConfig`."""
 
+    name: ClassVar[str] = "linear_attention"
+
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply),
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
         )

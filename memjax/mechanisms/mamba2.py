@@ -12,15 +12,16 @@ Shapes: B batch, T time, D model, H heads, K key, V value.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import axes
+from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.cell import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
@@ -31,12 +32,31 @@ from memjax_kernels import ssd, ssd_init_state, ssd_step
 class Mamba2Config(RecurrentConfig):
     """Sizes of a layer of Mamba-2; see `RecurrentConfig`."""
 
+    name: ClassVar[str] = "mamba2"
+
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply),
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
+        )
+
+    def with_half_lives(
+        self,
+        params: "Mamba2Params",
+        half_lives: tuple[float, float],
+        constant: Float[Array, " D"],
+    ) -> "Mamba2Params":
+        """A decay of given half-lives, a head, and no skip; see `CellConfig`."""
+        # The window has the tokens that the skip would pass on.
+        return Mamba2Params(
+            decay=decay_of_half_lives(params.decay, half_lives),
+            skip=jnp.zeros_like(params.skip),
         )
 
     def cell_axes(self) -> PyTree:
@@ -138,3 +158,19 @@ def decay(
     pace = jax.nn.softplus(gates.gate_logits(params.pace, x))
     rate = jnp.exp(params.log_rate).reshape((1,) * (pace.ndim - 1) + (-1,))
     return pace, -rate * pace
+
+
+def decay_of_half_lives(
+    params: DecayParams, half_lives: tuple[float, float]
+) -> DecayParams:
+    """A decay exp(-rate Δ) with Δ of about 1, by which Mamba-2 writes.
+
+    Half-lives go from the first to the last head in geometric steps.
+    """
+    heads = len(params.log_rate)
+    bias = jnp.full_like(params.pace.bias, np.log(np.e - 1))
+    rate = np.log(2) / np.geomspace(half_lives[0], half_lives[1], heads)
+    return DecayParams(
+        pace=params.pace._replace(bias=bias),
+        log_rate=jnp.asarray(np.log(rate), jnp.float32),
+    )

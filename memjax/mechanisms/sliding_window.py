@@ -20,7 +20,7 @@ J = G K, W window, S sinks, Q queries a block.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,24 +28,29 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.checks import check_sizes
+from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.attention import packed as packed_attention
 from memjax.mechanisms.attention import whole as whole_attention
 from memjax.mechanisms.base import Cache, Mechanism, Packed, check_input
+from memjax.mechanisms.config import MechanismConfig, MechanismDefaults
 from memjax.mechanisms.layers import documents, projections
-from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig, mean_keys
+from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import cached, on_tpu, window_blocks
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindowConfig(HeadsConfig):
+class SlidingWindowConfig(HeadsConfig, MechanismDefaults):
     """Sizes of a sliding-window layer.
 
     Attributes:
         window: tokens that a query sees, its own included.
         sinks: first tokens of the sequence that it sees beside them; 4 in the paper.
     """
+
+    name: ClassVar[str] = "sliding_window"
 
     window: int = 2048
     sinks: int = 0
@@ -57,6 +62,27 @@ class SlidingWindowConfig(HeadsConfig):
             raise ValueError(
                 f"sinks must be in [0, window={self.window}], got {self.sinks}"
             )
+
+    @property
+    def plain_attention(self) -> HeadsConfig:
+        """Itself."""
+        return self
+
+    @property
+    def tokens_per_call(self) -> int:
+        """The window."""
+        return self.window
+
+    def keys_per_query(self, length: int) -> float:
+        """The window, and the sinks of a text that is longer."""
+        sinks = self.sinks if length > self.window else 0
+        return mean_keys(length, self.window) + sinks
+
+    def within(self, length: int) -> MechanismConfig:
+        """Full attention where the window and the sinks see `length` tokens."""
+        if self.window + self.sinks < length:
+            return self
+        return AttentionConfig(**vars(self.heads), capacity=length)
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
@@ -335,3 +361,10 @@ def _no_kernel(config, x):
     heads = (*x.shape[:2], config.num_heads, config.head_dim)
     query = jax.ShapeDtypeStruct(heads, x.dtype)
     return on_tpu.unsupported(query, query)
+
+
+def widened(config: MechanismConfig, more: int) -> SlidingWindowConfig | None:
+    """A window longer by `more` tokens; None for other mechanisms."""
+    if not isinstance(config, SlidingWindowConfig):
+        return None
+    return dataclasses.replace(config, window=config.window + more)

@@ -19,7 +19,7 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import axes
-from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.cell import (
-    Cell,
-    LearnedStart,
-    after_start,
-    bind,
-    started,
-    step_from_start,
-    unstarted,
+from memjax.mechanisms.cells.base import Cell, bind
+from memjax.mechanisms.cells.learned_init import (
+    LearnedInit,
+    for_batch,
+    initialise,
+    initialised,
+    initialised_step,
+    uninitialised,
 )
+from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.overlap import (
     Written,
@@ -81,6 +81,8 @@ class TrellisConfig(RecurrentConfig):
             is W_a x as in the paper, and may grow in training until gradients overflow.
     """
 
+    name: ClassVar[str] = "trellis"
+
     slots: int = 64
     chunk_size: int = 16
     phi: TrellisPhi = "silu"
@@ -106,8 +108,27 @@ class TrellisConfig(RecurrentConfig):
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply), reset_chunk=self.chunk_size
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
+            reset_chunk=self.chunk_size,
         )
+
+    def with_half_lives(
+        self,
+        params: "TrellisParams",
+        half_lives: tuple[float, float],
+        constant: Float[Array, " D"],
+    ) -> "TrellisParams":
+        """Forget gates of given half-lives, a head; see `CellConfig`."""
+        if params.forget is None:
+            return params
+        logits = gates.half_life_logits(half_lives, self.num_heads)
+        # With gates of its own a pass has as many.
+        bias = jnp.repeat(logits, params.forget.bias.size // self.num_heads)
+        return params._replace(forget=params.forget._replace(bias=bias))
 
     def cell_axes(self) -> PyTree:
         """How its weights are divided among devices."""
@@ -157,25 +178,25 @@ class Memory(NamedTuple):
     written: tuple[Written, Written] | None
 
 
-def init_state(config: TrellisConfig, batch: int) -> LearnedStart:
+def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
     """Memories that wait for their learned start."""
     heads, slots = config.num_heads, config.slots
     memory = trellis_init_state(
         *(batch, heads, slots, config.key_dim, config.value_dim),
         chunk_size=config.chunk_size,
     )
-    return unstarted(batch, Memory(memory, _nothing_written(config, batch)))
+    return uninitialised(batch, Memory(memory, _nothing_written(config, batch)))
 
 
 def step(
     config: TrellisConfig,
     params: TrellisParams,
-    memory: LearnedStart,
+    memory: LearnedInit,
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[LearnedStart, Float[Array, "B H V"]]:
+) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Writes one token into both memories and reads with its query."""
     slots, written = memory.memory
     # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
@@ -183,35 +204,35 @@ def step(
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
     if written is not None:
-        position = jnp.where(memory.fresh, 0, slots.position)
+        position = jnp.where(memory.uninitialised, 0, slots.position)
         none = _nothing_written(config, x.shape[0])
-        written = started(LearnedStart(written, memory.fresh), none)
+        written = initialise(LearnedInit(written, memory.uninitialised), none)
         given = (written, position, k, v, gamma)
         written, k, v, gamma = _bounded(bounded_step, *given)
-    slots, y = step_from_start(
+    slots, y = initialised_step(
         trellis_step,
         (q, k, v, target, gamma, g),
-        LearnedStart(slots, memory.fresh),
-        _start(config, params, 1).slots,
+        LearnedInit(slots, memory.uninitialised),
+        _initial(config, params, 1).slots,
         phi=config.phi,
         activation=config.activation,
     )
-    return after_start(Memory(slots, written)), y
+    return initialised(Memory(slots, written)), y
 
 
 def apply(
     config: TrellisConfig,
     params: TrellisParams,
-    memory: LearnedStart | None,
+    memory: LearnedInit | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
-) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
+) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
     """What T steps give, a chunk at a time."""
-    start = _start(config, params, x.shape[0])
-    slots, written = start if memory is None else started(memory, start)
+    initial = _initial(config, params, x.shape[0])
+    slots, written = initial if memory is None else initialise(memory, initial)
     # None says that all begin a chunk, which saves shifting the tokens.
     before, position = (None, None) if memory is None else (slots, slots.position)
     # Values are normalised, as in `step`.
@@ -222,22 +243,19 @@ def apply(
         written, k, v, gamma = _bounded(bounded_steps, *given)
     slots, y = trellis_op(
         *(q, k, v, target, gamma, g, before),
-        empty=start.slots,
+        empty=initial.slots,
         chunk_size=config.chunk_size,
         phi=config.phi,
         activation=config.activation,
         reset=reset,
         implementation=config.implementation,
     )
-    return after_start(Memory(slots, written)), y
+    return initialised(Memory(slots, written)), y
 
 
-def _start(config, params, batch):
-    """The learned memories, at the start of a chunk, for every row."""
-    keys, values = (
-        jnp.repeat(matrix[None], batch, axis=0)
-        for matrix in (params.keys, params.values)
-    )
+def _initial(config, params, batch):
+    """The learned memories of a batch, at the start of a chunk."""
+    keys, values = for_batch((params.keys, params.values), batch)
     # Position 0 is the start of a chunk, where the running memories are those in which
     # gradients are taken.
     position = jnp.zeros(batch, jnp.int32)

@@ -14,7 +14,7 @@ Shapes: B batch, T time, D model, H heads, K key, V = K value, C mini-batch.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes
 from memjax.mechanisms.base import axes
-from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.cell import (
-    Cell,
-    LearnedStart,
-    after_start,
-    bind,
-    started,
-    step_from_start,
-    unstarted,
+from memjax.mechanisms.cells.base import Cell, bind
+from memjax.mechanisms.cells.learned_init import (
+    LearnedInit,
+    for_batch,
+    initialise,
+    initialised,
+    initialised_step,
+    uninitialised,
 )
+from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import (
     ttt_linear as ttt_linear_op,
@@ -52,6 +52,8 @@ class TTTLinearConfig(RecurrentConfig):
         rate: largest learning rate of a mini-batch, the paper's 1.
     """
 
+    name: ClassVar[str] = "ttt_linear"
+
     chunk_size: int = 16
     rate: float = 1.0
 
@@ -68,7 +70,12 @@ class TTTLinearConfig(RecurrentConfig):
     def cell(self) -> Cell:
         """The memory of these sizes."""
         return bind(
-            *(self, init_params, init_state, step, apply), reset_chunk=self.chunk_size
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
+            reset_chunk=self.chunk_size,
         )
 
     def cell_axes(self) -> PyTree:
@@ -113,66 +120,63 @@ def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> TTTParams:
     )
 
 
-def init_state(config: TTTLinearConfig, batch: int) -> LearnedStart:
+def init_state(config: TTTLinearConfig, batch: int) -> LearnedInit:
     """A memory that waits for its learned start."""
     memory = ttt_linear_init_state(
         batch, config.num_heads, config.key_dim, config.chunk_size
     )
-    return unstarted(batch, memory)
+    return uninitialised(batch, memory)
 
 
 def step(
     config: TTTLinearConfig,
     params: TTTParams,
-    memory: LearnedStart,
+    memory: LearnedInit,
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
-) -> tuple[LearnedStart, Float[Array, "B H V"]]:
+) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Trains the memory on one token and reads with its query."""
     eta, *norm = _rate_and_norm(config, params, x)
     scale, shift = (jnp.broadcast_to(row, v.shape) for row in norm)
-    layer, y = step_from_start(
+    layer, y = initialised_step(
         ttt_linear_batched_step,
         (q, k, v, eta, scale, shift),
         memory,
-        _start(config, params, 1),
+        _initial(config, params, 1),
     )
-    return after_start(layer), y
+    return initialised(layer), y
 
 
 def apply(
     config: TTTLinearConfig,
     params: TTTParams,
-    memory: LearnedStart | None,
+    memory: LearnedInit | None,
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
-) -> tuple[LearnedStart, Float[Array, "B T H V"]]:
+) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
     """What T steps give, a mini-batch at a time."""
-    start = _start(config, params, x.shape[0])
-    layer = None if memory is None else started(memory, start)
+    initial = _initial(config, params, x.shape[0])
+    layer = None if memory is None else initialise(memory, initial)
     eta, scale, shift = _rate_and_norm(config, params, x)
     layer, y = ttt_linear_op(
         *(q, k, v, eta, scale, shift, layer),
-        empty=start,
+        empty=initial,
         chunk_size=config.chunk_size,
         reset=reset,
         implementation=config.implementation,
     )
-    return after_start(layer), y
+    return initialised(layer), y
 
 
-def _start(config, params, batch):
-    """The learned memory, at the start of a mini-batch, for every row."""
-    return ttt_linear_state(
-        jnp.repeat(params.weights[None], batch, axis=0),
-        jnp.repeat(params.bias[None], batch, axis=0),
-        config.chunk_size,
-    )
+def _initial(config, params, batch):
+    """The learned memory of a batch, at the start of a mini-batch."""
+    weights, bias = for_batch((params.weights, params.bias), batch)
+    return ttt_linear_state(weights, bias, config.chunk_size)
 
 
 def _rate_and_norm(config, params, x):

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.checks import check_positive, check_sizes, require_known
-from memjax.mechanisms.hybrid import HybridParams
+from memjax.mechanisms.hybrid import attention_params
 from memjax.mechanisms.layers.projections import Adapted, AttentionParams
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import FeedForwardParams
@@ -188,7 +188,7 @@ def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
 
 def _with_matrices(params):
     """The attention of a mechanism that has a memory beside it; else what is given."""
-    return params.attention if isinstance(params, HybridParams) else params
+    return attention_params(params)
 
 
 def _low_rank(params, rank, name, key):

@@ -1,10 +1,9 @@
 """Any mechanism as a layer of a flax model."""
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.base import Mechanism, reset
+from memjax.mechanisms.config import MechanismConfig
 from memjax.nnx.params import as_arrays, as_params, params_key
 
 
@@ -15,7 +14,7 @@ class Memory(nnx.Module):
         class Layer(nnx.Module):
             def __init__(self, width, *, rngs):
                 self.norm = nnx.LayerNorm(width, rngs=rngs)
-                self.memory = Memory(trellis(config), rngs=rngs)
+                self.memory = Memory(TrellisConfig(...), rngs=rngs)
 
             def __call__(self, state, x):
                 state, y = self.memory(state, self.norm(x))
@@ -29,7 +28,7 @@ class Memory(nnx.Module):
 
     def __init__(
         self,
-        mechanism: Mechanism,
+        config: MechanismConfig,
         *,
         key: PRNGKeyArray | None = None,
         rngs: nnx.Rngs | None = None,
@@ -37,15 +36,15 @@ class Memory(nnx.Module):
         """Draws the parameters.
 
         Args:
-            mechanism: of `memjax.mechanisms`.
+            config: of a mechanism.
             key: of the parameters; or
             rngs: the streams of flax, of which "params" is drawn from.
 
         Raises:
             ValueError: on both of key and rngs, or neither.
         """
-        self.mechanism = mechanism
-        params = mechanism.init_params(params_key(key, rngs))
+        self.mechanism = config.build()
+        params = self.mechanism.init_params(params_key(key, rngs))
         self.params = nnx.data(as_params(params))
 
     def init_state(self, batch: int) -> PyTree:
@@ -54,8 +53,7 @@ class Memory(nnx.Module):
 
     def reset(self, state: PyTree, mask: Bool[Array, " B"]) -> PyTree:
         """Empties the memory of the batch elements in `mask`, at a document's start."""
-        batch = jax.tree.leaves(state)[0].shape[0]
-        return reset(state, self.init_state(batch), mask)
+        return self.mechanism.reset(state, mask)
 
     def __call__(
         self, state: PyTree, x: Float[Array, "B *T D"]

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from memjax.checks import require_known
 from memjax.config_io import AnyPath, completed, to_record
 from memjax.data import Tokenizer, load_tokenizer
-from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.base import Model
 from memjax.models.language_model.rebuilt import replace_config
@@ -101,15 +100,15 @@ def with_sampling(model: Model, **changes: Any) -> LanguageModel:
     for name in changes:
         require_known("change", name, ("sampling", "decay", "memory_tokens"))
     mechanisms = model.backbone.config.mechanisms if model.backbone is model else ()
-    if not any(isinstance(m, ElasticMemoryConfig) for m in mechanisms):
+    if not any(m.name == "elastic_memory" for m in mechanisms):
         raise ValueError(
             f"{changes} needs an Elastic Memory layer; the mechanisms are {mechanisms}"
         )
-    changed = tuple(
-        dataclasses.replace(m, **changes) if isinstance(m, ElasticMemoryConfig) else m
-        for m in mechanisms
-    )
-    return replace_config(model.backbone, mechanisms=changed)
+    changed: list[Any] = list(mechanisms)
+    for i, mechanism in enumerate(changed):
+        if mechanism.name == "elastic_memory":
+            changed[i] = dataclasses.replace(mechanism, **changes)
+    return replace_config(model.backbone, mechanisms=tuple(changed))
 
 
 def _require_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.rope import RopeScaling
@@ -140,8 +139,7 @@ def test_only_the_row_that_overflows_is_nan():
     state, _ = mechanism.apply(
         drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :7]
     )
-    empty = mechanism.init_state(B)
-    state = mechanisms.reset(state, empty, jnp.array([True, False]))
+    state = mechanism.reset(state, jnp.array([True, False]))
     _, y = mechanism.apply(drawn_params(), state, drawn_inputs()[:, :7])
     close(y[0], oracle(drawn_params(), drawn_inputs()[:1, :7], 7)[0])
     assert np.isnan(y[1]).all()

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax import mechanisms
 from memjax.mechanisms import (
     ABCConfig,
     AttentionConfig,
@@ -36,6 +35,7 @@ B, T, D = 2, 12, 16
 LENGTH = 6
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
 BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=6)
+SLOTS: dict[str, Any] = dict(model_dim=D, num_heads=2, slots=4, value_dim=6)
 WINDOW = SlidingWindowConfig(**HEADS, window=4, sinks=2)
 MEMORY: dict[str, Any] = dict(model_dim=16, num_heads=4, key_dim=5, value_dim=6)
 CONFIGS: dict[str, MechanismConfig] = {
@@ -77,11 +77,11 @@ CONFIGS: dict[str, MechanismConfig] = {
         forget=False,
         shared_gates=False,
     ),
-    "lattice": LatticeConfig(**BLOCK, chunk_size=4),
+    "lattice": LatticeConfig(**SLOTS, chunk_size=4),
     "lattice_unnormalised": LatticeConfig(
-        **BLOCK, variant="enc", chunk_size=4, normalize=False, forget="l2"
+        **SLOTS, variant="enc", chunk_size=4, normalize=False, forget="l2"
     ),
-    "lattice_sparse": LatticeConfig(**BLOCK, variant="sim", chunk_size=1, forget="l1"),
+    "lattice_sparse": LatticeConfig(**SLOTS, variant="sim", chunk_size=1, forget="l1"),
 }
 # Other options of mechanisms that have a row: not among the fast tests.
 VARIANTS = (
@@ -208,7 +208,7 @@ def test_batch_rows_are_independent(case):
 def test_reset_row_starts_afresh_and_leaves_the_other(case, stepped, at):
     mechanism, params, empty, x = case
     states, whole = stepped
-    state = mechanisms.reset(states[at], empty, jnp.array([True, False]))
+    state = mechanism.reset(states[at], jnp.array([True, False]))
     rest = x[:, at : at + LENGTH]
     after, y = mechanism.apply(params, state, rest)
     _, fresh = mechanism.apply(params, empty, rest)

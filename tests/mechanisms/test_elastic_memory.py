@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
 from memjax.mechanisms.elastic_memory import ElasticMemoryConfig, flush
 from memjax.mechanisms.layers.rope import RopeScaling
@@ -230,8 +229,7 @@ def test_flush_of_no_open_block_changes_nothing():
     state, _ = mechanism.apply(
         drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
     )
-    empty = mechanism.init_state(B)
-    mixed = mechanisms.reset(state, empty, jnp.array([True, False]))
+    mixed = mechanism.reset(state, jnp.array([True, False]))
     chex.assert_trees_all_equal(flush(config_of(), mixed), mixed)
 
 

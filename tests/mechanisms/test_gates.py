@@ -112,7 +112,9 @@ def test_slots_are_read_with_the_scale_of_the_query(config):
 
 @pytest.mark.parametrize("variant,changes", [("enc", False), ("dec", True)])
 def test_lattice_enc_takes_values_of_unit_norm(variant, changes):
-    mechanism, params, state, x = build(LatticeConfig(**SIZES, variant=variant))
+    mechanism, params, state, x = build(
+        LatticeConfig(D, H, slots=K, value_dim=K, variant=variant)
+    )
     larger = params._replace(value=5.0 * params.value)
     (once, _), (scaled, _) = (mechanism.apply(p, state, x) for p in (params, larger))
     slots = [after.memory.memory.pending for after in (once, scaled)]

@@ -1,5 +1,6 @@
 """A memory beside a sliding window."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -58,11 +59,13 @@ def test_the_first_tokens_are_those_of_the_window():
     assert np.abs(y[:, W:] - expected[:, W:]).max() > 1e-2
 
 
-@pytest.mark.parametrize("kind", [DeltaNetConfig, LatticeConfig])
-def test_a_group_shares_a_memory_as_heads_that_write_alike_would(kind):
+@pytest.mark.parametrize(
+    "memory", [DeltaNetConfig(16, 4, 4, 4), LatticeConfig(16, 4, value_dim=4)]
+)
+def test_a_group_shares_a_memory_as_heads_that_write_alike_would(memory):
     """Queries of a group read what heads of their own would hold, written alike."""
-    shared = HybridConfig(WINDOW, kind(16, 2, 4, 4))
-    apart = HybridConfig(WINDOW, kind(16, 4, 4, 4))
+    shared = HybridConfig(WINDOW, dataclasses.replace(memory, num_heads=2))
+    apart = HybridConfig(WINDOW, memory)
     params = opened(init_params(shared, jax.random.key(0)))
     assert params.features is not None
     maps = jax.random.split(jax.random.key(2), len(params.features))

@@ -11,7 +11,7 @@ import pytest
 
 from memjax import mechanisms
 from memjax.mechanisms.attention import AttentionConfig
-from memjax.mechanisms.base import apply_ragged
+from memjax.mechanisms.layers.ragged import apply_ragged
 from memjax.mechanisms.sliding_window import SlidingWindowConfig
 
 B, T, D, H, G, K, W = 3, 9, 8, 2, 1, 4, 4

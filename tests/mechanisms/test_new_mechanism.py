@@ -22,16 +22,18 @@ FILE = '''
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from memjax.mechanisms import MechanismDefaults
 from memjax.mechanisms.base import Mechanism, axes, check_input
 
 
 @dataclasses.dataclass(frozen=True)
-class DecayingSumConfig:
+class DecayingSumConfig(MechanismDefaults):
+    name: ClassVar[str] = "decaying_sum"
     model_dim: int
 
     def build(self):

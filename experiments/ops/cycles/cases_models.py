@@ -22,10 +22,11 @@ from memjax.mechanisms import (
     MechanismConfig,
 )
 from memjax.models import LanguageModel, preset
-from memjax.models.language_model.presets import ATTENTION, RECURRENT, SIZES
+from memjax.models.language_model.presets import RECURRENT, SIZES
 from memjax.training.optimizer import OptimizerConfig, make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
+ATTENTION = ("attention", "sliding_window", "elastic_memory")
 #: Batch elements and steps of decoding, and slots of attention's cache.
 DECODED, STEPS, CAPACITY = 64, 32, 2048
 #: Tokens of Elastic Memory's layer: two blocks in each batch element.

@@ -11,10 +11,7 @@ import numpy as np
 
 from memjax.aot.cycles.bundles import Shares
 from memjax.mechanisms import (
-    AttentionConfig,
-    ElasticMemoryConfig,
     MechanismConfig,
-    SlidingWindowConfig,
 )
 from memjax.mechanisms.layers.softmax import on_tpu
 from memjax_kernels._src.causal_attention import blocks
@@ -41,18 +38,16 @@ def shares(
 
 
 def _of_mechanism(mechanism, time, ways):
-    if not isinstance(
-        mechanism, AttentionConfig | SlidingWindowConfig | ElasticMemoryConfig
-    ):
+    if mechanism.attention is not mechanism:
         return {}
     heads = max(1, mechanism.num_heads // ways)
-    if isinstance(mechanism, ElasticMemoryConfig):
+    if mechanism.plain_attention is None:
         return _of_splash(
             on_tpu.memory_kernel(heads, mechanism.block, mechanism.samples)[0]
         )
     # A window as long as the row is full attention.
-    window = getattr(mechanism, "window", time)
-    window = window if window < time else None
+    window = mechanism.tokens_per_call
+    window = window if window and window < time else None
     return _of_splash(on_tpu.kernel(heads, time, window)) | _of_ours(time, window)
 
 

@@ -33,5 +33,6 @@ def _fields_of_the_default(info: StructTypeInfo) -> StructConstructorSpec | None
         fields=tuple(
             StructFieldSpec(f.name, hints[f.name], getattr(info.default, f.name))
             for f in dataclasses.fields(kind)
+            if f.init
         ),
     )

@@ -12,12 +12,13 @@ block, M memory tokens.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax.mechanisms.base import reset
+from memjax.mechanisms.base import replace_rows
+from memjax.mechanisms.cells.base import Cell, CellDefaults, bind
 from memjax.mechanisms.elastic_memory import (
     ElasticMemoryConfig,
     ElasticMemoryState,
@@ -26,12 +27,11 @@ from memjax.mechanisms.elastic_memory import (
 )
 from memjax.mechanisms.elastic_memory import init_state as init_memory
 from memjax.mechanisms.layers import places
-from memjax.mechanisms.layers.cell import Cell, bind
 from memjax_kernels import HippoSampling
 
 
 @dataclasses.dataclass(frozen=True)
-class ElasticCellConfig:
+class ElasticCellConfig(CellDefaults):
     """Sizes of the memory.
 
     Attributes:
@@ -45,6 +45,8 @@ class ElasticCellConfig:
         decay: of the exponential sampling.
         bank_blocks: blocks whose matrices are built ahead.
     """
+
+    name: ClassVar[str] = "elastic"
 
     num_heads: int
     num_kv_heads: int
@@ -94,7 +96,14 @@ class ElasticCellConfig:
 
     def cell(self) -> Cell:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply, unit_norm=False)
+        return bind(
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
+            unit_norm=False,
+        )
 
     def cell_axes(self) -> "ElasticCellParams":
         """Nothing to divide."""
@@ -126,7 +135,7 @@ def step(
 ) -> tuple[ElasticMemoryState, Float[Array, "B H K"]]:
     """Writes one token where x is 1, and reads."""
     after, y = read_token(config.memory(), memory, q, k, v)
-    return reset(after, memory, x[:, 0] == 0), y.astype(q.dtype)
+    return replace_rows(after, memory, x[:, 0] == 0), y.astype(q.dtype)
 
 
 def apply(

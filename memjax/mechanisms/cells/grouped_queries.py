@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from memjax.mechanisms.layers.cell import Cell
+from memjax.mechanisms.cells.base import Cell
 
 
 def grouped_queries(cell: Cell, queries: int) -> Cell:

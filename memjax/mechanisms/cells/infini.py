@@ -13,27 +13,27 @@ Shapes: B batch, T time, H query heads, G key-value heads, K key, V value.
 """
 
 import dataclasses
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
+from memjax.mechanisms.cells.base import Cell, CellDefaults, bind
 from memjax.mechanisms.cells.grouped_queries import (
     copies,
     first_copy,
     to_batch,
     to_heads,
 )
-from memjax.mechanisms.layers.cell import Cell, bind
 from memjax_kernels import delta_rule, linear_attention
 
 Update = Literal["linear", "delta"]
 
 
 @dataclasses.dataclass(frozen=True)
-class InfiniConfig:
+class InfiniConfig(CellDefaults):
     """Sizes of the memory.
 
     Attributes:
@@ -43,6 +43,8 @@ class InfiniConfig:
         value_dim: width of values and reads.
         update: "linear" adds, "delta" replaces what the memory holds for a key.
     """
+
+    name: ClassVar[str] = "infini"
 
     num_heads: int
     num_kv_heads: int
@@ -66,7 +68,14 @@ class InfiniConfig:
 
     def cell(self) -> Cell:
         """The memory of these sizes."""
-        return bind(self, init_params, init_state, step, apply, unit_norm=False)
+        return bind(
+            self,
+            init_params=init_params,
+            init_state=init_state,
+            step=step,
+            apply=apply,
+            unit_norm=False,
+        )
 
     def cell_axes(self) -> "InfiniParams":
         """Nothing to divide."""

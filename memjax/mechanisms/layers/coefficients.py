@@ -6,15 +6,50 @@ Shapes: B batch, L block, N order, G key-value heads, K head width, X = 2 G K ch
 J = G K channels of a token.
 """
 
+import functools
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.divided_sequence import join_shares
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.saturating_counter import advanced
+from memjax_kernels import (
+    HippoBank,
+    HippoSampling,
+    build_hippo_bank,
+    hippo_reconstruction,
+    hippo_sample_points,
+)
 from memjax_kernels._src.hippo import on_demand
+
+
+class Tables(NamedTuple):
+    """Constants of Elastic Memory."""
+
+    reconstruction: Float[np.ndarray, "M N"]
+    bank: HippoBank | None
+
+
+# Every trace of `step` and `apply` needs them, and they take float64 work to build.
+@functools.lru_cache(maxsize=8)
+def tables(
+    *,
+    order: int,
+    block: int,
+    bank_blocks: int,
+    samples: int,
+    sampling: HippoSampling,
+    decay: float,
+) -> Tables:
+    """Builds the constants in float64 and rounds them once."""
+    points = hippo_sample_points(samples, sampling, decay)
+    bank = build_hippo_bank(order, block, bank_blocks) if bank_blocks else None
+    return Tables(hippo_reconstruction(order, points).astype(np.float32), bank)
 
 
 def to_channels(

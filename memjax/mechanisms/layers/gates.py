@@ -93,6 +93,20 @@ def logits_of_gates(gates: Sequence[Gate], x: Float[Array, "*B D"]) -> list[Arra
     return [_with_bias(gate, x, y) for gate, y in zip(gates, logits, strict=True)]
 
 
+def half_life_logits(
+    half_lives: tuple[float, float], count: int, damping: float = 1.0
+) -> Float[Array, " N"]:
+    """Logits z of gates sigmoid(z)^(1 / damping) with half-lives in geometric steps.
+
+    Args:
+        half_lives: of the first and the last gate, in tokens.
+        count: number of gates.
+        damping: divisor of the log gates.
+    """
+    rate = damping * np.log(2) / np.geomspace(half_lives[0], half_lives[1], count)
+    return jnp.asarray(-np.log(np.expm1(rate)), jnp.float32)
+
+
 def _with_bias(params, x, logits):
     shape = params.weight.shape[1:]
     return logits + params.bias.reshape((1,) * (x.ndim - 1) + shape)

@@ -18,3 +18,8 @@ def rms_norm(
     mean = (high**2).mean(axis=-1, keepdims=True)
     high = scale_rows(high, jax.lax.rsqrt(mean + epsilon))
     return scale_channels(high, scale).astype(x.dtype)
+
+
+def expand_leading_dims(small: Array, large: Array) -> Array:
+    """`small` with leading axes of size 1, as many axes as `large`."""
+    return small.reshape((1,) * (large.ndim - small.ndim) + small.shape)

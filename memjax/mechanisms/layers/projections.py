@@ -8,85 +8,18 @@ None.
 layers too: Hu et al. (2021), https://arxiv.org/abs/2106.09685.
 """
 
-import dataclasses
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from memjax.checks import check_positive, check_sizes, require_known
-from memjax.mechanisms.base import axes, expand_leading_dims
+from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import rope
-from memjax.mechanisms.layers.norms import rms_norm
-from memjax.mechanisms.layers.rope import RopeScaling
+from memjax.mechanisms.layers.heads import HeadsConfig
+from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
 from memjax_kernels._src.common.partition import by_heads, by_tokens
-
-QKNorm = Literal["none", "head", "width"]
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadsConfig:
-    """Sizes of the projections.
-
-    Attributes:
-        model_dim: width of the layer's input and output.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; divides `num_heads` (GQA).
-        head_dim: width of a head, even (RoPE turns pairs).
-        rope_theta: base of the RoPE frequencies; 500,000 in Llama 3. None is no RoPE:
-            the model adds positions itself.
-        rope_scaling: how the frequencies were slowed down for longer texts.
-        qkv_bias: whether queries, keys and values have biases.
-        output_bias: whether the output has one.
-        qk_norm: RMSNorm of queries and of keys, before RoPE: "head" of each by itself
-            (Qwen3, Gemma 3), "width" of all heads together (OLMo 2), or "none".
-        qk_norm_epsilon: of that norm.
-        query_scale: of the scores; None is K^-1/2.
-    """
-
-    model_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float | None = 500_000.0
-    rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: QKNorm = "none"
-    qk_norm_epsilon: float = 1e-6
-    query_scale: float | None = None
-
-    def __post_init__(self):
-        check_sizes(
-            model_dim=self.model_dim,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-        )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads={self.num_heads}, "
-                f"got {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        require_known("qk_norm", self.qk_norm, get_args(QKNorm))
-        check_positive(most=1.0, qk_norm_epsilon=self.qk_norm_epsilon)
-        if self.query_scale is not None:
-            check_positive(query_scale=self.query_scale)
-        if self.rope_theta is not None:
-            check_positive(rope_theta=self.rope_theta)
-            # YaRN divides by its logarithm; below 1 frequencies would go to infinity.
-            yarn = self.rope_scaling is not None and self.rope_scaling.kind == "yarn"
-            if self.rope_theta < 1 or (self.rope_theta == 1 and yarn):
-                raise ValueError(
-                    "rope_theta must be at least 1, and above 1 with YaRN, got "
-                    f"{self.rope_theta}"
-                )
-        if self.rope_theta is None and self.rope_scaling is not None:
-            raise ValueError("rope_scaling needs a rope_theta, got None")
 
 
 class Adapted(NamedTuple):

@@ -27,8 +27,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, Packed, axes, check_input
+from memjax.mechanisms.cells.base import Cell, CellDefaults
+from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import documents
-from memjax.mechanisms.layers.cell import Cell
 from memjax.mechanisms.layers.divided_sequence import (
     is_first,
     last_of_previous,
@@ -48,7 +49,7 @@ Implementation = Literal["reference", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentConfig(abc.ABC):
+class RecurrentConfig(CellDefaults, MechanismDefaults, abc.ABC):
     """Sizes that all recurrent mechanisms have, and the layer around their memory.
 
     A mechanism adds its memory, `cell()`, and how its weights are divided,
@@ -90,6 +91,11 @@ class RecurrentConfig(abc.ABC):
     @abc.abstractmethod
     def cell_axes(self) -> PyTree:
         """How the cell's weights are divided; see `MechanismConfig.param_axes`."""
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether the cell can join the shares of several devices."""
+        return self.cell().apply_share is not None
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes: the block around the cell."""

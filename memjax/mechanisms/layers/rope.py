@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_positive, check_sizes
-from memjax.mechanisms.base import expand_leading_dims
+from memjax.mechanisms.layers.norms import expand_leading_dims
 from memjax_kernels._src import heads
 
 ScalingKind = Literal["linear", "llama3", "yarn"]

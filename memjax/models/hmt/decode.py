@@ -116,7 +116,7 @@ def restart_backbone(
             mask = ragged.mask(visible, start, state.length, x.shape[1])
         empty = weights.backbone.init_state(state.length.shape[0])
         after, _ = weights.backbone.read(empty, x, mask, lengths)
-        return mechanisms.reset(state.backbone, after, where)
+        return mechanisms.replace_rows(state.backbone, after, where)
 
     backbone = jax.lax.cond(jnp.any(where), read, lambda s: s.backbone, state)
     return state._replace(backbone=backbone)
@@ -160,4 +160,4 @@ def _complete(config, weights, state):
     )
     # The next segment opens with nothing read: `_find_prompt` starts its backbone.
     empty = init_state(config, weights.backbone, complete.shape[0], masked)
-    return mechanisms.reset(state, empty, complete)._replace(memories=memories)
+    return mechanisms.replace_rows(state, empty, complete)._replace(memories=memories)

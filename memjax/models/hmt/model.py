@@ -145,7 +145,7 @@ class HMT(nnx.Module):
         # A state has masks or has none; `reset` needs both of one kind.
         masked = state.visible is not None
         empty = self.init_state(state.length.shape[0], masked=masked)
-        return mechanisms.reset(state, empty, mask)
+        return mechanisms.replace_rows(state, empty, mask)
 
     def _check(self, state, tokens, mask=None, lengths=None):
         ragged.check_kind(state, HMTState)
@@ -197,7 +197,7 @@ class HMT(nnx.Module):
         if lengths is None:
             return after, features
         # Without tokens an open segment is not read again either.
-        return mechanisms.reset(after, state, lengths == 0), features
+        return mechanisms.replace_rows(after, state, lengths == 0), features
 
     @compiled(check=_check)
     def trace(

@@ -165,7 +165,7 @@ def read_segment(
     )
     # An open segment is read again when it is complete, and becomes a memory then.
     complete = segment.length == config.segment_length
-    memories = mechanisms.reset(memories, grown, complete)
+    memories = mechanisms.replace_rows(memories, grown, complete)
     return memories, (ragged.take(y, positions), trace)
 
 

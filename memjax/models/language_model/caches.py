@@ -39,7 +39,7 @@ def reset(layers: Sequence[Mechanism], state: State, mask: Bool[Array, " B"]) ->
         else jax.tree.map(jnp.zeros_like, memory)
         for layer, memory in zip(layers, state, strict=True)
     )
-    return mechanisms.reset(state, empty, mask)
+    return mechanisms.replace_rows(state, empty, mask)
 
 
 def remaining(layers: Sequence[Mechanism], state: State) -> int | None:

@@ -28,7 +28,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from memjax.mechanisms import HybridConfig
-from memjax.mechanisms.hybrid import FeatureParams, HybridParams
+from memjax.mechanisms.hybrid import FeatureParams, HybridParams, hybrids
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.gate_starts import start_gates
 from memjax.models.language_model.model import LanguageModel
@@ -71,9 +71,7 @@ def start_layers(
 ) -> LanguageModel:
     """The same of moments that have been measured, on texts of `longest` tokens."""
     new = copy(model)
-    for i in memory_layers(model.config):
-        config = model.config.layers[i]
-        assert isinstance(config, HybridConfig)
+    for i, config in hybrids(model.config.layers).items():
         params = as_arrays(model.blocks[i].mechanism)
         if params.features is not None:
             started = start(config, params, moments[i], longest)

@@ -3,20 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from memjax import mechanisms
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.config_io import TYPES
 from memjax.mechanisms import (
-    AttentionConfig,
-    ElasticMemoryConfig,
-    HybridConfig,
+    MECHANISMS,
     Mechanism,
     MechanismConfig,
     SlidingWindowConfig,
 )
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
@@ -25,12 +22,11 @@ FeedForward = Literal["swiglu", "geglu", "relu"]
 
 #: Tokens that a model without a window reads at a time.
 PIECE = 2048
-#: The configurations that a file may name: those that `memjax.mechanisms` exports.
-MECHANISMS: tuple[Any, ...] = tuple(
-    kind
-    for kind in vars(mechanisms).values()
-    if dataclasses.is_dataclass(kind) and hasattr(kind, "build")
-)
+
+
+def _mechanisms() -> tuple[type, ...]:
+    """The configurations of mechanisms that a file may name."""
+    return tuple(MECHANISMS.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +104,7 @@ class ModelConfig:
     """
 
     mechanisms: tuple[MechanismConfig, ...] = dataclasses.field(
-        default=(SlidingWindowConfig(768, 12, 12, 64),), metadata={TYPES: MECHANISMS}
+        default=(SlidingWindowConfig(768, 12, 12, 64),), metadata={TYPES: _mechanisms}
     )
     num_layers: int = 12
     vocab_size: int = 32_000
@@ -143,7 +139,7 @@ class ModelConfig:
                     f"mechanisms[{i}].model_dim must be the model's {self.model_dim}, "
                     f"got {mechanism.model_dim}"
                 )
-            heads = attention_of(mechanism)
+            heads = mechanism.attention
             theta = None if heads is None else heads.rope_theta
             if self.architecture.learned_positions and theta is not None:
                 raise ValueError(
@@ -164,18 +160,14 @@ class ModelConfig:
         The shortest window or block of the mechanisms; without one, `PIECE` tokens or
         what full attention holds, if that is less.
         """
-        attention = map(attention_of, self.mechanisms)
-        windows = [m.window for m in attention if isinstance(m, SlidingWindowConfig)]
-        windows += [
-            m.block for m in self.mechanisms if isinstance(m, ElasticMemoryConfig)
-        ]
+        windows = [m.tokens_per_call for m in self.mechanisms if m.tokens_per_call]
         return min(windows or [PIECE, self.capacity or PIECE])
 
     @property
     def capacity(self) -> int | None:
         """Longest text that all layers of full attention hold; None without one."""
-        held = [m.capacity for m in self.mechanisms if isinstance(m, AttentionConfig)]
-        return min(held, default=None)
+        lengths = [m.max_length for m in self.mechanisms if m.max_length]
+        return min(lengths, default=None)
 
     @property
     def heads(self) -> HeadsConfig:
@@ -184,12 +176,9 @@ class ModelConfig:
         Raises:
             ValueError: if a layer has none, or layers differ.
         """
-        attention = (
-            (attention_of(mechanism), mechanism) for mechanism in self.mechanisms
-        )
-        sizes = {heads_of(own) if own else mechanism for own, mechanism in attention}
+        sizes = {m.attention.heads if m.attention else None for m in self.mechanisms}
         (heads, *others) = sizes
-        if others or not isinstance(heads, HeadsConfig):
+        if others or heads is None:
             raise ValueError(
                 "mechanisms must all have the same attention heads, got "
                 f"{self.mechanisms}"
@@ -203,19 +192,6 @@ def period(layers: Iterable[MechanismConfig]) -> tuple[MechanismConfig, ...]:
     length = len(layers)
     repeats = lambda p: all(layers[i] == layers[i % p] for i in range(length))
     return layers[: next(filter(repeats, range(1, length + 1)))]
-
-
-def attention_of(mechanism: MechanismConfig) -> HeadsConfig | None:
-    """The attention of a mechanism or of a hybrid's window; None without one."""
-    if isinstance(mechanism, HybridConfig):
-        return mechanism.window
-    return mechanism if isinstance(mechanism, HeadsConfig) else None
-
-
-def heads_of(config: HeadsConfig) -> HeadsConfig:
-    """The sizes of the projections alone, of a mechanism that has them."""
-    names = [field.name for field in dataclasses.fields(HeadsConfig)]
-    return HeadsConfig(**{name: getattr(config, name) for name in names})
 
 
 def kinds(config: ModelConfig) -> str:

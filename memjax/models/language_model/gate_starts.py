@@ -2,8 +2,7 @@
 
 Gates read keys and values of a token as they are, whose means are large: their weights
 are made for channels of variance 1 and lose the mean, so that a gate starts at its
-bias. Gates that forget start with half-lives between two lengths, a head (GSA: a slot)
-longer than the one before; a write would be gone within tokens otherwise.
+bias. `CellConfig.with_half_lives` initialises the gates that forget.
 
 Shapes: X channels of a token that is written, keys and values of all heads.
 """
@@ -11,16 +10,9 @@ Shapes: X channels of a token that is written, keys and values of all heads.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
 from memjax.mechanisms import HybridConfig
-from memjax.mechanisms.gated_deltanet import GatedDeltaNetParams
-from memjax.mechanisms.gla import DAMPING as GLA_DAMPING
-from memjax.mechanisms.gla import GLAParams
-from memjax.mechanisms.gsa import DAMPING as GSA_DAMPING
-from memjax.mechanisms.gsa import GSAParams
-from memjax.mechanisms.mamba2 import DecayParams, Mamba2Params
-from memjax.mechanisms.trellis import TrellisParams
 from memjax.models.language_model.teacher import Moments, shrunk
 
 
@@ -63,51 +55,5 @@ def start_gates(
         return jnp.asarray(weight, jnp.float32)
 
     params = jax.tree_util.tree_map_with_path(normalized, params)
-    return slow(params, jnp.asarray(constant, jnp.float32), half_lives)
-
-
-def slow(
-    params: PyTree, constant: Float[Array, " X"], half_lives: tuple[float, float]
-) -> PyTree:
-    """The parameters, with gates that forget at these half-lives.
-
-    Memories without such a gate stay as they are: DeltaNet, Lattice, linear attention,
-    ABC and TTT-linear.
-    """
-    match params:
-        case GatedDeltaNetParams():
-            return params._replace(decay=_slow_decay(params.decay, half_lives))
-        case Mamba2Params():
-            # What passes the memory by is in the window.
-            skip = jnp.zeros_like(params.skip)
-            return Mamba2Params(_slow_decay(params.decay, half_lives), skip)
-        case TrellisParams() if params.forget is not None:
-            heads = params.target.shape[1]
-            bias = jnp.repeat(
-                _logits(half_lives, heads), params.forget.bias.size // heads
-            )
-            return params._replace(forget=params.forget._replace(bias=bias))
-        case GSAParams():
-            bias = _logits(half_lives, params.forget.shape[2], GSA_DAMPING)
-            return GSAParams(params.forget + constant[:, None, None] * bias[None, None])
-        case GLAParams():
-            # One of the narrow channels is made constant, and carries the bias.
-            bias = _logits(half_lives, params.widen.shape[1], GLA_DAMPING)
-            bias = jnp.broadcast_to(bias[:, None], params.widen.shape[1:])
-            return GLAParams(
-                params.narrow.at[:, 0].set(constant), params.widen.at[0].set(bias)
-            )
-    return params
-
-
-def _slow_decay(params: DecayParams, half_lives) -> DecayParams:
-    """exp(g) = exp(-rate Δ), with a Δ about 1, by which Mamba-2 writes."""
-    pace = params.pace._replace(bias=jnp.full_like(params.pace.bias, np.log(np.e - 1)))
-    rate = np.log(2) / np.geomspace(half_lives[0], half_lives[1], len(params.log_rate))
-    return DecayParams(pace, jnp.asarray(np.log(rate), jnp.float32))
-
-
-def _logits(half_lives, count, damping=1.0):
-    """z with sigmoid(z)^(1 / damping) = 2^(-1 / half-life)."""
-    rate = damping * np.log(2) / np.geomspace(half_lives[0], half_lives[1], count)
-    return jnp.asarray(-np.log(np.expm1(rate)), jnp.float32)
+    constant = jnp.asarray(constant, jnp.float32)
+    return config.memory.with_half_lives(params, half_lives, constant)

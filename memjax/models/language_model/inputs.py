@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax.mechanisms.base import MechanismConfig
+from memjax.mechanisms.config import MechanismConfig
 from memjax.mechanisms.layers import documents
 from memjax.models.language_model.config import build_once
 

@@ -16,8 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
 
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.base import expand_leading_dims
-from memjax.mechanisms.layers.norms import rms_norm
+from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
 from memjax.nnx.params import as_arrays, as_params, params_key

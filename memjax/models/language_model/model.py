@@ -20,9 +20,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
-from memjax.mechanisms.base import apply_ragged
 from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.projections import linear
+from memjax.mechanisms.layers.ragged import apply_ragged
 from memjax.models import ragged
 from memjax.models.language_model import caches, inputs
 from memjax.models.language_model.config import ModelConfig, build_once

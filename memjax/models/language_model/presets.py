@@ -22,41 +22,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from memjax.checks import require_known
-from memjax.mechanisms import (
-    ABCConfig,
-    AttentionConfig,
-    DeltaNetConfig,
-    ElasticMemoryConfig,
-    GatedDeltaNetConfig,
-    GLAConfig,
-    GSAConfig,
-    LatticeConfig,
-    LinearAttentionConfig,
-    Mamba2Config,
-    MechanismConfig,
-    SlidingWindowConfig,
-    TrellisConfig,
-    TTTLinearConfig,
-)
+from memjax.mechanisms import CELLS, MECHANISMS, MechanismConfig
 from memjax.models.language_model.config import Dtype, ModelConfig
 
-ATTENTION: dict[str, Any] = {
-    "attention": AttentionConfig,
-    "sliding_window": SlidingWindowConfig,
-    "elastic_memory": ElasticMemoryConfig,
-}
-RECURRENT: dict[str, Any] = {
-    "linear_attention": LinearAttentionConfig,
-    "mamba2": Mamba2Config,
-    "gla": GLAConfig,
-    "deltanet": DeltaNetConfig,
-    "gated_deltanet": GatedDeltaNetConfig,
-    "gsa": GSAConfig,
-    "abc": ABCConfig,
-    "ttt_linear": TTTLinearConfig,
-    "trellis": TrellisConfig,
-    "lattice": LatticeConfig,
-}
+#: Mechanisms that are a cell in the block of `RecurrentConfig`, by name.
+RECURRENT: dict[str, Any] = {n: k for n, k in MECHANISMS.items() if n in CELLS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +44,7 @@ class Size:
         default: the mechanism of the transformer of this size.
         window: of sliding windows; block of Elastic Memory.
         capacity: of full attention.
-        slots: of each head of GSA, ABC, Trellis and Lattice.
+        slots: of each head, in mechanisms with slots.
         options: of single mechanisms, by name.
         dtype: of activations.
         remat: recompute activations in the backward pass.
@@ -99,24 +69,23 @@ class Size:
 
     def mechanism(self, name: str, **options: Any) -> MechanismConfig:
         """The mechanism of this name in this size, `options` before the size's own."""
-        require_known("mechanism", name, (*ATTENTION, *RECURRENT))
-        options = self.options.get(name, {}) | options
-        common = dict(model_dim=self.model_dim, num_heads=self.num_heads)
-        if name in ATTENTION:
-            common |= dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-            sizes = {
-                "attention": dict(capacity=self.capacity),
-                "sliding_window": dict(window=self.window),
-                "elastic_memory": dict(block=self.window),
-            }
-            return ATTENTION[name](**(common | sizes[name] | options))
-        common |= dict(key_dim=self.head_dim, value_dim=self.head_dim)
-        if name in ("gsa", "abc", "trellis"):
-            common |= dict(slots=self.slots)
-        if name == "lattice":
-            # Its queries and keys have one channel a slot.
-            common |= dict(key_dim=self.slots)
-        return RECURRENT[name](**(common | options))
+        known = {n: k for n, k in MECHANISMS.items() if n != "hybrid"}
+        require_known("mechanism", name, tuple(known))
+        sizes = dict(
+            model_dim=self.model_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            slots=self.slots,
+            capacity=self.capacity,
+            window=self.window,
+            block=self.window,
+        )
+        fields = {f.name for f in dataclasses.fields(known[name]) if f.init}
+        sizes = {n: size for n, size in sizes.items() if n in fields}
+        return known[name](**(sizes | self.options.get(name, {}) | options))
 
     def model(self, *names: str, vocab_size: int = 32_000) -> ModelConfig:
         """The model of this size whose mechanisms, one period, have these names."""

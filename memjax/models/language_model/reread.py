@@ -127,7 +127,7 @@ class ReReadWindow(nnx.Module):
     @compiled
     def reset(self, state: ReReadState, mask: Bool[Array, " B"]) -> ReReadState:
         """Forgets the tokens of batch elements in `mask`, at their document's start."""
-        return mechanisms.reset(state, self.init_state(mask.shape[0]), mask)
+        return mechanisms.replace_rows(state, self.init_state(mask.shape[0]), mask)
 
     def remaining(self, state: ReReadState) -> int | None:
         """None: every segment starts the backbone afresh."""

@@ -14,7 +14,7 @@ from what full attention computes, and `memjax finetune retrofit` trains it.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import jax
 from flax import nnx
@@ -22,68 +22,51 @@ from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, joined, require_known
 from memjax.mechanisms import (
-    ElasticCellConfig,
+    CELLS,
     ElasticMemoryConfig,
     HybridConfig,
-    InfiniConfig,
     MechanismConfig,
 )
-from memjax.mechanisms.hybrid import add_memory as init_memory
-from memjax.mechanisms.layers.cell import CellConfig
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.cells.base import CellConfig
+from memjax.mechanisms.elastic_memory import fitted
+from memjax.mechanisms.hybrid import hybrids, init_memory
+from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.models.language_model.config import (
     ModelConfig,
     build_once,
-    heads_of,
     period,
 )
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.language_model.presets import RECURRENT
 from memjax.models.language_model.rebuilt import replace_mechanisms
 from memjax.models.language_model.windowed import (
-    PlainAttention,
     limit_layer,
     require_unbounded_positions,
 )
 from memjax.nnx.params import as_arrays, as_params
 from memjax_kernels import HippoSampling
 
-MemoryName = Literal[
-    "lattice",
-    "trellis",
-    "gated_deltanet",
-    "deltanet",
-    "gla",
-    "gsa",
-    "abc",
-    "mamba2",
-    "linear_attention",
-    "ttt_linear",
-    "infini",
-    "elastic",
-]
+# The type of the command line's choices; type checkers need names written out.
+if TYPE_CHECKING:
+    MemoryName = str
+else:
+    MemoryName = Literal[*CELLS]
 MemoryHeads = Literal["query", "key_value"]
 Placement = Literal["beside", "instead"]
 ELASTIC = "elastic"
-BESIDE: dict[str, Any] = RECURRENT | {
-    "infini": InfiniConfig,
-    ELASTIC: ElasticCellConfig,
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryOptions:
-    """Sizes of a memory that is named, and how it is read; None is the default.
+    """Sizes of a memory given by name; None is the memory's own default.
 
     Attributes:
         heads: a memory for each query head, "query", or for each head of keys and
             values, "key_value", shared by the queries of its group as those are.
         key_dim: width of a head's keys; `head_dim`.
         value_dim: of its values; `head_dim`.
-        slots: of each head: of GSA, ABC and Trellis, 64; of Lattice, `head_dim`.
-        chunk_size: tokens whose gradients are taken at one memory: of Lattice, Trellis
-            and TTT-linear, their own.
-        order: N, coefficients per channel of Elastic Memory; its own.
+        slots: of each head, where the memory has slots.
+        chunk_size: tokens whose gradients are taken at one memory.
+        order: N, coefficients per channel of Elastic Memory.
         sampling: where in the past Elastic Memory is read; "uniform".
     """
 
@@ -142,14 +125,13 @@ def add_memory(
         model.config, memory, layers, window, sinks, placement, options
     )
     new = replace_mechanisms(model, config, tuple(map(build_once, config.layers)))
-    for layer in layers:
-        block, mechanism = new.blocks[layer], config.layers[layer]
-        if isinstance(mechanism, HybridConfig):
-            fresh = jax.random.fold_in(key, layer)
-            params = init_memory(mechanism, as_arrays(block.mechanism), fresh)
-            # The attention's own variables, with adapters if it has them.
-            own = as_params(params._replace(attention=None))
-            block.mechanism = nnx.data(own._replace(attention=block.mechanism))
+    added = hybrids(config.layers)
+    for layer in set(layers) & set(added):
+        block, layer_key = new.blocks[layer], jax.random.fold_in(key, layer)
+        params = init_memory(added[layer], as_arrays(block.mechanism), layer_key)
+        # The attention's own variables, with adapters if it has them.
+        own = as_params(params._replace(attention=None))
+        block.mechanism = nnx.data(own._replace(attention=block.mechanism))
     return new
 
 
@@ -174,18 +156,19 @@ def retrofitted(
     require_unbounded_positions(config)
     mechanisms: list[MechanismConfig] = []
     for i, mechanism in enumerate(config.layers):
-        if not isinstance(mechanism, PlainAttention):
+        heads = mechanism.plain_attention
+        if heads is None:
             mechanisms.append(mechanism)
         elif i not in layers:
-            mechanisms.append(limit_layer(mechanism, window, sinks))
+            mechanisms.append(limit_layer(heads, window, sinks))
         elif placement == "instead":
-            mechanisms.append(_elastic(memory, mechanism, window, options))
+            mechanisms.append(_elastic(memory, heads, window, options))
         else:
-            heads = limit_layer(mechanism, window, sinks)
-            chosen = memory
-            if isinstance(memory, str):
-                chosen = memory_config(memory, heads, options)
-            mechanisms.append(HybridConfig(heads, _core(chosen)))
+            limited, chosen = limit_layer(heads, window, sinks), memory
+            if isinstance(chosen, str):
+                chosen = memory_config(chosen, limited, options)
+            # The hybrid refuses what is no cell.
+            mechanisms.append(HybridConfig(limited, cast(CellConfig, chosen)))
     return dataclasses.replace(config, mechanisms=period(mechanisms))
 
 
@@ -197,7 +180,7 @@ def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
     for layer in dict.fromkeys(layers):
         if not 0 <= layer < config.num_layers:
             faults.append(f"{layer} is not in [0, {config.num_layers})")
-        elif not isinstance(config.layers[layer], PlainAttention):
+        elif config.layers[layer].plain_attention is None:
             kind = type(config.layers[layer]).__name__
             faults.append(f"{layer} is a {kind}, not attention")
         elif list(layers).count(layer) > 1:
@@ -209,29 +192,26 @@ def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
 def attention_layers(config: ModelConfig) -> tuple[int, ...]:
     """Numbers of the layers that `add_memory` can choose."""
     layers = enumerate(config.layers)
-    return tuple(i for i, mechanism in layers if isinstance(mechanism, PlainAttention))
+    return tuple(i for i, mechanism in layers if mechanism.plain_attention is not None)
 
 
 def memory_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Numbers of the layers that have a memory beside their window."""
-    layers = enumerate(config.layers)
-    return tuple(i for i, mechanism in layers if isinstance(mechanism, HybridConfig))
+    """Numbers of the hybrid layers."""
+    return tuple(hybrids(config.layers))
 
 
 def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:
-    """The memory of this name beside these heads.
+    """The memory of this name for a hybrid with these heads.
 
     Raises:
         ValueError: on a size that this memory has not.
     """
-    require_known("memory", name, tuple(BESIDE))
-    kind, given = BESIDE[name], options.given
-    if "heads" in given and "num_kv_heads" not in _fields(kind):
+    require_known("memory", name, tuple(CELLS))
+    kind, given = CELLS[name], options.given
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+    if "heads" in given and "num_kv_heads" not in fields:
         shared = given.pop("heads") == "key_value"
         given["num_heads"] = heads.num_kv_heads if shared else heads.num_heads
-    if name == "lattice" and "slots" in given:
-        # Its queries and keys have one channel a slot.
-        given = {"key_dim": given.pop("slots")} | given
     defaults = dict(
         # The gates read keys and values of a token, of all heads.
         model_dim=2 * heads.num_kv_heads * heads.head_dim,
@@ -241,7 +221,6 @@ def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:
         key_dim=heads.head_dim,
         value_dim=heads.head_dim,
     )
-    fields = _fields(kind)
     for field, value in given.items():
         if field not in fields:
             raise ValueError(
@@ -250,32 +229,15 @@ def memory_config(name: str, heads: HeadsConfig, options: MemoryOptions) -> Any:
     return kind(**({n: x for n, x in defaults.items() if n in fields} | given))
 
 
-def _fields(kind: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}
-
-
-def _core(memory: Any) -> CellConfig:
-    if not isinstance(memory, CellConfig):
-        raise ValueError(
-            f"memory must be one that stands beside a window, got {memory}"
-        )
-    return memory
-
-
 def _elastic(
-    memory: Any, heads: HeadsConfig, window: int, options: MemoryOptions
+    memory: str | CellConfig | ElasticMemoryConfig,
+    heads: HeadsConfig,
+    window: int,
+    options: MemoryOptions,
 ) -> ElasticMemoryConfig:
     """Elastic Memory in the place of an attention layer."""
-    if isinstance(memory, ElasticMemoryConfig):
-        if heads_of(memory) != heads_of(heads):
-            raise ValueError(
-                f"memory must have the layer's heads, {heads_of(heads)}, got {memory}"
-            )
-        if memory.block != window:
-            raise ValueError(
-                f"memory.block must be window={window}, got {memory.block}"
-            )
-        return memory
+    if not isinstance(memory, str):
+        return fitted(memory, heads, window)
     if memory != ELASTIC:
         raise ValueError(
             f"placement='instead' needs memory={ELASTIC!r}, got {memory!r}"
@@ -285,4 +247,4 @@ def _elastic(
             raise ValueError(
                 f"options.{name} must be None with placement='instead', got {value}"
             )
-    return ElasticMemoryConfig(**vars(heads_of(heads)), block=window, **options.given)
+    return ElasticMemoryConfig(**vars(heads.heads), block=window, **options.given)

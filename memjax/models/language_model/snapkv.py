@@ -29,10 +29,11 @@ from jaxtyping import Array, Float, Int
 
 from memjax.checks import check_sizes
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.attention import AttentionConfig, AttentionState
-from memjax.mechanisms.base import reset
+from memjax.mechanisms.attention import AttentionState
+from memjax.mechanisms.base import replace_rows
 from memjax.mechanisms.layers import projections
-from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
+from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.rebuilt import replace_config, replace_mechanisms
@@ -79,15 +80,12 @@ def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     Raises:
         ValueError: if a layer is another mechanism.
     """
-    attention = [m for m in model.config.mechanisms if isinstance(m, AttentionConfig)]
-    if len(attention) < len(model.config.mechanisms):
+    if not all(m.max_length for m in model.config.mechanisms):
         raise ValueError(
             f"model must have attention in every layer, got {kinds(model.config)}"
         )
     capacity = config.keep + config.room
-    mechanisms = tuple(
-        dataclasses.replace(m, capacity=capacity, initial_slots=None) for m in attention
-    )
+    mechanisms = tuple(m.within(capacity) for m in model.config.mechanisms)
     rebuilt = replace_config(model, mechanisms=mechanisms)
     layers = zip(rebuilt.blocks, rebuilt.config.layers, strict=True)
     built = [_compressing(block.functions, heads, config) for block, heads in layers]
@@ -191,7 +189,7 @@ def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mech
         slots = vote(heads, params, config, state, x)
         # A shorter cache is kept whole: there is nothing to choose.
         longer = state.length > config.keep
-        return reset(state, compact(heads, state, slots), longer), y
+        return replace_rows(state, compact(heads, state, slots), longer), y
 
     # Heads keep different tokens, so one mask of what is visible would not do.
     return attention._replace(apply=apply, apply_masked=None, cache=None, can_pad=False)

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.hybrid import HybridParams
+from memjax.mechanisms.hybrid import attention_params
 from memjax.mechanisms.layers import projections
 from memjax.models.language_model.config import ModelConfig, build_once
 from memjax.models.language_model.layers import run_block
@@ -66,11 +66,6 @@ def teach(
 
         _, h = run_block(model.config, mix, block.parameters(), None, h)
     return found
-
-
-def attention_params(mechanism):
-    """The attention's parameters of a layer, with a memory beside it or without."""
-    return mechanism.attention if isinstance(mechanism, HybridParams) else mechanism
 
 
 def read_whole(

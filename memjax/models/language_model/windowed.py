@@ -1,16 +1,14 @@
 """The same parameters with bounded attention: a window, or a maximal length."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from memjax.checks import check_sizes
-from memjax.mechanisms import AttentionConfig, MechanismConfig, SlidingWindowConfig
-from memjax.models.language_model.config import ModelConfig, heads_of, kinds
+from memjax.mechanisms import SlidingWindowConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
+from memjax.mechanisms.sliding_window import widened
+from memjax.models.language_model.config import ModelConfig, kinds
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.rebuilt import replace_config
-
-#: What a window can take the place of.
-PlainAttention = AttentionConfig | SlidingWindowConfig
 
 
 def limit_attention(model: LanguageModel, window: int, sinks: int = 0) -> LanguageModel:
@@ -33,21 +31,19 @@ def limit_attention(model: LanguageModel, window: int, sinks: int = 0) -> Langua
     """
     check_sizes(window=window)
     config = model.config
-    attention = [m for m in config.mechanisms if isinstance(m, PlainAttention)]
+    attention = [m.plain_attention for m in config.mechanisms if m.plain_attention]
     if len(attention) < len(config.mechanisms):
         raise ValueError(
             f"model must have attention in every layer, got {kinds(config)}"
         )
     require_unbounded_positions(config)
-    windows = (limit_layer(mechanism, window, sinks) for mechanism in attention)
+    windows = (limit_layer(heads, window, sinks) for heads in attention)
     return replace_config(model, mechanisms=tuple(windows))
 
 
-def limit_layer(
-    mechanism: PlainAttention, window: int, sinks: int
-) -> SlidingWindowConfig:
+def limit_layer(heads: HeadsConfig, window: int, sinks: int) -> SlidingWindowConfig:
     """An attention layer that sees the last `window` tokens and the sinks."""
-    return SlidingWindowConfig(**vars(heads_of(mechanism)), window=window, sinks=sinks)
+    return SlidingWindowConfig(**vars(heads.heads), window=window, sinks=sinks)
 
 
 def require_unbounded_positions(config: ModelConfig) -> None:
@@ -75,22 +71,18 @@ def widen_windows(
     check_sizes(more=more)
     mechanisms = list(model.config.layers)
     for layer in layers:
-        mechanism = mechanisms[layer]
-        if not isinstance(mechanism, SlidingWindowConfig):
-            kind = type(mechanism).__name__
+        window = widened(mechanisms[layer], more)
+        if window is None:
+            kind = type(mechanisms[layer]).__name__
             raise ValueError(f"layers must be windows, got {layer}, {kind}")
-        mechanisms[layer] = dataclasses.replace(
-            mechanism, window=mechanism.window + more
-        )
+        mechanisms[layer] = window
     return replace_config(model, mechanisms=tuple(mechanisms))
 
 
 def set_capacity(model: LanguageModel, capacity: int) -> LanguageModel:
     """The same parameters, caches of full attention that hold `capacity` tokens."""
     mechanisms = (
-        dataclasses.replace(m, capacity=capacity, initial_slots=None)
-        if isinstance(m, AttentionConfig)
-        else m
+        m if m.max_length is None else m.within(capacity)
         for m in model.config.mechanisms
     )
     return replace_config(model, mechanisms=tuple(mechanisms))
@@ -115,19 +107,5 @@ def limit_length(model: LanguageModel, length: int, remat: bool) -> LanguageMode
             f"the backbone's positions allow {config.capacity}"
         )
     # A window as long as the sequence is full attention, whose state is smaller.
-    mechanisms = tuple(
-        _attention_within(mechanism, length) for mechanism in config.mechanisms
-    )
+    mechanisms = tuple(mechanism.within(length) for mechanism in config.mechanisms)
     return replace_config(model, mechanisms=mechanisms, remat=remat and config.remat)
-
-
-def _attention_within(mechanism: MechanismConfig, length: int) -> MechanismConfig:
-    """The mechanism of a layer for sequences of at most `length` tokens."""
-    if isinstance(mechanism, AttentionConfig):
-        return dataclasses.replace(mechanism, capacity=length, initial_slots=None)
-    if (
-        isinstance(mechanism, SlidingWindowConfig)
-        and mechanism.window + mechanism.sinks >= length
-    ):
-        return AttentionConfig(**vars(heads_of(mechanism)), capacity=length)
-    return mechanism

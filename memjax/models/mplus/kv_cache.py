@@ -165,7 +165,7 @@ def prepare(
         skip = lambda: made(begun)
         again = lambda: made(read_open(weights, begun, begun.tokens, begun.length)[0])
         after = jax.lax.cond(jnp.any(rows & (state.length > 0)), again, skip)
-        return mechanisms.reset(made(state), after, rows)
+        return mechanisms.replace_rows(made(state), after, rows)
 
     # Pool and store stay outside of the branch, as they may lie on the host.
     parts = jax.lax.cond(jnp.any(rows), make, lambda: made(state))

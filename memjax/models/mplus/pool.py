@@ -112,7 +112,7 @@ def replace(
 
     def move(pool, new, kept, dropped, changes):
         after = jnp.concatenate([_take(pool, kept), new], axis=2)
-        return mechanisms.reset(pool, after, changes), _take(pool, dropped)
+        return mechanisms.replace_rows(pool, after, changes), _take(pool, dropped)
 
     args = (new.astype(pool.dtype), kept.astype(jnp.int32), dropped, changes)
     pool, rows_out = near(move, pool, *args, stays=(True, False))
@@ -120,7 +120,7 @@ def replace(
     old = ages + count if advance else ages
     newest = jnp.broadcast_to(places(count)[::-1][None, None], dropped.shape)
     after = jnp.concatenate([_take(old, kept), newest], axis=2)
-    ages = mechanisms.reset(ages, after, changes)
+    ages = mechanisms.replace_rows(ages, after, changes)
     return pool, ages, Dropped(rows_out, _take(old, dropped))
 
 

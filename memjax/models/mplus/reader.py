@@ -75,7 +75,7 @@ class MemoryReader(nnx.Module):
     def reset(self, state: KVCache, mask: Bool[Array, " B"]) -> KVCache:
         """Empties the caches of the batch elements in `mask`: of the memory too."""
         # As many slots as before.
-        return mechanisms.reset(state, jax.tree.map(jnp.zeros_like, state), mask)
+        return mechanisms.replace_rows(state, jax.tree.map(jnp.zeros_like, state), mask)
 
     def remaining(self, state: KVCache) -> int:
         """How many more tokens the cache has room for."""

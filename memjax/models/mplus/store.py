@@ -157,7 +157,7 @@ def _merge(config, store, mask):
         num_valid=jnp.where(enough, count, store.num_valid),
         num_pending=jnp.zeros_like(store.num_pending),
     )
-    return mechanisms.reset(store, merged, mask), order
+    return mechanisms.replace_rows(store, merged, mask), order
 
 
 def retrieve(

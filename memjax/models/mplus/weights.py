@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax.mechanisms import AttentionConfig
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import BlockParams, normalize
 from memjax.models.language_model.model import LanguageModel
@@ -206,9 +205,7 @@ _write_layer = jax.jit(write_layer, static_argnums=(0, 5))
 def require_backbone(backbone: LanguageModel) -> None:
     """Raises ValueError unless a backbone is of Llama's kind."""
     config = backbone.config
-    if not all(
-        isinstance(mechanism, AttentionConfig) for mechanism in config.mechanisms
-    ):
+    if not all(m.max_length for m in config.mechanisms):
         raise ValueError(
             f"backbone must have attention in every layer, got {kinds(config)}"
         )

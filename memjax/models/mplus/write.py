@@ -266,7 +266,7 @@ def update(
     )
     # Pool and store are large: they select by `rows` themselves, as they are written.
     small = lambda state: state._replace(pool=None, store=None)
-    after = mechanisms.reset(small(state), small(after), rows)
+    after = mechanisms.replace_rows(small(state), small(after), rows)
     store = state.store
     if store is not None:
         born = after.clock[:, None, None] - out.ages

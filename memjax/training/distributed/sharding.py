@@ -18,9 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.models import ModelConfig
-from memjax.models.language_model.config import attention_of
 from memjax_kernels._src.common.partition import BATCH, SEQUENCE
 
 # The axis of the mesh that divides a logical axis of a mechanism's parameters.
@@ -150,12 +148,11 @@ def require_divides(
         )
     for i, mechanism in enumerate(model.mechanisms):
         together, named = tensor, f"mesh.tensor={tensor}"
-        cell = mechanism.cell() if isinstance(mechanism, RecurrentConfig) else None
         # Some divide their tokens in the mechanism too.
-        if sequence > 1 and (cell is None or cell.apply_share is None):
+        if sequence > 1 and not mechanism.divides_tokens:
             together = tensor * sequence
             named = f"mesh.tensor * mesh.sequence = {together}"
-        heads = getattr(attention_of(mechanism) or mechanism, "num_heads", together)
+        heads = getattr(mechanism.attention or mechanism, "num_heads", together)
         if heads % together:
             fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(

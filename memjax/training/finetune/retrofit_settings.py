@@ -1,13 +1,14 @@
 """What the parts of a retrofit's training have in common."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from jaxtyping import Int
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.data import BatchIterator, TokenisedDocument
+from memjax.mechanisms import CELLS
 from memjax.models.language_model.config import Dtype, RematSaves
 from memjax.models.language_model.retrofit import (
     ELASTIC,
@@ -24,8 +25,12 @@ from memjax.training.step import StepConfig, check_run
 # One Literal each: a record of a run is read back by its first kind of hint.
 Remat = Literal["all", RematSaves]
 REMAT = get_args(Remat)
-Memory = Literal[MemoryName, "none"]
-MEMORIES = get_args(Memory)
+# Names for the command line's choices; type checkers need them written out.
+if TYPE_CHECKING:
+    Memory = str
+else:
+    Memory = Literal[MemoryName, "none"]
+MEMORIES = (*CELLS, "none")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
 from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
-from memjax.mechanisms.layers.projections import HeadsConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT, add_hmt
@@ -264,9 +263,7 @@ class SegmentStage:
 
 def _limited(backbone: LanguageModel, window: int, sinks: int) -> LanguageModel:
     """Attention in windows; a backbone without attention stays as it is."""
-    if any(
-        isinstance(mechanism, HeadsConfig) for mechanism in backbone.config.mechanisms
-    ):
+    if any(m.attention for m in backbone.config.mechanisms):
         return limit_attention(backbone, window, sinks)
     if sinks:
         raise ValueError(f"sinks must be 0 without attention layers, got {sinks}")

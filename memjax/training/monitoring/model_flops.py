@@ -5,13 +5,9 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from memjax.mechanisms import (
-    AttentionConfig,
-    ElasticMemoryConfig,
     MechanismConfig,
-    SlidingWindowConfig,
 )
 from memjax.models import LanguageModel
-from memjax.models.language_model.config import attention_of
 
 
 def flops_per_token(model: LanguageModel, length: int) -> float:
@@ -70,24 +66,7 @@ def _multiplied(model: LanguageModel) -> int:
 
 def _attended(mechanism: MechanismConfig, length: int) -> float:
     """Positions that a query attends to on average, times the width of all heads."""
-    heads = attention_of(mechanism)
-    match heads:
-        case AttentionConfig():
-            positions = _mean_causal(length, min(heads.capacity, length))
-        case SlidingWindowConfig():
-            positions = _mean_causal(length, heads.window) + (
-                heads.sinks if length > heads.window else 0
-            )
-        case ElasticMemoryConfig():
-            # Its block, and where there was one before, the points of its memory.
-            positions = _mean_causal(min(length, heads.block), heads.block)
-            positions += heads.samples * max(0.0, 1 - heads.block / length)
-        case _:
-            return 0.0
-    return positions * heads.num_heads * heads.head_dim
-
-
-def _mean_causal(length: int, window: int) -> float:
-    """Mean over `length` positions of how many of the last `window` are there."""
-    seen = min(length, window)
-    return (seen * (seen + 1) / 2 + (length - seen) * window) / length
+    heads = mechanism.attention
+    if heads is None:
+        return 0.0
+    return mechanism.keys_per_query(length) * heads.num_heads * heads.head_dim

@@ -106,7 +106,7 @@ def healed(model: MPlus, memory: TaskMemory, bad: Bool[Array, " B"]) -> TaskMemo
     cached = jax.tree.map(jnp.zeros_like, memory.cached)
     return TaskMemory(
         model.reset(memory.state, bad),
-        mechanisms.reset(memory.cached, cached, bad),
+        mechanisms.replace_rows(memory.cached, cached, bad),
     )
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax import mechanisms
 from memjax.mechanisms import (
     ABCConfig,
     DeltaNetConfig,
@@ -18,7 +17,8 @@ from memjax.mechanisms import (
     TrellisConfig,
     TTTLinearConfig,
 )
-from memjax.mechanisms.layers import cell, recurrent_block
+from memjax.mechanisms.cells.base import bind
+from memjax.mechanisms.layers import recurrent_block
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax.models.language_model.presets import RECURRENT, TINY
 
@@ -26,12 +26,17 @@ B, T, D, H, K, V = 2, 7, 6, 2, 3, 4
 SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=V)
 
 
+def sizes_of(kind):
+    names = {field.name for field in dataclasses.fields(kind) if field.init}
+    return {name: size for name, size in SIZES.items() if name in names}
+
+
 @dataclasses.dataclass(frozen=True)
 class ProbeConfig(RecurrentConfig):
     """A memory that keeps nothing and gives q·k times the value."""
 
     def cell(self):
-        return cell.bind(
+        return bind(
             self,
             init_params=lambda config, key: (),
             init_state=lambda config, batch: jnp.zeros((batch, 1)),
@@ -130,7 +135,7 @@ def test_half_precision_keeps_a_float32_window_that_joins_exactly():
 
 STARTING = {
     "trellis": TrellisConfig(**SIZES, slots=5, chunk_size=2).build(),
-    "lattice": LatticeConfig(**SIZES, chunk_size=2).build(),
+    "lattice": LatticeConfig(D, H, slots=K, value_dim=V, chunk_size=2).build(),
     "ttt_linear": TTTLinearConfig(D, H, K, K, chunk_size=2).build(),
 }
 STARTS = {
@@ -169,12 +174,12 @@ def test_a_memory_starts_from_what_was_learned_and_teaches_it(name):
         assert np.abs(getattr(gradient.cell, field)).max() > 1e-6
     assert np.abs(run(moved, empty, x)[1][1] - y).max() > 1e-4
     # Once tokens were read, the start is only in the memory; after a reset, again.
-    assert not state.memory.fresh.any()
+    assert not state.memory.uninitialised.any()
     later, (_, y) = run(params, state, x)
     for field in STARTS[name]:
         np.testing.assert_array_equal(getattr(later.cell, field), 0.0)
     np.testing.assert_array_equal(run(moved, state, x)[1][1], y)
-    state = mechanisms.reset(state, empty, jnp.array([True, False]))
+    state = mechanism.reset(state, jnp.array([True, False]))
     once_more = run(moved, state, x)[1][1]
     assert np.abs(once_more[0] - y[0]).max() > 1e-4
     np.testing.assert_allclose(once_more[1], y[1], atol=1e-6)
@@ -233,12 +238,12 @@ def test_a_segment_is_read_as_the_config_says(name):
         (TTTLinearConfig, dict(rate=0.0), "rate must be positive, got 0.0"),
         (LatticeConfig, dict(chunk_size=0), "chunk_size must be at least 1, got 0"),
         (LatticeConfig, dict(forget="l1"), "chunk_size=1 only, got chunk_size=16"),
-        (LatticeConfig, dict(key_dim=5), "slots <= value_dim=4, got slots=key_dim=5"),
+        (LatticeConfig, dict(slots=5), "slots <= value_dim=4, got 5"),
     ],
 )
 def test_what_cannot_be_is_refused(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
-        kind(**(SIZES | wrong))
+        kind(**(sizes_of(kind) | wrong))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,7 @@ def test_what_cannot_be_is_refused(kind, wrong, message):
     ],
 )
 def test_an_unknown_choice_is_refused(kind, wrong):
-    options = kind(**SIZES)
+    options = kind(**sizes_of(kind))
     # Behind the annotations, which are checked in these tests alone.
     for name, value in wrong.items():
         object.__setattr__(options, name, value)
@@ -263,7 +268,7 @@ def test_an_unknown_choice_is_refused(kind, wrong):
 
 
 def test_more_slots_than_their_width_start_as_random_rows():
-    config = LatticeConfig(D, H, key_dim=5, value_dim=4, initial="normalised")
+    config = LatticeConfig(D, H, slots=5, value_dim=4, initial="normalised")
     mechanism = config.build()
     start = mechanism.init_params(jax.random.key(0)).cell.start
     np.testing.assert_allclose(np.linalg.norm(start, axis=-1), 1.0, rtol=1e-6)

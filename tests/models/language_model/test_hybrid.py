@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
     mechanisms=(
         TrellisConfig(8, 2, 4, 4, slots=3, chunk_size=4),
         AttentionConfig(8, 2, 1, 4, capacity=2 * T + NEW),
-        LatticeConfig(8, 2, 3, 4, chunk_size=4, forget="l2"),
+        LatticeConfig(8, 2, value_dim=4, slots=3, chunk_size=4, forget="l2"),
     ),
     num_layers=3,
     vocab_size=V,

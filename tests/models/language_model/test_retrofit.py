@@ -171,10 +171,10 @@ ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
             dict(memory=DeltaNetConfig(16, 3, 4, 4)),
             "memory.num_heads must be 4 or 2 beside",
         ),
-        (dict(memory=ELASTIC), "memory must be one that stands beside a window"),
+        (dict(memory=ELASTIC), "memory must be a cell's configuration, got Elastic"),
         (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),
         (dict(placement="instead"), "placement='instead' needs memory='elastic'"),
-        (dict(placement="instead", memory=ELASTIC), "memory.block must be window=4"),
+        (dict(placement="instead", memory=ELASTIC), "and block=4, the window; got"),
         (dict(options=MemoryOptions(order=3)), "options.order must be None with"),
         (
             dict(memory="infini", options=MemoryOptions(heads="query")),

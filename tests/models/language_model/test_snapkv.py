@@ -12,7 +12,7 @@ from flax import nnx
 from memjax.mechanisms import AttentionConfig, GLAConfig
 from memjax.mechanisms.attention import AttentionState
 from memjax.mechanisms.layers import projections
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.models.language_model.config import Architecture

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.softmax import cached, on_tpu
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 

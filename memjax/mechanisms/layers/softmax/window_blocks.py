@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax.mechanisms.layers import projections
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
 # Keys without RoPE, values, and which of them are visible.

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
-from memjax.mechanisms.layers.projections import HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.hf.config import (
     FULL,
@@ -13,7 +12,7 @@ from memjax.models.checkpoints.hf.config import (
     Family,
     Layer,
 )
-from memjax.models.language_model.config import ModelConfig, heads_of, kinds
+from memjax.models.language_model.config import ModelConfig, kinds
 
 # max_position_embeddings of a model of windows alone, which has no limit: Mistral's.
 POSITIONS = 32_768
@@ -255,10 +254,11 @@ def _named(family: Family, architecture: str) -> dict[str, Any]:
 def _heads(config: ModelConfig) -> HeadsConfig:
     """What the attention of all layers has in common, RoPE aside."""
     found = {
-        dataclasses.replace(heads_of(mechanism), rope_theta=None, rope_scaling=None)
-        if isinstance(mechanism, AttentionConfig | SlidingWindowConfig)
-        else None
-        for mechanism in config.mechanisms
+        m.plain_attention
+        and dataclasses.replace(
+            m.plain_attention.heads, rope_theta=None, rope_scaling=None
+        )
+        for m in config.mechanisms
     }
     if None in found:
         raise ValueError(
@@ -283,13 +283,9 @@ def _layers(config: ModelConfig) -> list[Layer]:
     if sinks := max(getattr(mechanism, "sinks", 0) for mechanism in config.layers):
         raise ValueError(f"sinks must be 0 in a published family, got {sinks}")
     layers = [
-        Layer(
-            getattr(mechanism, "window", 0),
-            mechanism.rope_theta,
-            mechanism.rope_scaling,
-        )
-        for mechanism in config.layers
-        if isinstance(mechanism, HeadsConfig)
+        Layer(m.tokens_per_call or 0, m.attention.rope_theta, m.attention.rope_scaling)
+        for m in config.layers
+        if m.attention
     ]
     different = {layer.window for layer in layers if layer.window}
     if len(different) > 1:

@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float32
 
-from memjax.mechanisms.layers.projections import AttentionParams, HeadsConfig
+from memjax.mechanisms.layers.heads import HeadsConfig
+from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.models.checkpoints.hf.export import is_gemma, tied_in_file
 from memjax.models.checkpoints.own_format import require_tensors
 from memjax.models.language_model.config import ModelConfig
@@ -142,8 +143,8 @@ def _abstract(config: ModelConfig) -> LanguageModel:
 
 def _block(config: ModelConfig, layer: int, at: str) -> dict[str, Any]:
     """The tensors of one layer."""
-    heads, opt = config.layers[layer], _is_opt(config)
-    assert isinstance(heads, HeadsConfig)
+    heads, opt = config.layers[layer].attention, _is_opt(config)
+    assert heads is not None
     hidden = config.architecture.feed_forward_bias
 
     # Typed as Any: they take the place of arrays in the parameters' NamedTuples.

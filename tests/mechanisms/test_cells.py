@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.mechanisms.layers.cell import CellConfig
+from memjax.mechanisms.cells.base import CellConfig
 from memjax_kernels import l2_normalize
 from tests.mechanisms.test_contract import (
     CONFIGS,
