@@ -55,22 +55,22 @@ from memjax_kernels._src.lattice import (
 from memjax_kernels._src.lattice.memory import (
     LatticeInitial,
 )
-from memjax_kernels._src.linear_attention import (
+from memjax_kernels._src.linear import (
     linear_attention,
     linear_attention_init_state,
     linear_attention_step,
 )
-from memjax_kernels._src.linear_attention.gla import (
+from memjax_kernels._src.linear.gla import (
     gla,
     gla_step,
 )
-from memjax_kernels._src.linear_attention.gla import (
+from memjax_kernels._src.linear.gla import (
     linear_attention_init_state as gla_init_state,
 )
-from memjax_kernels._src.linear_attention.ssd import (
+from memjax_kernels._src.linear.ssd import (
     linear_attention_init_state as ssd_init_state,
 )
-from memjax_kernels._src.linear_attention.ssd import (
+from memjax_kernels._src.linear.ssd import (
     ssd,
     ssd_step,
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import memjax_kernels
-from memjax_kernels._src.delta_rule.chunks import scan_chunks
+from memjax_kernels._src.linear.delta_chunks import scan_chunks
 
 B, H, K, V = 2, 2, 4, 3
 LENGTH = 37

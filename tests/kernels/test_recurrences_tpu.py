@@ -30,10 +30,10 @@ from memjax_kernels._src.delta_rule import pallas_tpu as delta_rule_tpu
 from memjax_kernels._src.delta_rule.gated import gated_delta_rule_xla
 from memjax_kernels._src.gated_slots import gated_slots_xla
 from memjax_kernels._src.gated_slots.pallas_tpu import gated_slots_tpu
-from memjax_kernels._src.linear_attention import linear_attention_xla
-from memjax_kernels._src.linear_attention import pallas_tpu as linear_attention_tpu
-from memjax_kernels._src.linear_attention.gla import gla_xla
-from memjax_kernels._src.linear_attention.ssd import ssd_xla
+from memjax_kernels._src.linear import linear_attention_xla
+from memjax_kernels._src.linear import pallas_tpu as linear_attention_tpu
+from memjax_kernels._src.linear.gla import gla_xla
+from memjax_kernels._src.linear.ssd import ssd_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 

@@ -14,10 +14,10 @@ from memjax_kernels._src.common import arguments, implementations, one_pass
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.delta_rule import pallas_tpu
-from memjax_kernels._src.delta_rule.chunks import scan_chunks
-from memjax_kernels._src.linear_attention import (
+from memjax_kernels._src.linear import (
     linear_attention_init_state as linear_attention_init_state,
 )
+from memjax_kernels._src.linear.delta_chunks import scan_chunks
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
 

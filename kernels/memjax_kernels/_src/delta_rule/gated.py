@@ -19,7 +19,7 @@ from memjax_kernels._src.delta_rule import (
     linear_attention_init_state as linear_attention_init_state,
 )
 from memjax_kernels._src.delta_rule import pallas_tpu
-from memjax_kernels._src.delta_rule.chunks import scan_chunks
+from memjax_kernels._src.linear.delta_chunks import scan_chunks
 
 write_and_read = inspect.unwrap(_write_and_read)
 

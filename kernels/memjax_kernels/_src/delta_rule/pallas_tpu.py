@@ -4,8 +4,8 @@ from typing import Any
 
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence_kernels import Op
-from memjax_kernels._src.delta_rule import packed
-from memjax_kernels._src.delta_rule.chunks import scan_chunks
+from memjax_kernels._src.linear import packed_delta
+from memjax_kernels._src.linear.delta_chunks import scan_chunks
 
 
 def recur_tpu(q, k, v, beta, g, state, reset, *, interpret: Any = False):
@@ -20,4 +20,4 @@ def _in_xla(q, k, v, g, beta, state, *, chunk_size):
 
 
 # Errors of the memory grow where a chunk is computed again from it.
-OP = Op("delta_rule", packed.advance, packed.pull_back, _in_xla, exact=True)
+OP = Op("delta_rule", packed_delta.advance, packed_delta.pull_back, _in_xla, exact=True)

@@ -13,8 +13,8 @@ from memjax_kernels._src.common.products import multiplier, operand_dtype
 from memjax_kernels._src.gated_slots import packed
 from memjax_kernels._src.gated_slots.reference import GatedSlotsState
 from memjax_kernels._src.gated_slots.xla import compare
-from memjax_kernels._src.linear_attention.chunks import scan_groups
-from memjax_kernels._src.linear_attention.pallas_tpu import gla_tpu
+from memjax_kernels._src.linear.chunks import scan_groups
+from memjax_kernels._src.linear.pallas_tpu import gla_tpu
 
 
 def unsupported(q: Array, k: Array, v: Array, alpha: Array) -> str:

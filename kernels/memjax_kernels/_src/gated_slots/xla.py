@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels._src.common import decays
 from memjax_kernels._src.common.products import Multiply, multiplier, operand_dtype
 from memjax_kernels._src.gated_slots.reference import GatedSlotsState
-from memjax_kernels._src.linear_attention import chunks as linear_chunks
+from memjax_kernels._src.linear import chunks as linear_chunks
 
 CHUNK_SIZE = 32
 

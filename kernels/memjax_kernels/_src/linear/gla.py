@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels._src.common import arguments, implementations, one_pass
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
-from memjax_kernels._src.linear_attention import chunks, pallas_tpu
-from memjax_kernels._src.linear_attention import (
+from memjax_kernels._src.linear import chunks, pallas_tpu
+from memjax_kernels._src.linear import (
     linear_attention_init_state as linear_attention_init_state,
 )
-from memjax_kernels._src.linear_attention import linear_attention_step as _add_and_read
+from memjax_kernels._src.linear import linear_attention_step as _add_and_read
 
 add_and_read = inspect.unwrap(_add_and_read)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import decays, triangular
 from memjax_kernels._src.common.products import multiplier, operand_dtype
-from memjax_kernels._src.linear_attention import chunks as linear_chunks
+from memjax_kernels._src.linear import chunks as linear_chunks
 
 CHUNK_SIZE = 64
 

@@ -7,8 +7,8 @@ import functools
 
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence_kernels import Op
-from memjax_kernels._src.linear_attention import packed, packed_gla
-from memjax_kernels._src.linear_attention.chunks import linear_group, scan_groups
+from memjax_kernels._src.linear import packed, packed_gla
+from memjax_kernels._src.linear.chunks import linear_group, scan_groups
 
 
 def _in_xla(q, k, v, g, beta, state, *, chunk_size):
