@@ -12,10 +12,10 @@ from typing import NamedTuple
 from memjax.aot.chips import CHIPS
 from memjax.training.monitoring.device_peaks import PEAK_FLOPS
 from memjax_kernels import LatticeVariant
-from memjax_kernels._src.gated_slots.xla import CHUNK_SIZE as GATED_SLOTS_CHUNK
-from memjax_kernels._src.linear.delta_chunks import CHUNK_SIZE as DELTA_RULE_CHUNK
-from memjax_kernels._src.linear.gla import CHUNK_SIZE as GLA_CHUNK
-from memjax_kernels._src.linear.ssd import CHUNK_SIZE as SSD_CHUNK
+from memjax_kernels._src.linear.chunks import CHANNEL_CHUNK_SIZE as GATED_SLOTS_CHUNK
+from memjax_kernels._src.linear.chunks import CHANNEL_CHUNK_SIZE as GLA_CHUNK
+from memjax_kernels._src.linear.chunks import CHUNK_SIZE as DELTA_RULE_CHUNK
+from memjax_kernels._src.linear.chunks import CHUNK_SIZE as SSD_CHUNK
 
 
 class Cost(NamedTuple):

@@ -6,20 +6,6 @@ from memjax_kernels._src.cached_attention import (
 from memjax_kernels._src.causal_attention import (
     causal_attention,
 )
-from memjax_kernels._src.delta_rule import (
-    delta_rule,
-    delta_rule_step,
-)
-from memjax_kernels._src.delta_rule import (
-    linear_attention_init_state as delta_rule_init_state,
-)
-from memjax_kernels._src.delta_rule.gated import (
-    gated_delta_rule,
-    gated_delta_rule_step,
-)
-from memjax_kernels._src.delta_rule.gated import (
-    linear_attention_init_state as gated_delta_rule_init_state,
-)
 from memjax_kernels._src.gated_slots import (
     GatedSlotsState,
     gated_slots,
@@ -56,23 +42,31 @@ from memjax_kernels._src.lattice.memory import (
     LatticeInitial,
 )
 from memjax_kernels._src.linear import (
+    delta_rule,
+    gated_delta_rule,
+    gla,
     linear_attention,
+    ssd,
+)
+from memjax_kernels._src.linear.steps import (
+    delta_rule_step,
+    gated_delta_rule_step,
+    gla_step,
     linear_attention_init_state,
     linear_attention_step,
+    ssd_step,
 )
-from memjax_kernels._src.linear.gla import (
-    gla,
-    gla_step,
+from memjax_kernels._src.linear.steps import (
+    linear_attention_init_state as delta_rule_init_state,
 )
-from memjax_kernels._src.linear.gla import (
+from memjax_kernels._src.linear.steps import (
+    linear_attention_init_state as gated_delta_rule_init_state,
+)
+from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as gla_init_state,
 )
-from memjax_kernels._src.linear.ssd import (
+from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as ssd_init_state,
-)
-from memjax_kernels._src.linear.ssd import (
-    ssd,
-    ssd_step,
 )
 from memjax_kernels._src.overlap import (
     overlap,

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import memjax_kernels
-from memjax_kernels._src.linear.delta_chunks import scan_chunks
 
 B, H, K, V = 2, 2, 4, 3
 LENGTH = 37
@@ -30,11 +28,6 @@ every_reset = pytest.mark.parametrize(
         pytest.param(PACKED, id="packed"),
     ],
 )
-
-
-def library(op):
-    """The module of an op: its step and its empty state."""
-    return sys.modules[getattr(memjax_kernels, op).__module__]
 
 
 def with_options(op, **options):
@@ -56,17 +49,10 @@ def draw(op, length=LENGTH, seed=0) -> Any:
 @functools.cache
 def forward(op, how):
     """An implementation by name, or chunks of a size: values."""
-    if isinstance(how, str):
-        return jax.jit(
-            lambda *a: with_options(op, reset=a[-1], implementation=how)(*a[:-1])
-        )
-    if op == "gated_delta_rule":
-        return jax.jit(lambda *a: scan_chunks(*a, chunk_size=how))
-    return jax.jit(
-        lambda q, k, v, beta, *rest: scan_chunks(
-            q, k, v, beta, None, *rest, chunk_size=how
-        )
-    )
+    options: dict[str, Any] = {"implementation": how}
+    if isinstance(how, int):
+        options = {"implementation": "xla", "chunk_size": how}
+    return jax.jit(lambda *a: with_options(op, reset=a[-1], **options)(*a[:-1]))
 
 
 @functools.cache

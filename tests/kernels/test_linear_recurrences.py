@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import memjax_kernels
+from memjax_kernels._src.common import implementations
 
 B, H, K, V, M = 2, 2, 5, 3, 4
 LENGTH = 37
@@ -23,29 +22,19 @@ FAST, SLOW = "xla", "reference"
 
 
 class Case(NamedTuple):
-    """An op, the axes of its inputs, and its form with a chunk size to choose."""
+    """An op and the axes of its inputs."""
 
     op: str
     axes: tuple[str | None, ...]
-    form: Callable[..., Any]
-
-
-def library(op):
-    """The module of an op: its step, its empty state and its forms."""
-    return sys.modules[getattr(memjax_kernels, op).__module__]
-
-
-def chunked(op):
-    return getattr(library(op), f"{op}_xla")
 
 
 QKV = ("BTHK", "BTHK", "BTHV")
 CASES = {
-    "linear_attention": Case("linear_attention", QKV, chunked("linear_attention")),
-    "ssd": Case("ssd", (*QKV, "BTH"), chunked("ssd")),
-    "gla": Case("gla", (*QKV, "BTHK"), chunked("gla")),
-    "gsa": Case("gated_slots", (*QKV, "BTHM", "BTHM"), chunked("gated_slots")),
-    "abc": Case("gated_slots", (*QKV, "BTHM", None), chunked("gated_slots")),
+    "linear_attention": Case("linear_attention", QKV),
+    "ssd": Case("ssd", (*QKV, "BTH")),
+    "gla": Case("gla", (*QKV, "BTHK")),
+    "gsa": Case("gated_slots", (*QKV, "BTHM", "BTHM")),
+    "abc": Case("gated_slots", (*QKV, "BTHM", None)),
 }
 GATED = ["ssd", "gla", "gsa"]
 # 37 tokens are 10 chunks of 4, in two groups.
@@ -65,7 +54,8 @@ def draw(name, length=LENGTH, seed=0) -> Any:
     state: Any = normal("BHKV")
     if case.op == "gated_slots":
         tokens[3] = np.abs(tokens[3])
-        state = library("gated_slots").GatedSlotsState(normal("BHMK"), normal("BHMV"))
+        slots: Any = memjax_kernels.GatedSlotsState
+        state = slots(normal("BHMK"), normal("BHMV"))
     return *tokens, state
 
 
@@ -113,10 +103,11 @@ def close(actual, expected, tolerance=1e-5):
 def forward(name, how):
     """An implementation by name, or chunks of a size: values."""
     case = CASES[name]
+    options: dict[str, Any] = {"implementation": how}
     if isinstance(how, int):
-        return jax.jit(functools.partial(case.form, chunk_size=how))
+        options = {"implementation": "xla", "chunk_size": how}
     op = getattr(memjax_kernels, case.op)
-    return jax.jit(lambda *a: op(*a[:-1], reset=a[-1], implementation=how))
+    return jax.jit(lambda *a: op(*a[:-1], reset=a[-1], **options))
 
 
 @functools.cache
@@ -319,3 +310,19 @@ def test_unknown_implementations_and_odd_resets_are_refused(name):
         op(*arguments, implementation="cuda")
     with pytest.raises(ValueError, match=r"reset must be bool of shape .* \[2, 3\]"):
         op(*arguments, reset=jnp.zeros((B, 2), bool))
+    for size in (0, 3, -4):
+        with pytest.raises(ValueError, match=f"chunk_size must be .*two, got {size}"):
+            op(*arguments, chunk_size=size)
+
+
+@every_case
+def test_a_chunk_size_is_that_of_the_chunks(name, monkeypatch):
+    arguments = draw(name, 9)
+    op = getattr(memjax_kernels, CASES[name].op)
+    # Not the loop over tokens that a CPU prefers.
+    text = str(jax.make_jaxpr(functools.partial(op, chunk_size=4))(*arguments))
+    of_chunks = functools.partial(op, chunk_size=4, implementation="xla")
+    assert text == str(jax.make_jaxpr(of_chunks)(*arguments))
+    monkeypatch.setattr(implementations, "needs", lambda platform: "")
+    with pytest.raises(ValueError, match="its chunks have 64 tokens, not 32"):
+        op(*arguments, chunk_size=32, implementation="pallas_tpu")

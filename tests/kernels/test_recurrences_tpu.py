@@ -25,29 +25,36 @@ from memjax_kernels import (
 from memjax_kernels._src.common import implementations
 from memjax_kernels._src.common.packs import blocks as pack_blocks
 from memjax_kernels._src.common.packs.recurrence import unsupported
-from memjax_kernels._src.delta_rule import delta_rule_xla
-from memjax_kernels._src.delta_rule import pallas_tpu as delta_rule_tpu
-from memjax_kernels._src.delta_rule.gated import gated_delta_rule_xla
-from memjax_kernels._src.gated_slots import gated_slots_xla
 from memjax_kernels._src.gated_slots.pallas_tpu import gated_slots_tpu
-from memjax_kernels._src.linear import linear_attention_xla
-from memjax_kernels._src.linear import pallas_tpu as linear_attention_tpu
-from memjax_kernels._src.linear.gla import gla_xla
-from memjax_kernels._src.linear.ssd import ssd_xla
+from memjax_kernels._src.linear import pallas_tpu
 from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
-# Of each op with gates: its kernels, interpreted, its form for XLA, and where its gates
-# stand.
-LINEAR = functools.partial(linear_attention_tpu.recur_tpu, interpret=INTERPRETER)
-GLA = functools.partial(linear_attention_tpu.gla_tpu, interpret=INTERPRETER)
-DELTA = functools.partial(delta_rule_tpu.recur_tpu, interpret=INTERPRETER)
-SLOTS = functools.partial(gated_slots_tpu, interpret=INTERPRETER)
+
+def interpreted(kernels):
+    return functools.partial(kernels, interpret=INTERPRETER)
+
+
+def xla(op):
+    """An op's chunk form, with the reset as the last argument."""
+
+    def form(*given):
+        *arguments, reset = given
+        return op(*arguments, reset=reset, implementation="xla")
+
+    return form
+
+
+# Of each op with gates: its kernels, interpreted, its form for XLA, and the index of g.
+DELTA, GATED_DELTA_XLA = (
+    interpreted(pallas_tpu.gated_delta_rule_tpu),
+    xla(gated_delta_rule),
+)
 OPS = {
-    "ssd": (LINEAR, ssd_xla, 3),
-    "gla": (GLA, gla_xla, 3),
-    "gated_delta_rule": (DELTA, gated_delta_rule_xla, 4),
-    "gated_slots": (SLOTS, gated_slots_xla, 4),
+    "ssd": (interpreted(pallas_tpu.ssd_tpu), xla(ssd), 3),
+    "gla": (interpreted(pallas_tpu.gla_tpu), xla(gla), 3),
+    "gated_delta_rule": (DELTA, GATED_DELTA_XLA, 4),
+    "gated_slots": (interpreted(gated_slots_tpu), xla(gated_slots), 4),
 }
 OF_OPS = pytest.mark.parametrize("name", OPS)
 
@@ -106,8 +113,8 @@ def test_values_and_gradients_agree_with_xla(name, drawn):
     reset = jnp.zeros((2, length), bool)
     for place in places:
         reset = reset.at[place % 2, place].set(True)
-    kernels, xla, _ = OPS[name]
-    close(both(kernels, reset, *arguments), both(xla, reset, *arguments), 3e-6)
+    kernels, chunks, _ = OPS[name]
+    close(both(kernels, reset, *arguments), both(chunks, reset, *arguments), 3e-6)
 
 
 @pytest.mark.slow
@@ -115,11 +122,11 @@ def test_values_and_gradients_agree_with_xla(name, drawn):
 def test_gates_that_forget_all_leave_nothing_and_no_gradient(name, monkeypatch):
     """Two groups of packs; mild gates behind strong ones keep their digits."""
     monkeypatch.setattr(pack_blocks, "PACKS", 1)
-    kernels, xla, place = OPS[name]
+    kernels, chunks, place = OPS[name]
     arguments = list(draw(name, 1, 1, 100, 4, 64, 64))
     g = arguments[place].at[0, 20].set(-jnp.inf).at[0, 40].set(-1e4)
     arguments[place] = g.at[0, 70:80].set(-103.0)
-    expected = both(xla, None, *arguments)
+    expected = both(chunks, None, *arguments)
     found = both(kernels, None, *arguments)
     close(found, expected, 3e-6)
     assert not found[1][place][0, 20].any() and found[1][place][0, 21].any()
@@ -127,15 +134,18 @@ def test_gates_that_forget_all_leave_nothing_and_no_gradient(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernels", "xla", "place"),
-    [(LINEAR, linear_attention_xla, 3), (DELTA, delta_rule_xla, 4)],
+    ("kernels", "op", "place"),
+    [
+        (pallas_tpu.linear_attention_tpu, linear_attention, 3),
+        (pallas_tpu.delta_rule_tpu, delta_rule, 4),
+    ],
 )
-def test_without_gates_it_is_the_op_that_has_none(kernels, xla, place):
+def test_ops_without_log_gates_agree_with_xla(kernels, op, place):
     arguments = list(draw("gated_delta_rule", 2, 2, 70, 2, 64, 64))
     given = (*arguments[:place], arguments[-1])
     reset = jnp.zeros((2, 70), bool).at[1, 65].set(True)
-    ours = lambda *x: kernels(*x[:place], None, *x[place:])
-    close(both(ours, reset, *given), both(xla, reset, *given), 3e-6)
+    ours = interpreted(kernels)
+    close(both(ours, reset, *given), both(xla(op), reset, *given), 3e-6)
 
 
 @pytest.mark.slow
@@ -144,16 +154,16 @@ def test_without_gates_it_is_the_op_that_has_none(kernels, xla, place):
 )
 def test_half_precision_is_as_exact_as_that_of_xla(name, alike):
     """Keys that are all alike leave the delta rule the hardest systems."""
-    kernels, xla, place = OPS[name]
+    kernels, chunks, place = OPS[name]
     low = list(draw(name, 3, 1, 100, 2, 64, 64, jnp.bfloat16))
     if alike:
         k = low[1][:, :1] + 0.3 * low[1]
         low[1] = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
         low[place] *= 0.01
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    exact = both(xla, None, *high)
+    exact = both(chunks, None, *high)
     kernel = both(kernels, None, *low)
-    by_xla = distances(both(xla, None, *low), exact)
+    by_xla = distances(both(chunks, None, *low), exact)
     for path, distance in distances(kernel, exact).items():
         assert distance <= 1.3 * by_xla[path] + 2e-4, (path, distance, by_xla[path])
     assert kernel[0][1].dtype == jnp.bfloat16
@@ -168,16 +178,16 @@ def test_gradients_of_gradients_differentiate_the_same_function():
         return sum(jnp.sum(x * x) for x in grads(*arguments))
 
     twice = lambda form: jax.jit(jax.grad(functools.partial(size, form)))(*arguments)
-    close(twice(DELTA), twice(gated_delta_rule_xla), 1e-5)
+    close(twice(DELTA), twice(GATED_DELTA_XLA), 1e-5)
 
 
 @OF_OPS
 def test_a_head_that_fills_no_lanes_runs_without_a_kernel(name):
     """As on a device of a mesh; gradients of gradients take the same form."""
-    kernels, xla, _ = OPS[name]
+    kernels, chunks, _ = OPS[name]
     arguments = draw(name, 5, 1, 70, 1, 64, 64)
     assert "pallas_call" not in str(jax.make_jaxpr(kernels)(*arguments, None))
-    close(jax.jit(kernels)(*arguments, None), jax.jit(xla)(*arguments, None), 3e-6)
+    close(jax.jit(kernels)(*arguments, None), jax.jit(chunks)(*arguments, None), 3e-6)
 
 
 def test_unsupported_arguments_say_why():

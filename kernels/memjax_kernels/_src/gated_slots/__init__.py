@@ -10,19 +10,28 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import arguments, implementations
-from memjax_kernels._src.gated_slots import pallas_tpu
-from memjax_kernels._src.gated_slots.reference import GatedSlotsState as GatedSlotsState
-from memjax_kernels._src.gated_slots.reference import (
+from memjax_kernels._src.gated_slots import pallas_tpu, xla
+from memjax_kernels._src.gated_slots.step import GatedSlotsState as GatedSlotsState
+from memjax_kernels._src.gated_slots.step import (
     gated_slots_init_state as gated_slots_init_state,
 )
-from memjax_kernels._src.gated_slots.reference import gated_slots_reference
-from memjax_kernels._src.gated_slots.reference import (
-    gated_slots_step as gated_slots_step,
-)
-from memjax_kernels._src.gated_slots.xla import gated_slots_xla
+from memjax_kernels._src.gated_slots.step import gated_slots_step as gated_slots_step
+from memjax_kernels._src.linear.table import LinearOp, run
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
+
+_GATED_SLOTS = LinearOp(
+    name="gated_slots",
+    gates={"alpha": "B T H M", "g": "B T H M"},
+    step=gated_slots_step,
+    advance=xla.advance_group,
+    kernels=pallas_tpu.gated_slots_tpu,
+    chunk_size=xla.CHUNK_SIZE,
+    init_state=gated_slots_init_state,
+    state={"state.keys": "B H M K", "state.values": "B H M V"},
+    sizes="BHMKV",
+    unsupported=pallas_tpu.unsupported,
+)
 
 
 def gated_slots(
@@ -34,6 +43,7 @@ def gated_slots(
     state: GatedSlotsState | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """Runs the recurrence over T tokens, T at least 1.
@@ -43,10 +53,12 @@ def gated_slots(
         k: keys.
         v: values.
         alpha: how much of a token each slot takes.
-        g: log of the share that each slot keeps, in [-inf, 0]; inside jit the range is
-            the caller's promise. None keeps all.
+        g: log of each slot's decay factor, in [-inf, 0]; inside jit the range is the
+            caller's promise. None is no decay.
         state: the memory before the segment, float32; None is empty.
         reset: True empties the memory of a batch element before that token.
+        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
+            None is the fastest known. Kernels have chunks of 64.
         implementation: which code runs; None is the fastest that can.
 
     Returns:
@@ -61,33 +73,5 @@ def gated_slots(
         raise ValueError(
             f"state must be None or a GatedSlotsState, got {type(state).__name__}"
         )
-    keys, values = (None, None) if state is None else state
-    sizes = arguments.check_shapes(
-        **{
-            "q": (q, "B T H K"),
-            "k": (k, "B T H K"),
-            "v": (v, "B T H V"),
-            "alpha": (alpha, "B T H M"),
-            "g": (g, "B T H M"),
-            "state.keys": (keys, "B H M K"),
-            "state.values": (values, "B H M V"),
-        }
-    )
-    arguments.check_float32("state.keys", keys)
-    arguments.check_float32("state.values", values)
-    arguments.check_range("g", g, -float("inf"), 0.0)
-    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
-    if state is None:
-        state = gated_slots_init_state(*(sizes[letter] for letter in "BHMKV"))
-    form = implementations.choose(
-        "gated_slots",
-        implementation,
-        {
-            "xla": gated_slots_xla,
-            "reference": gated_slots_reference,
-            "pallas_tpu": pallas_tpu.gated_slots_tpu,
-        },
-        {"pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha)},
-        looped=state,
-    )
-    return form(q, k, v, alpha, g, state, reset)
+    tokens = (q, k, v, alpha, g)
+    return run(_GATED_SLOTS, tokens, state, reset, chunk_size, implementation)

@@ -11,14 +11,15 @@ from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence_kernels import Op
 from memjax_kernels._src.common.products import multiplier, operand_dtype
 from memjax_kernels._src.gated_slots import packed
-from memjax_kernels._src.gated_slots.reference import GatedSlotsState
+from memjax_kernels._src.gated_slots.step import GatedSlotsState
 from memjax_kernels._src.gated_slots.xla import compare
 from memjax_kernels._src.linear.chunks import scan_groups
 from memjax_kernels._src.linear.pallas_tpu import gla_tpu
 
 
-def unsupported(q: Array, k: Array, v: Array, alpha: Array) -> str:
+def unsupported(q: Array, k: Array, v: Array, alpha: Array, g: Array | None) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
+    del g
     reason = recurrence.unsupported(q, k, alpha)
     return reason or recurrence.unsupported(alpha, alpha, v)
 

@@ -8,33 +8,18 @@ Zhang et al. (2024), https://arxiv.org/abs/2409.07146, section 3.2.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import decays
 from memjax_kernels._src.common.products import Multiply, multiplier, operand_dtype
-from memjax_kernels._src.gated_slots.reference import GatedSlotsState
+from memjax_kernels._src.gated_slots.step import GatedSlotsState
 from memjax_kernels._src.linear import chunks as linear_chunks
 
-CHUNK_SIZE = 32
+CHUNK_SIZE = linear_chunks.CHANNEL_CHUNK_SIZE
 
 
-def gated_slots_xla(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    alpha: Float[Array, "B T H M"],
-    g: Float[Array, "B T H M"] | None,
-    state: GatedSlotsState,
-    reset: Bool[Array, "B T"] | None = None,
-    *,
-    chunk_size: int = CHUNK_SIZE,
-) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
-    """The recurrence of `gated_slots_reference`."""
-    tokens = (q, k, v, alpha, g)
-    return linear_chunks.scan_groups(_advance_group, tokens, state, reset, chunk_size)
-
-
-def _advance_group(state, q, k, v, alpha, g, reset):
+def advance_group(state, q, k, v, alpha, g, reset):
+    """A group of chunks: (state, *tokens, reset) -> (state, y)."""
     left = decays.decays(g, reset, q.shape[-2])
     multiply = multiplier(operand_dtype(q, k, v, alpha))
     q, k, value, alpha = (x.astype(jnp.float32) for x in (q, k, v, alpha))

@@ -1,26 +1,55 @@
-"""Linear attention: a memory that adds up outer products.
+"""Linear ops: a memory matrix per head, decayed by gates and written by keys.
 
-    S ← S + k vᵀ        y = Sᵀ q
-
-Katharopoulos et al. (2020), https://arxiv.org/abs/2006.16236, equations 16 to 20, with
-feature maps and normalisation left to the layer.
+Every op is a row of `table`: the axes of its gates, a step, a chunk form and TPU
+kernels. The state is float32 [B, H, K, V].
 """
 
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import arguments, implementations, one_pass
-from memjax_kernels._src.common.packs import recurrence
-from memjax_kernels._src.common.token_scan import scan_tokens
-from memjax_kernels._src.linear import chunks, pallas_tpu
+from memjax_kernels._src.linear import chunks, delta_chunks, pallas_tpu, steps
+from memjax_kernels._src.linear.table import LinearOp, run
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
 
-# Larger chunks are fewer memories, but their matrices grow with the square.
-CHUNK_SIZE = 64
+_LINEAR_ATTENTION = LinearOp(
+    name="linear_attention",
+    gates={},
+    step=steps.linear_attention_step,
+    advance=chunks.ungated(chunks.linear_group),
+    kernels=pallas_tpu.linear_attention_tpu,
+    chunk_size=chunks.CHUNK_SIZE,
+    init_state=steps.linear_attention_init_state,
+)
+_SSD = _LINEAR_ATTENTION._replace(
+    name="ssd",
+    gates={"g": "B T H"},
+    step=steps.ssd_step,
+    advance=chunks.linear_group,
+    kernels=pallas_tpu.ssd_tpu,
+)
+_GLA = _SSD._replace(
+    name="gla",
+    gates={"g": "B T H K"},
+    step=steps.gla_step,
+    kernels=pallas_tpu.gla_tpu,
+    chunk_size=chunks.CHANNEL_CHUNK_SIZE,
+)
+_DELTA_RULE = _LINEAR_ATTENTION._replace(
+    name="delta_rule",
+    gates={"beta": "B T H"},
+    step=steps.delta_rule_step,
+    advance=chunks.ungated(delta_chunks.delta_group),
+    kernels=pallas_tpu.delta_rule_tpu,
+)
+_GATED_DELTA_RULE = _DELTA_RULE._replace(
+    name="gated_delta_rule",
+    gates={"beta": "B T H", "g": "B T H"},
+    step=steps.gated_delta_rule_step,
+    advance=delta_chunks.delta_group,
+    kernels=pallas_tpu.gated_delta_rule_tpu,
+)
 
 
 def linear_attention(
@@ -30,9 +59,13 @@ def linear_attention(
     state: Float[Array, "B H K V"] | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """Runs the recurrence over T tokens, T at least 1.
+    """Linear attention: S ← S + k vᵀ, y = Sᵀ q, for T tokens, T at least 1.
+
+    Katharopoulos et al. (2020), https://arxiv.org/abs/2006.16236, equations 16 to 20,
+    with feature maps and normalisation left to the layer.
 
     Args:
         q: queries, not scaled here.
@@ -40,6 +73,8 @@ def linear_attention(
         v: values.
         state: the memory before the segment, float32; None is empty.
         reset: True empties the memory of a batch element before that token.
+        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
+            None is the fastest known. Kernels have chunks of 64.
         implementation: which code runs; None is the fastest that can.
 
     Returns:
@@ -50,81 +85,165 @@ def linear_attention(
         ValueError: on shapes or dtypes that do not fit, or an implementation that is
             unknown or cannot run here.
     """
-    sizes = arguments.check_shapes(
-        q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H V"), state=(state, "B H K V")
-    )
-    arguments.check_float32("state", state)
-    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
-    if state is None:
-        state = linear_attention_init_state(*(sizes[letter] for letter in "BHKV"))
-    form = implementations.choose(
-        "linear_attention",
-        implementation,
-        {
-            "xla": linear_attention_xla,
-            "reference": linear_attention_reference,
-            "pallas_tpu": linear_attention_tpu,
-        },
-        {"pallas_tpu": recurrence.unsupported(q, k, v)},
-        looped=state,
-    )
-    return form(q, k, v, state, reset)
+    tokens = (q, k, v)
+    return run(_LINEAR_ATTENTION, tokens, state, reset, chunk_size, implementation)
 
 
-def linear_attention_init_state(
-    batch: int, heads: int, key_dim: int, value_dim: int
-) -> Float[Array, "B H K V"]:
-    """The memory before the first token: zeros, float32."""
-    return jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32)
-
-
-@one_pass.on_tpu
-def linear_attention_step(
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
-    v: Float[Array, "B H V"],
-    state: Float[Array, "B H K V"],
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
-    """S ← S + k vᵀ, then y = Sᵀq; in float32, the read in the dtype of v."""
-    key, value = k.astype(jnp.float32), v.astype(jnp.float32)
-    state = state + key[..., :, None] * value[..., None, :]
-    # A TPU or GPU would round the operands at a lower precision.
-    exact = jax.lax.Precision.HIGHEST
-    y = jnp.einsum("bhkv,bhk->bhv", state, q.astype(jnp.float32), precision=exact)
-    return state, y.astype(v.dtype)
-
-
-def linear_attention_reference(
+def ssd(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
-    state: Float[Array, "B H K V"],
-    reset: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """A loop of steps; a reset empties the memory before its token."""
-    return scan_tokens(linear_attention_step, (q, k, v), state, reset)
-
-
-def linear_attention_xla(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    state: Float[Array, "B H K V"],
-    reset: Bool[Array, "B T"] | None = None,
+    g: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"] | None = None,
     *,
-    chunk_size: int = CHUNK_SIZE,
+    reset: Bool[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """The recurrence of `linear_attention_reference` in chunks of matrix products."""
-    tokens = (q, k, v, None)
-    return chunks.scan_groups(chunks.linear_group, tokens, state, reset, chunk_size)
+    """State-space duality (Mamba-2): S ← exp(g) S + k vᵀ, y = Sᵀ q, for T tokens.
+
+    T is at least 1. Dao and Gu (2024), https://arxiv.org/abs/2405.21060, equation 1
+    with scalar A = exp(g), B = k, C = q, x = v.
+
+    Args:
+        q: queries, not scaled here.
+        k: keys.
+        v: values.
+        g: log of the memory's decay factor, in [-inf, 0]; inside jit the range is the
+            caller's promise.
+        state: the memory before the segment, float32; None is empty.
+        reset: True empties the memory of a batch element before that token.
+        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
+            None is the fastest known. Kernels have chunks of 64.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on shapes or dtypes that do not fit, gates out of range, or an
+            implementation that is unknown or cannot run here.
+    """
+    tokens = (q, k, v, g)
+    return run(_SSD, tokens, state, reset, chunk_size, implementation)
 
 
-def linear_attention_tpu(
+def gla(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
-    state: Float[Array, "B H K V"],
+    g: Float[Array, "B T H K"],
+    state: Float[Array, "B H K V"] | None = None,
+    *,
     reset: Bool[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """The recurrence of `linear_attention_reference` in kernels for a TPU."""
-    return pallas_tpu.recur_tpu(q, k, v, None, state, reset)
+    """Gated linear attention: S ← diag(exp(g)) S + k vᵀ, y = Sᵀ q, for T tokens.
+
+    T is at least 1. Yang et al. (2023), https://arxiv.org/abs/2312.06635, equation 3
+    with alpha = exp(g).
+
+    Args:
+        q: queries, not scaled here.
+        k: keys.
+        v: values.
+        g: log of each key channel's decay factor, in [-inf, 0]; inside jit the range
+            is the caller's promise.
+        state: the memory before the segment, float32; None is empty.
+        reset: True empties the memory of a batch element before that token.
+        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
+            None is the fastest known. Kernels have chunks of 64.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on shapes or dtypes that do not fit, gates out of range, or an
+            implementation that is unknown or cannot run here.
+    """
+    tokens = (q, k, v, g)
+    return run(_GLA, tokens, state, reset, chunk_size, implementation)
+
+
+def delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"] | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The delta rule: S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q, for T tokens, T at least 1.
+
+    A write replaces what the memory holds for its key. Schlag, Irie & Schmidhuber
+    (2021), https://arxiv.org/abs/2102.11174, equation 24.
+
+    Args:
+        q: queries, not scaled here.
+        k: keys, not normalised here; stable for β |k|² <= 2.
+        v: values.
+        beta: write rates, in [0, 1].
+        state: the memory before the segment, float32; None is empty.
+        reset: True empties the memory of a batch element before that token.
+        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
+            None is the fastest known. Kernels have chunks of 64.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on arguments that do not fit each other, a rate outside [0, 1]
+            where its value is known, or an implementation that cannot run.
+    """
+    tokens = (q, k, v, beta)
+    return run(_DELTA_RULE, tokens, state, reset, chunk_size, implementation)
+
+
+def gated_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    g: Float[Array, "B T H"],
+    state: Float[Array, "B H K V"] | None = None,
+    *,
+    reset: Bool[Array, "B T"] | None = None,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+    """The gated delta rule: S ← exp(g) S, then S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q.
+
+    For T tokens, T at least 1. Yang, Kautz & Hatamizadeh (2024),
+    https://arxiv.org/abs/2412.06464, equation 10.
+
+    Args:
+        q: queries, not scaled here.
+        k: keys, not normalised here; stable for β |k|² <= 2.
+        v: values.
+        beta: write rates, in [0, 1].
+        g: log of the memory's decay factor, in [-inf, 0].
+        state: the memory before the segment, float32; None is empty.
+        reset: True empties the memory of a batch element before that token.
+        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
+            None is the fastest known. Kernels have chunks of 64.
+        implementation: which code runs; None is the fastest that can.
+
+    Returns:
+        The memory after the segment, float32, and the read after each token's write,
+        in the dtype of v.
+
+    Raises:
+        ValueError: on arguments that do not fit each other, a rate or gate outside
+            its range where its value is known, or an implementation that cannot run.
+    """
+    tokens = (q, k, v, beta, g)
+    return run(_GATED_DELTA_RULE, tokens, state, reset, chunk_size, implementation)

@@ -9,6 +9,7 @@ Yang et al. (2023), https://arxiv.org/abs/2312.06635, section 4, for one a chann
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,10 @@ from memjax_kernels._src.common.products import Multiply, multiplier, operand_dt
 
 # Chunks of a group: more chunks are larger products, and more memory at once.
 GROUP = 8
+# Larger chunks are fewer memories, but their matrices grow with the square.
+CHUNK_SIZE = 64
+# Smaller for a gate of each channel, whose decays have a channel axis.
+CHANNEL_CHUNK_SIZE = 32
 
 
 def scan_groups(
@@ -73,6 +78,16 @@ def linear_group(
     q, k, value = (x.astype(jnp.float32) for x in (q, k, v))
     state, y = linear_reads(state, q, k, value, left, multiply)
     return state, y.astype(v.dtype)
+
+
+def ungated(group: Callable[..., tuple[PyTree, Array]]) -> Callable[..., Any]:
+    """A group's chunk form for an op without log gates."""
+
+    def advance(state, *given):
+        *tokens, reset = given
+        return group(state, *tokens, None, reset)
+
+    return advance
 
 
 def linear_reads(

@@ -17,40 +17,9 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import decays, triangular
 from memjax_kernels._src.common.products import multiplier, operand_dtype
-from memjax_kernels._src.linear import chunks as linear_chunks
-
-CHUNK_SIZE = 64
 
 
-def scan_chunks(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    beta: Float[Array, "B T H"],
-    g: Float[Array, "B T H"] | None,
-    state: Float[Array, "B H K V"],
-    reset: Bool[Array, "B T"] | None = None,
-    *,
-    chunk_size: int = CHUNK_SIZE,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """The gated delta rule, or without g the delta rule, a chunk at a time.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        beta: write rates.
-        g: log gates, or None.
-        state: the memory before the segment.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: C at most, a power of two; it does not change what is computed.
-    """
-    gates = None if g is None else g[..., None]
-    tokens = (q, k, v, beta[..., None], gates)
-    return linear_chunks.scan_groups(_advance_group, tokens, state, reset, chunk_size)
-
-
-def _advance_group(
+def delta_group(
     state: Float[Array, "B H K V"],
     q: Float[Array, "n B H C K"],
     k: Float[Array, "n B H C K"],

@@ -1,24 +1,60 @@
-"""Linear attention, SSD and GLA on a TPU.
+"""The linear ops on a TPU.
 
-`packed` has the equations of a chunk, and those of GLA stand in `packed_gla`.
+`packed`, `packed_gla` and `packed_delta` have the equations of a chunk.
 """
 
 import functools
+from typing import Any
 
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence_kernels import Op
-from memjax_kernels._src.linear import packed, packed_gla
+from memjax_kernels._src.linear import packed, packed_delta, packed_gla
 from memjax_kernels._src.linear.chunks import linear_group, scan_groups
+from memjax_kernels._src.linear.delta_chunks import delta_group
 
 
-def _in_xla(q, k, v, g, beta, state, *, chunk_size):
+def _linear_in_xla(q, k, v, g, beta, state, *, chunk_size):
     del beta
     tokens = (q, k, v, g[..., None] if g.ndim < q.ndim else g)
     return scan_groups(linear_group, tokens, state, None, chunk_size)
 
 
-# The operands of their products are rounded to the tokens' dtype anyway.
-OP = Op("linear_attention", packed.advance, packed.pull_back, _in_xla, exact=False)
-GLA = Op("gla", packed_gla.advance, packed_gla.pull_back, _in_xla, exact=False)
-recur_tpu = functools.partial(recurrence.recur, OP)
+def _delta_in_xla(q, k, v, g, beta, state, *, chunk_size):
+    tokens = (q, k, v, beta[..., None], g[..., None])
+    return scan_groups(delta_group, tokens, state, None, chunk_size)
+
+
+# Products with operands rounded to the tokens' dtype anyway.
+LINEAR = Op(
+    "linear_attention", packed.advance, packed.pull_back, _linear_in_xla, exact=False
+)
+GLA = Op("gla", packed_gla.advance, packed_gla.pull_back, _linear_in_xla, exact=False)
+# Errors of the memory grow where a chunk is computed again from it.
+DELTA = Op(
+    "delta_rule",
+    packed_delta.advance,
+    packed_delta.pull_back,
+    _delta_in_xla,
+    exact=True,
+)
+
+
+def linear_attention_tpu(q, k, v, state, reset, *, interpret: Any = False):
+    """`linear_attention` in kernels."""
+    return recurrence.recur(LINEAR, q, k, v, None, state, reset, interpret=interpret)
+
+
+def delta_rule_tpu(q, k, v, beta, state, reset, *, interpret: Any = False):
+    """`delta_rule` in kernels."""
+    return gated_delta_rule_tpu(q, k, v, beta, None, state, reset, interpret=interpret)
+
+
+def gated_delta_rule_tpu(q, k, v, beta, g, state, reset, *, interpret: Any = False):
+    """`gated_delta_rule` in kernels."""
+    return recurrence.recur(
+        DELTA, q, k, v, g, state, reset, beta=beta, interpret=interpret
+    )
+
+
+ssd_tpu = functools.partial(recurrence.recur, LINEAR)
 gla_tpu = functools.partial(recurrence.recur, GLA)

@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import one_pass
-from memjax_kernels._src.common.token_scan import scan_tokens
 
 # A TPU or GPU would round the operands at a lower precision.
 _EXACT = jax.lax.Precision.HIGHEST
@@ -59,16 +58,3 @@ def gated_slots_step(
     weights = jax.nn.softmax(jnp.einsum("bhmk,bhk->bhm", keys, q32, precision=_EXACT))
     y = jnp.einsum("bhmv,bhm->bhv", values, weights, precision=_EXACT)
     return GatedSlotsState(keys=keys, values=values), y.astype(v.dtype)
-
-
-def gated_slots_reference(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    alpha: Float[Array, "B T H M"],
-    g: Float[Array, "B T H M"] | None,
-    state: GatedSlotsState,
-    reset: Bool[Array, "B T"] | None = None,
-) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
-    """A loop of steps; a reset empties the memory before its token."""
-    return scan_tokens(gated_slots_step, (q, k, v, alpha, g), state, reset)

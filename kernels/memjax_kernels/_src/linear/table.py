@@ -1,0 +1,117 @@
+"""The table of linear ops, and the code that all of them share.
+
+A row holds an op's gates, the equation of a step, the form in chunks of matrix products
+and the TPU kernels. `run` checks the arguments and chooses among the three.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Bool, Float, PyTree
+
+from memjax_kernels._src.common import arguments, implementations
+from memjax_kernels._src.common.packs import recurrence
+from memjax_kernels._src.common.token_scan import scan_tokens
+from memjax_kernels._src.linear.chunks import scan_groups
+
+#: The range of each gate, where it has one.
+RANGES = {"beta": (0.0, 1.0), "g": (-float("inf"), 0.0)}
+
+
+def _unsupported(q: Array, k: Array, v: Array, *gates: Array) -> str:
+    del gates
+    return recurrence.unsupported(q, k, v)
+
+
+class LinearOp(NamedTuple):
+    """A row.
+
+    Attributes:
+        name: of the op.
+        gates: axes of each gate, in the order of the arguments.
+        step: (*tokens, state) -> (state, y), the equation of one token.
+        advance: the chunk form (state, *tokens, reset) -> (state, y) of a group of
+            chunks: see `chunks.scan_groups`.
+        kernels: the TPU form (*tokens, state, reset) -> (state, y).
+        chunk_size: of the chunk form, where the caller does not choose one.
+        init_state: sizes in the order of `sizes` -> the empty memory.
+        state: axes of each array of the state.
+        unsupported: why the kernels cannot take the tokens; "" if they can.
+    """
+
+    name: str
+    gates: Mapping[str, str]
+    step: Callable[..., Any]
+    advance: Callable[..., Any]
+    kernels: Callable[..., Any]
+    chunk_size: int
+    init_state: Callable[..., Any]
+    state: Mapping[str, str] = {"state": "B H K V"}
+    sizes: str = "BHKV"
+    unsupported: Callable[..., str] = _unsupported
+
+
+def run(
+    op: LinearOp,
+    tokens: tuple[Float[Array, "B T ..."] | None, ...],
+    state: PyTree[Float[Array, "B ..."]],
+    reset: Bool[Array, "B T"] | None,
+    chunk_size: int | None,
+    implementation: str | None,
+) -> tuple[PyTree[Float[Array, "B ..."]], Float[Array, "B T H V"]]:
+    """Runs an op over a segment; its docstring has the arguments and errors."""
+    memories = (None,) * len(op.state)
+    if state is not None:
+        memories = (state,) if len(op.state) == 1 else state
+    gates = dict(zip(op.gates, tokens[3:], strict=True))
+    axes = (
+        {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
+        | dict(op.gates)
+        | dict(op.state)
+    )
+    given = zip(axes.items(), (*tokens, *memories), strict=True)
+    sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in given})
+    for name, memory in zip(op.state, memories, strict=True):
+        arguments.check_float32(name, memory)
+    for name, (low, high) in RANGES.items():
+        arguments.check_range(name, gates.get(name), low, high)
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
+    reason = op.unsupported(*tokens)
+    if chunk_size is not None:
+        _check_power_of_two(chunk_size)
+        if chunk_size != recurrence.CHUNK_SIZE:
+            reason = f"its chunks have {recurrence.CHUNK_SIZE} tokens, not {chunk_size}"
+    if state is None:
+        state = op.init_state(*(sizes[letter] for letter in op.sizes))
+    form = implementations.choose(
+        op.name,
+        implementation,
+        {
+            "xla": functools.partial(chunked, op, chunk_size or op.chunk_size),
+            "reference": functools.partial(reference, op),
+            "pallas_tpu": op.kernels,
+        },
+        {"pallas_tpu": reason},
+        looped=state if chunk_size is None else None,
+    )
+    return form(*tokens, state, reset)
+
+
+def reference(op: LinearOp, *given: Any) -> tuple[Any, Any]:
+    """A loop of steps over (*tokens, state, reset)."""
+    *tokens, state, reset = given
+    return scan_tokens(op.step, tuple(tokens), state, reset)
+
+
+def chunked(op: LinearOp, chunk_size: int, *given: Any) -> tuple[Any, Any]:
+    """Chunks of matrix products over (*tokens, state, reset)."""
+    *tokens, state, reset = given
+    # A gate of heads acts as a channel that all channels share.
+    tokens = tuple(x[..., None] if x is not None and x.ndim == 3 else x for x in tokens)
+    return scan_groups(op.advance, tokens, state, reset, chunk_size)
+
+
+def _check_power_of_two(chunk_size):
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size must be a power of two, got {chunk_size}")
