@@ -1,4 +1,4 @@
-"""A batch of tokens: what a training step receives."""
+"""A batch of tokens, the input of a training step."""
 
 from typing import NamedTuple
 

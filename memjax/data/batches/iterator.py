@@ -1,4 +1,4 @@
-"""The iterator of batches, on any number of hosts, and what its position belongs to.
+"""The iterator of batches, on any number of hosts, with a position that can be saved.
 
 There is one global batch, which does not depend on the number of hosts. A host reads
 its contiguous elements [shard_index * R, (shard_index + 1) * R), R = batch_size /
@@ -18,7 +18,7 @@ from memjax.data.documents.token_file import TokenisedDocument, content_digest
 
 
 class BatchIterator:
-    """Yields this host's part of each batch, B = batch_size / shard_count, for ever."""
+    """Yields B = batch_size / shard_count elements of each batch, endlessly."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class BatchIterator:
         step = state.get("step")
         if type(step) is not int or step < 0:
             raise ValueError(f"state['step']={step!r} must be an integer >= 0")
-        # A position means something for the same documents, lengths and seed alone.
-        # Earlier versions did not write down the content.
+        # A position is valid for the same documents, lengths and seed only.
+        # Earlier versions did not record the content.
         for key, value in self._identity.items():
             if state.get(key, value if key == "content" else None) != value:
                 raise ValueError(
@@ -76,7 +76,7 @@ class BatchIterator:
 def identity(
     mode: str, length: int, seed: int, documents: Sequence[TokenisedDocument]
 ) -> dict[str, Any]:
-    """What a saved position belongs to: the documents' tokens, and how they are cut."""
+    """Identity of a stream: a digest of the documents' tokens, and the cutting."""
     digest = hashlib.sha256(
         repr([(d.name, len(d.tokens)) for d in documents]).encode("utf-8")
     )

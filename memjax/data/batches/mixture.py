@@ -1,4 +1,4 @@
-"""Batches of a mixture of sources, each in its share of the tokens."""
+"""Batches of a weighted mixture of sources."""
 
 import math
 from collections.abc import Sequence
@@ -24,11 +24,10 @@ def mixed_batches(
 ) -> BatchIterator:
     """Yields the chunks of several sources, each in its share of the tokens.
 
-    Chunks are those of `chunked_batches`, shuffled anew in each epoch of their own
-    source. Which source a chunk is from follows from its position alone: among the
-    first n chunks each source has its share, but for less than one chunk a source.
-    With `start_multiple` the rows of `packed_batches` take the place of chunks; shares
-    are then of the tokens that the rows of a source hold on average.
+    Chunks are those of `chunked_batches`, reshuffled in each epoch of their source. The
+    source of a chunk follows from its position: among the first n chunks each source
+    has its share to within one chunk. With `start_multiple` rows of `packed_batches`
+    replace chunks; shares are then of the mean number of tokens in a source's rows.
 
     Args:
         sources: documents of each.
@@ -58,11 +57,10 @@ def mixed_batches(
         if start_multiple is None:
             source = chunk_rows(documents, context_length, vocab_size)
         else:
-            sizes = (context_length, start_multiple, vocab_size)
-            source = packed_rows(documents, *sizes)
+            source = packed_rows(documents, context_length, start_multiple, vocab_size)
             # Rows are not equally full: a source with emptier ones has more of them.
             weight = weight * len(source) / source.inputs
-        # Each in an order of its own.
+        # An order of its own for each source.
         shuffled = grain.MapDataset.source(source).shuffle(seed=(seed + i) % 2**32)
         parts.append(shuffled.repeat())
         of_rows.append(weight)

@@ -1,9 +1,9 @@
-"""Packs several documents into one row: less padding, and none of them cut needlessly.
+"""Packing of several documents into one row by best-fit decreasing bin packing.
 
-A document of n tokens has n - 1 inputs. Where they are more than a row, they fill whole
-rows, and what remains is packed with the remainders of others: the longest first, each
-into the fullest row that has room. Ding et al. (2024),
-https://arxiv.org/abs/2404.10830, section 2.2.
+A document of n tokens has n - 1 inputs. A document longer than a row fills whole rows;
+its remainder is packed with those of others, the longest first, each into the fullest
+row with enough space. Ding et al. (2024), https://arxiv.org/abs/2404.10830, section
+2.2.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from memjax.data.documents.tokens import TokenisedDocument
 
 
 class Pieces(NamedTuple):
-    """Runs of documents' inputs, row by row; a row's are in the order of its places.
+    """Contiguous pieces of documents, sorted by row and by position in the row.
 
     Attributes:
-        document: which one.
+        document: index of the document.
         offset: of the first input in its document.
-        inputs: how many.
+        inputs: number of inputs.
         place: of the first input in its row.
-        ends: of each row, the pieces up to its last.
+        ends: for each row, the index after its last piece.
     """
 
     document: Int64[np.ndarray, " P"]
@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
 def pack(
     inputs: Int64[np.ndarray, " N"], length: int, start_multiple: int = 1
 ) -> Pieces:
-    """Which inputs of which document go where; the same for the same arguments.
+    """Assigns the documents' inputs to rows, deterministically.
 
     Args:
         inputs: of each document, its tokens but the last.
@@ -55,8 +55,11 @@ def pack(
     row, place = best_fit(units, length // start_multiple)
     order = np.lexsort((place, row))
     short, rows = short[order], row[order]
-    join = lambda *parts: np.concatenate(parts).astype(np.int64)
-    # The rows that hold one piece come first.
+
+    def join(*parts: np.ndarray) -> np.ndarray:
+        return np.concatenate(parts).astype(np.int64)
+
+    # Rows of one piece come first.
     packed_ends = len(full) + np.flatnonzero(np.diff(rows, append=-1)) + 1
     return Pieces(
         document=join(full, short),
@@ -70,34 +73,34 @@ def pack(
 def best_fit(
     sizes: Int64[np.ndarray, " N"], capacity: int
 ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
-    """The bin of each size and its place there: decreasing sizes, fullest bin first.
+    """The bin of each size and its place in it, by best-fit decreasing.
 
     Args:
         sizes: at most `capacity`.
         capacity: of a bin.
     """
     bins, places = np.zeros_like(sizes), np.zeros_like(sizes)
-    # Bins by the room that they have left; bit r of `rooms` says whether any has r.
-    # A search of the bits costs next to nothing, where one of all bins would not.
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms, opened = 0, 0
+    # Bins by their free space; bit s of `spaces` is set where a bin has free space s.
+    # Bits are searched in constant time, bins would not be.
+    by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    spaces, opened = 0, 0
     for i in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[i])
-        fits = rooms >> size
+        fits = spaces >> size
         if fits:
-            room = size + (fits & -fits).bit_length() - 1
-            which = by_room[room].pop()
-            rooms ^= 0 if by_room[room] else 1 << room
+            space = size + (fits & -fits).bit_length() - 1
+            which = by_space[space].pop()
+            spaces ^= 0 if by_space[space] else 1 << space
         else:
-            room, which, opened = capacity, opened, opened + 1
-        bins[i], places[i] = which, capacity - room
-        by_room[room - size].append(which)
-        rooms |= 1 << (room - size)
+            space, which, opened = capacity, opened, opened + 1
+        bins[i], places[i] = which, capacity - space
+        by_space[space - size].append(which)
+        spaces |= 1 << (space - size)
     return bins, places
 
 
 class PackedRows:
-    """Row i of the packed documents."""
+    """Rows of packed documents, by index."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class PackedRows:
         self._length = length
         inputs = np.array([max(len(d.tokens) - 1, 0) for d in documents], np.int64)
         self._pieces = pack(inputs, length, start_multiple)
-        #: Inputs of all rows together, without padding.
+        #: Inputs of all rows, without padding.
         self.inputs = int(inputs.sum())
 
     def __len__(self) -> int:
@@ -125,7 +128,7 @@ class PackedRows:
         for piece in range(first, int(pieces.ends[index])):
             offset, count, place = (int(x[piece]) for x in pieces[1:4])
             document = self._documents[int(pieces.document[piece])]
-            # One token over: inputs and targets are the same tokens, shifted by one.
+            # One more token: targets are the inputs shifted by one.
             read = np.asarray(document.tokens[offset : offset + count + 1])
             here = slice(place, place + count)
             tokens[here], targets[here], mask[here] = read[:-1], read[1:], 1.0

@@ -1,7 +1,7 @@
 """Endless, deterministic batches of tokenised documents, on any number of hosts.
 
-All pipelines are random access: what batch element r holds at step s follows from the
-documents and the seed by index arithmetic.
+All pipelines are random access: batch element r of step s follows from the documents
+and the seed by index arithmetic.
 """
 
 import logging
@@ -32,13 +32,11 @@ def chunked_batches(
 ) -> BatchIterator:
     """Yields independent chunks of long documents, as the Elastic Memory paper does.
 
-    A document of n tokens gives (n - 1) // context_length chunks: inputs are
-    non-overlapping runs of exactly context_length tokens, and a chunk's last target is
-    the token after its last input. Trailing tokens that fill no chunk, and documents
-    not longer than context_length, are left out (the log says how many, and warns of
-    documents). Chunks are
-    shuffled anew each epoch; a batch may hold the end of one epoch and the start of
-    the next. `mask` is all 1, `reset` all True.
+    A document of n tokens gives (n - 1) // context_length chunks: non-overlapping runs
+    of exactly context_length inputs, with the next token as the last target. Trailing
+    tokens, and documents not longer than context_length, are left out (the log counts
+    them, and warns of documents). Chunks are reshuffled each epoch; a batch may have
+    the end of one epoch and the start of the next. `mask` is all 1, `reset` all True.
 
     Args:
         documents: from `load_tokens`.
@@ -72,20 +70,20 @@ def packed_batches(
 ) -> BatchIterator:
     """Yields rows of several documents, for documents of any length.
 
-    A document of n tokens has n - 1 inputs and targets, and all are read once an epoch:
-    what fills whole rows has them to itself, the rest shares a row with others. Which
-    documents share a row does not change; rows are shuffled anew each epoch. `reset` is
-    [B, T], True at the first token of each document, or of each part of one that is
-    longer than a row. `mask` is 0 where a row is not filled. Documents of one token
-    have no target and are left out. The log says how full the rows are.
+    A document of n tokens has n - 1 inputs and targets, all read once an epoch: a long
+    one fills whole rows, and its remainder shares a row with others. The packing is
+    fixed; rows are reshuffled each epoch. `reset` is [B, T], True at the first token of
+    each document, or of each part of one that is longer than a row. `mask` is 0 at
+    padding. Documents of one token have no target and are left out. The log says how
+    full the rows are.
 
     Args:
         documents: from `load_tokens`.
         context_length: T, a multiple of start_multiple.
         batch_size: rows over all hosts, divisible by shard_count.
         seed: in [0, 2**32).
-        start_multiple: documents begin at multiples of so many tokens, at least 1; what
-            a model needs, `start_multiple(mechanisms)` says.
+        start_multiple: documents begin at multiples of this, at least 1; see
+            `memjax.models.start_multiple` for that of a model.
         shard_index: this host, in [0, shard_count).
         shard_count: number of hosts.
         vocab_size: if given, every id is checked to be in [0, vocab_size).
@@ -104,7 +102,7 @@ def packed_batches(
 def chunk_rows(
     documents: Sequence[TokenisedDocument], context_length: int, vocab_size: int | None
 ) -> Chunks:
-    """All chunks of the documents; the log says what is left out."""
+    """All chunks of the documents; the log counts what is left out."""
     _check_documents(documents, vocab_size)
     counts = _chunk_counts(documents, context_length, "context_length")
     left_out = sum(
@@ -113,7 +111,7 @@ def chunk_rows(
     )
     _LOG.info("%d chunks; %d tokens left out", counts.sum(), left_out)
     if short := int((counts == 0).sum()):
-        # A warning, as it is shown: a run may learn from far less than its folder.
+        # A warning is shown: a run may train on far less than its folder.
         _LOG.warning(
             "%d of %d documents are left out: they have at most context_length=%d "
             "tokens (modes 'packed' and 'streamed' read them)",
@@ -150,7 +148,7 @@ def packed_rows(
 
 
 def _with_targets(documents: Sequence[TokenisedDocument]) -> list[TokenisedDocument]:
-    """Documents of two tokens or more; the log says how many are left out."""
+    """Documents of two tokens or more; the log counts the others."""
     usable = [d for d in documents if len(d.tokens) > 1]
     if not usable:
         raise ValueError(f"none of the {len(documents)} documents has two tokens")
@@ -175,7 +173,7 @@ def streamed_batches(
     document in consecutive segments. A document of n tokens has n - 1 inputs and
     targets; its last segment is padded with id 0 under mask 0. `reset` is True exactly
     at a document's first segment. Documents of one token have no target and are left
-    out (the log says how many).
+    out (the log counts them).
 
     Args:
         documents: from `load_tokens`.
@@ -230,7 +228,7 @@ def check_rows(batch_size: int, seed: int, shard_index: int, shard_count: int) -
 
 
 def _check_prepared(name: str, tokens: RecordTokens, vocab_size: int) -> None:
-    # Every id was checked when it was written: what was is all that is to be known.
+    # Every id was checked against this size when it was written.
     if tokens.vocab_size > vocab_size:
         raise ValueError(
             f"document {name!r} was prepared with a tokenizer of {tokens.vocab_size} "

@@ -1,4 +1,4 @@
-"""The first batches of an iterator, over and over."""
+"""Repetition of the first batches of an iterator."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,10 @@ from memjax.data.batches.pipeline import BatchIterator
 
 
 class RepeatedBatches:
-    """The first `count` batches in their order, and then the same again, for ever.
-
-    The position is that of the iterator; what is drawn again counts on.
-    """
+    """Repeats the first `count` batches endlessly; the position counts all of them."""
 
     def __init__(self, batches: BatchIterator, count: int):
-        """Draws `count` batches, at least 1."""
+        """Takes `count` batches, at least 1."""
         check_sizes(count=count)
         self._first = [next(batches) for _ in range(count)]
         self._batches = batches

@@ -23,7 +23,7 @@ class Rows(Protocol):
 
 
 class HostRows:
-    """Undoes ElasticIterator's interleaving, so that each host's rows are contiguous.
+    """Inverts ElasticIterator's interleaving, for contiguous rows on each host.
 
     ElasticIterator gives host h the places h, h + shard_count, h + 2 shard_count, ...
     of each global batch; those places hold rows h * R, h * R + 1, h * R + 2, ...
@@ -62,7 +62,6 @@ class Chunks:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Batch:
-        # Random access: no pass over earlier documents, however large the index.
         which = int(np.searchsorted(self._ends, index, side="right"))
         start = (int(index) - int(self._starts[which])) * self._length
         return _row(self._documents[which].tokens, start, self._length, True)
@@ -101,8 +100,8 @@ class Streams:
         return _row(tokens, segment * self._length, self._length, segment == 0)
 
     def _make_plan(self, row: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        # Raw bits of a bit generator are the part of numpy.random that is promised
-        # never to change; a saved position must mean the same for ever.
+        # numpy guarantees that raw bits of a bit generator never change; a saved
+        # position must stay valid.
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, row, epoch]))
         order = np.argsort(bits.random_raw(len(self._documents)), kind="stable")
         return order, np.cumsum(self._counts[order])
@@ -115,7 +114,7 @@ def _row(
     reset: bool,
 ) -> Batch:
     """One row, shapes without B; grain stacks rows into a batch."""
-    # One token over: inputs and targets are the same tokens, shifted by one.
+    # One more token: targets are the inputs shifted by one.
     window = np.asarray(tokens[start : start + length + 1])
     count = len(window) - 1
     pad = (0, length - count)

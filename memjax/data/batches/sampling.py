@@ -1,7 +1,7 @@
-"""Random numbers that depend on a seed, and on the step of a data stream.
+"""Random numbers by a seed and the step of a data stream.
 
-Only raw bits of numpy's bit generators are used. numpy promises that those never
-change, and a saved position of a data stream must mean the same for ever.
+They are made from raw bits of numpy's bit generators, which numpy guarantees never to
+change: a saved position of a data stream must stay valid.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def shuffled(seed: int, count: int) -> list[int]:
-    """0 to count - 1 in an order that depends on a seed alone.
+    """A permutation of 0 to count - 1 that depends on the seed only.
 
     Raises:
         ValueError: if seed is below 0.
@@ -21,22 +21,22 @@ def shuffled(seed: int, count: int) -> list[int]:
 
 
 class StepRandom:
-    """Numbers that depend on a seed and a step alone."""
+    """Random numbers that depend on a seed and a step only."""
 
     def __init__(self, seed: int, step: int):
-        # The last number keeps this stream apart from others of the seed.
+        # The last number separates this stream from others of the seed.
         self._bits = np.random.PCG64(np.random.SeedSequence([seed, step, 5]))
 
-    def share(self, shape: Any = ()) -> Any:
+    def uniform(self, shape: int | tuple[int, ...] = ()) -> Any:
         """Numbers in [0, 1)."""
         size = int(np.prod(shape))
         raw = np.asarray(self._bits.random_raw(size)).reshape(shape)
         return (raw >> np.uint64(11)) / 2.0**53
 
-    def below(self, limit: int, shape: Any = ()) -> Any:
+    def integers(self, limit: int, shape: int | tuple[int, ...] = ()) -> Any:
         """Whole numbers in [0, limit)."""
-        return np.floor(self.share(shape) * limit).astype(np.int64)
+        return np.floor(self.uniform(shape) * limit).astype(np.int64)
 
-    def order(self, count: int) -> list[int]:
-        """0 to count - 1 in a drawn order."""
-        return self.share(count).argsort(kind="stable").tolist()
+    def permutation(self, count: int) -> list[int]:
+        """A permutation of 0 to count - 1."""
+        return self.uniform(count).argsort(kind="stable").tolist()

@@ -1,7 +1,7 @@
-"""What a document is, where documents are read, and how those without a split get one.
+"""Documents, their sources, and the assignment of splits.
 
-Texts may be larger than memory, so a source is read once for the entries (name, length
-and digest of each text), from which splits follow, and once more for the texts.
+Texts may be larger than memory, so a source is read once for its entries (name, length
+and digest of each text), which determine the splits, and once more for the texts.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ class Document(NamedTuple):
 
     Attributes:
         name: unique within its source.
-        kind: what sort of text, for example "prose" or "proofs".
+        kind: sort of text, such as "prose" or "proofs".
         split: "train", "validation" or "test"; a document is in exactly one.
         text: never empty.
     """
@@ -30,7 +30,7 @@ class Document(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What is kept of a document when its text is not.
+    """A document without its text.
 
     Attributes:
         name: as in `Document`.
@@ -48,14 +48,14 @@ class Entry(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Documents that can be read again and again, always in the same order.
+    """Documents that can be read repeatedly, in the same order.
 
     Attributes:
-        read: (split) -> the documents of that split, or all of them where the source
-            has no splits of its own (their splits then mean nothing) or split is None.
-        has_splits: whether the splits that `read` gives count.
-        version: hexadecimal; differs when the documents do. None where only reading
-            them tells.
+        read: (split) -> the documents of that split, or all of them if the source has
+            no splits of its own (their splits are then to be ignored) or split is None.
+        has_splits: whether the documents of `read` have splits of the source.
+        version: hexadecimal, differs when the documents do; None if unknown before
+            they are read.
     """
 
     read: Callable[[Split | None], Iterator[Document]]
@@ -64,7 +64,7 @@ class Source(NamedTuple):
 
 
 def scan(source: Source, split: Split | None) -> list[Entry]:
-    """An entry for every document that `source.read(split)` gives, with its split."""
+    """The entries of `source.read(split)`, with their splits."""
     entries = [
         Entry(d.name, d.kind, d.split, len(d.text), text_digest(d.text))
         for d in source.read(split)
@@ -81,7 +81,7 @@ def read_documents(
         ValueError: if the source has changed since it was scanned.
     """
     for entry, document in itertools.zip_longest(entries, source.read(split)):
-        # Splits and cached tokens belong to the texts that were scanned.
+        # Splits and cached tokens are those of the scanned texts.
         if (
             entry is None
             or document is None
@@ -99,15 +99,14 @@ def text_digest(text: str) -> bytes:
 
 
 def assign_splits(documents: Sequence[Document]) -> list[Document]:
-    """Returns the documents, in the same order, with splits given by one rule.
+    """Assigns splits deterministically; returns the documents in the same order.
 
-    Within each kind, distinct texts are ranked by length (longest first, ties by
-    name) and dealt out in turns of ten: the first to train, the second to
-    validation, the third to test, the other seven to train. So about 80/10/10; a
-    kind with three or more texts is in every split, with one of its three longest
-    in each; a kind with one text is in train only, with two in train and validation.
-    Equal texts share a split. Nothing is random: adding a document can move others.
-    The splits that come in are ignored.
+    Within each kind, distinct texts are ranked by length (longest first, ties by name)
+    and dealt out in turns of ten: the first to train, the second to validation, the
+    third to test, the other seven to train: about 80/10/10. A kind of three or more
+    texts is in every split, with one of its three longest in each; of one text in
+    train only; of two in train and validation. Equal texts share a split. Adding a
+    document can move others. Given splits are ignored.
     """
     entries = _with_splits(
         [

@@ -21,8 +21,8 @@ _LOG = logging.getLogger(__name__)
 MAX_DOCUMENT = 2**27
 #: Bytes of text in one row group of parquet, which is decoded whole.
 MAX_ROW_GROUP = 2**30
-# Clocks of file systems tick in milliseconds: a file as young as this may change again
-# without another time of change.
+# Clocks of file systems tick in milliseconds: a younger file may change again without
+# a new time of change.
 SETTLED_SECONDS = 2.0
 
 
@@ -30,10 +30,10 @@ class _File(NamedTuple):
     """A regular file or an object of a bucket.
 
     Attributes:
-        path: or URL.
-        parts: of its name within the root.
+        path: path or URL.
+        parts: its path within the root.
         size: in bytes.
-        stamp: differs when its content does: times in ns, or the store's checksum.
+        stamp: times in ns, or the store's checksum; differs when the content does.
     """
 
     # Not a Path, which takes longer to make than to read a short file.
@@ -44,15 +44,15 @@ class _File(NamedTuple):
 
 
 def folder_source(path: AnyPath | str) -> Source:
-    """The documents of a folder, sub-folders included, in order of name.
+    """The documents of a folder and its sub-folders, sorted by name.
 
-    It may lie in a bucket, where it is read in place.
+    A folder in a bucket is read in place.
 
     `.txt` and `.md` files are one document each; `.jsonl` has one JSON object a line
-    with a "text" string; `.parquet` has a "text" column. Other files are left alone
-    and counted in the log. If every file lies under a folder named train, validation
-    or test, those are the splits; otherwise `assign_splits` decides. The kind is the
-    name of the (next) sub-folder, or "text" for files that lie in none.
+    with a "text" string; `.parquet` has a "text" column. Other files are ignored and
+    counted in the log. If every file is under a folder named train, validation or test,
+    those are the splits; otherwise `assign_splits` decides. The kind is the name of the
+    (next) sub-folder, or "text" without one.
 
     Raises:
         ValueError: no such folder, nothing readable in it, or only some files under
@@ -65,7 +65,7 @@ def folder_source(path: AnyPath | str) -> Source:
         raise ValueError(f"path={str(path)!r} is not a folder")
     files = _readable_files(root)
     by_folder = [len(f.parts) > 1 and f.parts[0] in SPLITS for f in files]
-    # Files outside of split folders would get splits that the folders contradict.
+    # The splits of other files would contradict the folders.
     if any(by_folder) and not all(by_folder):
         raise ValueError(
             f"{root} has files inside and outside split folders, for example "
@@ -84,7 +84,7 @@ def folder_source(path: AnyPath | str) -> Source:
 
 
 def files_version(root: AnyPath) -> str | None:
-    """Differs when a file of the folder does; None where nothing tells."""
+    """A digest of the files' names, sizes and times; None if one may still change."""
     return _version(_files(root))
 
 
@@ -101,8 +101,7 @@ def _readable_files(root: AnyPath) -> list[_File]:
 
 
 def _files(root: AnyPath) -> list[_File]:
-    """All regular files in order of name; devices and pipes, which may be links, have
-    no end."""
+    """All regular files sorted by name; devices and pipes have no end."""
     files = []
     if is_bucket(root):
         entries = Bucket(root).entries().items()
@@ -126,7 +125,7 @@ def _files(root: AnyPath) -> list[_File]:
 
 
 def _version(files: Sequence[_File]) -> str | None:
-    """Names, sizes and times of the files; None while one is too young to tell."""
+    """See `files_version`."""
     times = [t for file in files if isinstance(file.stamp, tuple) for t in file.stamp]
     if not files or max(times, default=0) / 1e9 > time.time() - SETTLED_SECONDS:
         return None
@@ -184,7 +183,7 @@ def _read_parquet(file: str) -> Iterator[tuple[str, Any]]:
             f"{file} needs pyarrow: pip install 'memjax[data]'"
         ) from error
     try:
-        # Of a bucket only what is asked for is read.
+        # A bucket is read in the ranges that are needed.
         table = parquet.ParquetFile(_opened(file) if is_bucket(file) else file)
         if "text" not in table.schema_arrow.names:
             raise ValueError(
@@ -219,7 +218,7 @@ _READERS: dict[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
 
 
 def _check_row_groups(file: str, metadata: Any, column: int) -> None:
-    """A row group is decoded whole, whatever part of it is read."""
+    """Raises ValueError on a row group that is too large to be decoded as a whole."""
     for group in range(metadata.num_row_groups):
         columns = metadata.row_group(group)
         size = columns.column(column).total_uncompressed_size

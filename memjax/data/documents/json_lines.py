@@ -1,4 +1,4 @@
-"""JSON lines, compressed as .xz or not: objects whose fields are text."""
+"""JSON lines of objects with text fields, compressed as .xz or not."""
 
 import lzma
 from pathlib import Path
@@ -12,18 +12,18 @@ MAX_FILE = 2**28
 
 
 class Record(NamedTuple):
-    """An object, and where it stands, for messages.
+    """An object and its place, for messages.
 
     Attributes:
         place: file and line.
-        fields: as the line has them.
+        fields: of the object.
     """
 
     place: str
     fields: dict[str, Any]
 
     def text(self, name: str) -> str:
-        """A field that must be there and say something."""
+        """A required field that is not blank."""
         value = self.fields.get(name)
         if not isinstance(value, str) or not value.strip():
             raise ValueError(
@@ -33,7 +33,7 @@ class Record(NamedTuple):
         return value
 
     def optional_text(self, name: str) -> str:
-        """A field that may be absent, which is ""."""
+        """An optional field; "" if absent."""
         value = self.fields.get(name, "")
         if not isinstance(value, str):
             raise ValueError(
@@ -47,7 +47,7 @@ def read_records(path: Path, what: str) -> list[Record]:
 
     Args:
         path: the file; .xz is decompressed.
-        what: a line holds, for messages.
+        what: content of a line, for messages.
 
     Raises:
         ValueError: if the file cannot be read, holds no line or more than `MAX_FILE`

@@ -1,8 +1,8 @@
-"""Tokenises a source once, in parallel, into a folder that `prepared` reads.
+"""Parallel tokenisation of a source into a folder, for `prepared`.
 
-Files are written one after the other, in the order of the documents, so that what is
-written does not depend on the number of workers. A preparation that was stopped goes on
-behind the last file that it finished.
+Files are written one after the other in the order of the documents, so that they do not
+depend on the number of workers. An interrupted preparation resumes after its last
+finished file.
 """
 
 import collections
@@ -40,22 +40,22 @@ from memjax.data.documents.token_file import TokenisedDocument, replaced
 from memjax.data.documents.tokenizer import Tokenizer, load_tokenizer
 from memjax.data.documents.tokens import default_cache_dir, tokenise
 
-#: What is prepared here, written first.
+#: File with the plan of a preparation, written first.
 PLAN = "preparing.json"
-#: Texts that wait for each worker: so many are in memory.
+#: Texts in memory for each worker.
 WAITING = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareConfig:
-    """What is prepared, and how.
+    """Configuration of a preparation.
 
     Attributes:
         source: of the documents, as for `open_documents`.
         tokenizer: as for `load_tokenizer`.
-        workers: processes that tokenise; changes nothing that is written.
-        shard_tokens: a file is closed once it has so many.
-        record_tokens: of a record, at most.
+        workers: processes that tokenise; does not change the files.
+        shard_tokens: minimum tokens of a file but the last.
+        record_tokens: maximum tokens of a record.
     """
 
     source: str = "embedded"
@@ -79,18 +79,18 @@ def prepare(
 ) -> dict[str, Any]:
     """Writes the tokens of all splits of a source; returns the manifest.
 
-    Run again with the same settings on the same folder it goes on where it was
-    stopped, and writes nothing where all is done.
+    The same call on the same folder resumes an interrupted preparation, and writes
+    nothing if it is complete.
 
     Args:
-        config: what is prepared.
-        folder: new or empty, or of the same preparation; a bucket's is made in the
+        config: see `PrepareConfig`.
+        folder: new or empty, or of the same preparation; for a bucket it is made in the
             cache and copied.
-        progress: called with the characters that are done, and all there are.
+        progress: called with the number of characters done, and of all.
 
     Raises:
         ValueError: the source or the tokenizer cannot be read, a text has no token, or
-            the folder holds something else.
+            the folder has other content.
     """
     folder, tokenizer = as_path(folder), load_tokenizer(config.tokenizer)
     source = sources.open_source(config.source)
@@ -100,29 +100,29 @@ def prepare(
         return manifest
     if isinstance(folder, Path):
         return _write(config, tokenizer, source, entries, plan, folder, progress)
-    here = _place_of(folder)
+    here = _local_folder(folder)
     manifest = _done_before(here, plan) or _write(
         config, tokenizer, source, entries, plan, here, progress
     )
-    # Without its manifest a folder is not prepared.
+    # A folder without a manifest is not complete.
     put(here, folder, last=MANIFEST)
     shutil.rmtree(here)
     return manifest
 
 
 def _done_before(folder: AnyPath, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a folder where all is done."""
+    """The manifest of a complete folder."""
     if not (folder / MANIFEST).is_file():
         return None
     _require_same(folder / MANIFEST, plan)
     return prepared.read_manifest(folder)
 
 
-def _place_of(url: AnyPath) -> Path:
-    """Where the files of a bucket's folder are made, and wait to be copied."""
+def _local_folder(url: AnyPath) -> Path:
+    """The local folder in which the files for a bucket are made."""
     name = hashlib.sha256(str(url).encode()).hexdigest()
     here = default_cache_dir() / "prepare" / name
-    # Else a copy was cut short, and is made again.
+    # With a local manifest, an interrupted copy is resumed.
     if not (here / MANIFEST).is_file() and (names := list(Bucket(url).entries())):
         raise ValueError(f"{url} must be a new or an empty folder, it has {names[0]}")
     return here
@@ -137,8 +137,8 @@ def _write(
     folder: Path,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Tokenises what is not done yet, and writes all files of a folder."""
-    _claim(folder, plan)
+    """Tokenises the remaining documents, and writes all files of a folder."""
+    _write_plan(folder, plan)
     writers = {split: _Writer(folder, split, plan) for split in SPLITS}
     skip: dict[Split, int] = {split: writers[split].done for split in SPLITS}
     total, done = sum(entry.length for entry in entries), 0
@@ -158,7 +158,7 @@ def _write(
 def _plan(
     config: PrepareConfig, tokenizer: Tokenizer, entries: Iterable[Entry]
 ) -> dict[str, Any]:
-    """What shapes the files."""
+    """The settings that determine the files."""
     digest = hashlib.sha256()
     for entry in entries:
         said = (entry.name, entry.kind, entry.split, entry.digest.hex())
@@ -177,8 +177,8 @@ def _plan(
     }
 
 
-def _claim(folder: Path, plan: dict[str, Any]) -> None:
-    """Says in the folder what is prepared there."""
+def _write_plan(folder: Path, plan: dict[str, Any]) -> None:
+    """Writes the plan into the folder, or checks the one that is there."""
     if (folder / PLAN).is_file():
         _require_same(folder / PLAN, plan)
         return
@@ -190,7 +190,7 @@ def _claim(folder: Path, plan: dict[str, Any]) -> None:
 
 def _require_same(file: AnyPath, plan: dict[str, Any]) -> None:
     found = read_json(file)
-    # Where the texts or the tokenizer came from may be called otherwise.
+    # Source and tokenizer may have other names; their digests count.
     for key in [key for key in plan if key not in ("source", "tokenizer")]:
         if found.get(key) != plan[key]:
             raise ValueError(
@@ -231,7 +231,7 @@ def _in_order(
     wanted: Callable[[Document], bool],
     most: int,
 ) -> Iterator[tuple[Document, Any]]:
-    """What workers find, in the order of the documents; `most` are under way."""
+    """Results of the workers in the order of the documents; `most` are pending."""
     waiting = collections.deque()
 
     def first():
@@ -277,12 +277,12 @@ class _Writer:
         self.done = sum(shard["documents"] for shard in self._shards)
 
     def add(self, document: Document, tokens: Int32[np.ndarray, " T"]) -> None:
-        """Writes one document behind those before."""
+        """Appends a document."""
         writer = self._writer
         if writer is None:
             self._index: dict[str, list[Any]] = {column: [] for column in COLUMNS}
             self._tokens = 0
-            # What an earlier run began under this name is written anew.
+            # Overwrites an unfinished file of an earlier run.
             writer = ArrayRecordWriter(str(self._file()), "group_size:1")
             self._writer = writer
         size = self._plan["record_tokens"]
@@ -298,7 +298,7 @@ class _Writer:
             self._finish()
 
     def close(self) -> list[dict[str, Any]]:
-        """Finishes the last file; the manifest's part of the split."""
+        """Finishes the last file; returns the split's part of the manifest."""
         if self._writer is not None:
             self._finish()
         return self._shards
@@ -312,7 +312,7 @@ class _Writer:
         file, self._writer = self._file(), None
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-        # Only now is the file said to be whole.
+        # The index marks the file as complete.
         _write_json(index_file(file), self._index | {"bytes": file.stat().st_size})
         finished = _finished(file)
         assert finished is not None
@@ -320,7 +320,7 @@ class _Writer:
 
 
 def _finished(file: Path) -> dict[str, Any] | None:
-    """The manifest's part of a file that was finished."""
+    """The entry of a finished file in the manifest; None of any other."""
     index = index_file(file)
     if not index.is_file():
         return None

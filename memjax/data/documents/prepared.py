@@ -1,12 +1,12 @@
-"""A folder of tokens that were prepared once: ArrayRecord files, read where they lie.
+"""Folders of prepared tokens in ArrayRecord files; `prepare` writes them.
 
-    manifest.json            what was prepared, and every file with its size
+    manifest.json            the settings, and all files with their sizes
     train-00000.array_record records of at most `record_tokens` ids of one document each
     train-00000.json         its documents: names, kinds, lengths, digests of tokens
 
-A document's records follow each other. So any piece of it is in one or two records,
-and nothing else is read. ArrayRecord keeps a hash of what it stores, so damage is found
-where it is read. `prepare` writes such a folder.
+A document's records are consecutive, so that a chunk of it is read from one or two of
+them. ArrayRecord stores a hash of each record, so that damage is detected when it is
+read.
 """
 
 import functools
@@ -30,18 +30,18 @@ FORM = "prepared"
 MANIFEST = "manifest.json"
 #: Raised when a later version writes what an earlier one cannot read.
 VERSION = 1
-#: What is kept of each document beside its tokens.
+#: Fields of a document in the index.
 COLUMNS = ("names", "kinds", "lengths", "digests")
-#: Records that stay decoded: the rows of a batch come from as many documents.
+#: Decoded records in the cache: the rows of a batch are from as many documents.
 CACHED_RECORDS = 64
 
 
 def load(
     folder: AnyPath, tokenizer: Tokenizer, split: Split, cache: Path
 ) -> list[TokenisedDocument]:
-    """The documents of one split; their tokens are read when they are used.
+    """The documents of one split; their tokens are read lazily.
 
-    ArrayRecord reads no bucket: the split's files are copied into `cache` once.
+    ArrayRecord cannot read buckets: the split's files are copied into `cache` once.
 
     Raises:
         ValueError: no such folder, another tokenizer, no document in the split, or a
@@ -75,10 +75,10 @@ def load(
 
 
 def read_manifest(folder: AnyPath) -> dict[str, Any]:
-    """What was prepared.
+    """The manifest.
 
     Raises:
-        ValueError: the folder holds no finished preparation that this version reads.
+        ValueError: the folder has no complete preparation of this version.
     """
     file = folder / MANIFEST
     if not file.is_file():
@@ -96,14 +96,14 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
 
 
 def _reader(files: list[str], dtype: np.dtype) -> Callable[[int], np.ndarray]:
-    """Decodes record i of all files, and keeps some decoded."""
+    """A cached function that decodes record i of all files."""
     source = ArrayRecordDataSource(files)
 
     @functools.lru_cache(maxsize=CACHED_RECORDS)
     def record(i: int) -> np.ndarray:
         try:
             content = source[i]
-        # The library's own, which does not say where.
+        # The library's error names no file.
         except RuntimeError as error:
             folder = Path(files[0]).parent
             raise ValueError(f"{folder}: record {i} cannot be read: {error}") from error
@@ -115,7 +115,7 @@ def _reader(files: list[str], dtype: np.dtype) -> Callable[[int], np.ndarray]:
 
 
 def _checked_index(folder: Path, shard: dict[str, Any]) -> dict[str, Any]:
-    """The documents of a file, which is there and as long as it was."""
+    """The index of a file, after checks of both."""
     file = folder / shard["file"]
     if not file.is_file() or file.stat().st_size != shard["bytes"]:
         found = f"{file.stat().st_size:,} bytes" if file.is_file() else "nothing"
@@ -131,5 +131,5 @@ def _checked_index(folder: Path, shard: dict[str, Any]) -> dict[str, Any]:
 
 
 def index_file(file: Path) -> Path:
-    """Where the documents of an ArrayRecord file are named."""
+    """The index of an ArrayRecord file."""
     return file.with_suffix(".json")

@@ -1,4 +1,4 @@
-"""The tokens of a document that lie in records of a file."""
+"""Tokens of a document in the records of a file."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,9 @@ from jaxtyping import Int32
 
 
 class RecordTokens:
-    """The ids of one document; `[a:b]` reads the records that hold them.
+    """The ids of one document; `[a:b]` reads the records with these ids.
 
-    Behaves as the array [T] of int32 where it is sliced, measured or converted.
+    Slicing, length and conversion are those of an int32 array [T].
 
     Attributes:
         vocab_size: of the tokenizer; every id is below it.

@@ -1,4 +1,4 @@
-"""Where documents come from: the embedded corpus, a folder, tfds, Hugging Face."""
+"""Sources of documents: the embedded corpus, a folder, tfds, Hugging Face."""
 
 import difflib
 import hashlib
@@ -61,7 +61,7 @@ def check_source(spec: str) -> None:
 
 
 def open_source(spec: str) -> Source:
-    """Opens a source, as for `open_documents`; nothing is read yet."""
+    """Opens a source, as for `open_documents`; reads no document."""
     form, _, name = spec.partition(":")
     if spec == "embedded":
         return embedded_source()

@@ -1,4 +1,4 @@
-"""Documents from tables with a column of texts: tensorflow-datasets, Hugging Face."""
+"""Documents from tables with a text column: tensorflow-datasets, Hugging Face."""
 
 import difflib
 import functools
@@ -146,7 +146,7 @@ def _require_own_classes(folder: Path) -> None:
 
 
 def _tfds_texts(builder: Any, part: str, key: str) -> Callable[[], Iterator[str]]:
-    # The record file is opened now, so that a wrong format is refused early.
+    # Opened here, so that a wrong format is refused early.
     rows = builder.as_data_source(split=part)
     return lambda: (rows[i][key].decode("utf-8") for i in range(len(rows)))
 
@@ -154,7 +154,7 @@ def _tfds_texts(builder: Any, part: str, key: str) -> Callable[[], Iterator[str]
 def _from_tables(
     tables: Mapping[str, Callable[[], Iterator[str]]], name: str, version: str | None
 ) -> Source:
-    """The tables' own splits count if there is more than train."""
+    """A source of tables, with their splits if there are more than train."""
     named = {_SPLIT_NAMES.get(part): part for part in tables}
     if None in named:
         other = [part for part in tables if part not in _SPLIT_NAMES]
@@ -169,7 +169,6 @@ def _from_tables(
             if not has_splits or split in (None, part):
                 yield from _table_documents(tables[named[part]](), name, part)
 
-    # The name stands in the names of the documents, the key says which text is read.
     return Source(read, has_splits, version)
 
 

@@ -1,11 +1,10 @@
-"""The tokens of many documents in one file, and the index that says whose they are.
+"""A file with the tokens of many documents, and its index.
 
-`<key>.tokens` holds the ids of all documents one after another, as little-endian int32.
+`<key>.tokens` has the ids of all documents one after another, as little-endian int32.
 `<key>.index` is written after it: a first line with the SHA-256 of the rest, which is
 JSON with the documents' names, kinds, lengths and digests and the SHA-256 of all
-tokens. The tokens are hashed when they are written, and again only where the file's
-size or times are not those of the last time: hashing a large file takes longer than a
-start should.
+tokens. The tokens are hashed when they are written, and again only if size or times of
+the file have changed: hashing a large file is too slow for every start.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ class TokenisedDocument(NamedTuple):
         kind: as in `Document`.
         tokens: [T], at least one, memory-mapped read-only from the cache, or in the
             records of prepared files.
-        digest: of the tokens, taken when they were written; "" where it was not.
+        digest: of the tokens, computed when they were written; "" if unknown.
     """
 
     name: str
@@ -57,7 +56,7 @@ def tokens_digest(document: TokenisedDocument) -> str:
 
 
 def _digest(content: bytes) -> str:
-    # 64 bits: against mistakes, and not against a forger.
+    # 64 bits: against mistakes, not against forgery.
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -66,9 +65,9 @@ def _as_bytes(tokens: Int32[np.ndarray, " T"] | RecordTokens) -> bytes:
 
 
 def write(base: Path, documents: Iterable[TokenisedDocument]) -> None:
-    """Writes both files of `base`; one document is in memory at a time.
+    """Writes both files of `base`, with one document in memory at a time.
 
-    Processes that write the same files at once do not disturb each other.
+    Several processes may write the same files at once.
     """
     digest, names, kinds, lengths, digests = hashlib.sha256(), [], [], [], []
     tokens_file = base.with_suffix(".tokens")
@@ -88,7 +87,7 @@ def write(base: Path, documents: Iterable[TokenisedDocument]) -> None:
 
 
 def read(base: Path) -> list[TokenisedDocument] | None:
-    """The documents of `base`, mapped from the disk; None if they are not all there.
+    """The documents of `base`, memory-mapped; None if a file is missing or damaged.
 
     All documents are views of one mapping: no file stays open.
     """
@@ -104,10 +103,9 @@ def read(base: Path) -> list[TokenisedDocument] | None:
 
 @contextlib.contextmanager
 def replaced(file: Path) -> Iterator[BinaryIO]:
-    """A stream to what becomes the file when all is written, for any other process.
+    """A stream to a temporary file that replaces the file atomically at the end.
 
-    Its temporary name is nobody else's, also where processes of several containers
-    share the folder and their process ids are equal.
+    The temporary name is unique, also among containers with equal process ids.
     """
     partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -133,7 +131,7 @@ def _times(status: os.stat_result) -> list[int]:
 
 
 def _checked_record(base: Path) -> dict[str, Any]:
-    """The index, whose digests are right."""
+    """The index, after checks of all digests."""
     content = base.with_suffix(".index").read_bytes()
     said, _, body = content.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode("ascii") != said:
@@ -147,7 +145,7 @@ def _checked_record(base: Path) -> dict[str, Any]:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != record["sha256"]:
         raise ValueError("it has another digest")
-    # Copied or touched, but whole: the next start need not read it all again. A cache
+    # Copied or touched, but undamaged: the next start need not hash it again. The cache
     # may be read-only.
     with contextlib.suppress(OSError):
         _write_index(base, record, status)

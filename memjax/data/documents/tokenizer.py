@@ -1,6 +1,6 @@
 """Tokenizers: bytes, the shipped 4,096-entry BPE, or any `tokenizers` JSON.
 
-Reading a tokenizer file runs no code: it is JSON, read by the `tokenizers` library.
+A tokenizer file is JSON, read by the `tokenizers` library: no code is run.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from memjax.config_io import parse_json, read_bounded
 
 SHIPPED_FILE = "bpe4k.json.xz"
 PANIC = "PanicException"
-#: Times that a normalizer may lengthen a text.
+#: Factor by which a normalizer may lengthen a text.
 MAX_GROWTH = 1000
 HUB_FILE = "tokenizer.json"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -90,8 +90,8 @@ class JsonTokenizer:
         """Returns the ids of `text`.
 
         Raises:
-            ValueError: lone surrogates, or a text that the tokenizer cannot encode, as
-                where its vocabulary lacks the token for what is unknown.
+            ValueError: lone surrogates, or a text that the tokenizer cannot encode, for
+                lack of an unknown token in its vocabulary.
         """
         text.encode("utf-8")
         with _library_errors("the tokenizer cannot encode a text"):
@@ -106,17 +106,17 @@ class JsonTokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " T"]:
-    """The ids of a prompt, behind the tokens that the tokenizer sets before a text.
+    """The ids of a prompt, after the tokens that the tokenizer puts before a text.
 
     Llama 3 and Gemma begin every text with a token of their own, and continue a text
-    without it badly. What a tokenizer sets behind a text is left out: the text goes on.
+    badly without it. Tokens at the end of a text are left out: the text continues.
     """
     ids = tokenizer.encode(text)
     if not isinstance(tokenizer, JsonTokenizer):
         return ids
     with _library_errors("the tokenizer cannot encode a text"):
         whole = tokenizer.backend.encode(text)
-    # The mask marks what the tokenizer added, front and back.
+    # The mask marks the added tokens, front and back.
     front = itertools.takewhile(
         lambda pair: pair[1], zip(whole.ids, whole.special_tokens_mask, strict=True)
     )
@@ -149,7 +149,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         path = path / HUB_FILE
     if path.is_file():
         return parse_tokenizer(read_bounded(path), name)
-    # A path that is not there is no repository's name.
+    # The path of a missing file is not a repository.
     if _HUB_ID.fullmatch(name) and not name.endswith(".json") and not path.exists():
         return parse_tokenizer(read_bounded(_download(name)), name)
     near = difflib.get_close_matches(name, ("bytes", "bpe4k"), 1)
@@ -167,7 +167,7 @@ def _download(name: str) -> Path:
         ValueError: saying where it was looked for.
     """
     repository, _, revision = name.partition("@")
-    # Without a network it logs every attempt; the error says all of it.
+    # It logs every attempt; the error below says it once.
     log = logging.getLogger("huggingface_hub")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -193,14 +193,14 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
     """Returns the tokenizer that `serialised` (JSON) describes.
 
     Raises:
-        ValueError: not a tokenizer; `name` is what the message calls it.
+        ValueError: not a tokenizer; the message calls it `name`.
     """
     with _library_errors(f"tokenizer={name!r} is not a tokenizers JSON file"):
         content = parse_json(serialised, "it is")
         for part in ("normalizer", "decoder"):
             _check_growth(content, part)
         backend = tokenizers.Tokenizer.from_str(serialised.decode("utf-8"))
-    # A file may ask for truncation or padding, which would lose or invent tokens.
+    # Truncation and padding of a file would lose or add tokens.
     backend.no_truncation()
     backend.no_padding()
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -219,7 +219,7 @@ def _library_errors(what: str) -> Iterator[None]:
     """Errors of the library become a ValueError that begins with `what`."""
     try:
         yield
-    # It raises bare Exception, and a BaseException where its Rust code panics.
+    # The library raises bare Exception, and a BaseException for a panic in Rust.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
@@ -227,10 +227,10 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 def _check_growth(content: Any, part: str) -> None:
-    """Refuses replacements that make a text a thousand times as long, or more.
+    """Raises ValueError on replacements that lengthen a text a thousand times or more.
 
-    A few in a row fill any memory, and the library then aborts the process. `part` is
-    the key of the steps that hold them.
+    A few in a row fill the memory, and the library then aborts the process. `part` is
+    the key of the steps, such as "normalizer".
     """
     growth = 1.0
     pending = [content.get(part) if isinstance(content, dict) else None]

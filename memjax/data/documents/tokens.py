@@ -1,4 +1,4 @@
-"""Documents as tokens: tokenised once, kept on disk, memory-mapped."""
+"""Tokenised documents: tokenised once, cached on disk, memory-mapped."""
 
 import contextlib
 import hashlib
@@ -29,17 +29,16 @@ def load_tokens(
     split: Split,
     cache_dir: Path | None = None,
 ) -> list[TokenisedDocument]:
-    """Returns the documents of one split, tokenised once and cached for good.
+    """Returns the documents of one split, tokenised once and cached.
 
-    The tokens of a split lie in one file, named after its texts and the tokenizer,
-    which is mapped once for all documents. Where a source says that it has not changed
-    (the files' sizes and times), its texts are not read again. A damaged file is
-    named in the log and built anew; its digest is checked when its size or times are
-    not those it was written with. Several processes may share a cache.
+    The tokens of a split are in one memory-mapped file, named after its texts and the
+    tokenizer. The texts of an unchanged source (by its files' sizes and times) are not
+    read again. A damaged file is named in the log and rebuilt; its digest is checked if
+    its size or times have changed. Several processes may share a cache.
 
     Args:
-        spec: a source, as for `open_documents`, or "prepared:FOLDER", whose tokens were
-            prepared and are read when they are used.
+        spec: a source, as for `open_documents`, or "prepared:FOLDER", with tokens that
+            are read lazily.
         tokenizer: see `load_tokenizer`.
         split: "train", "validation" or "test".
         cache_dir: None means `$XDG_CACHE_HOME/memjax`, or `~/.cache/memjax`.
@@ -55,7 +54,7 @@ def load_tokens(
     folder = cache / "tokens"
     folder.mkdir(parents=True, exist_ok=True)
     source = sources.open_source(spec)
-    # Which file holds the tokens of a source of this version, if that was found before.
+    # Names the token file of a source of this version.
     link = None
     if source.version is not None:
         name = _digest(source.version, split, tokenizer.digest)
@@ -80,7 +79,7 @@ def default_cache_dir() -> Path:
 def _load(
     source: Source, tokenizer: Tokenizer, split: Split, folder: Path, spec: str
 ) -> tuple[str, list[TokenisedDocument]]:
-    """Reads the texts, and tokenises them unless their tokens are there."""
+    """Reads the texts, and tokenises them unless their tokens are cached."""
     entries = scan(source, split)
     chosen = [entry for entry in entries if entry.split == split]
     if not chosen:
@@ -97,7 +96,7 @@ def _load(
             folder / key,
             (TokenisedDocument(d.name, d.kind, tokenise(d, tokenizer)) for d in texts),
         )
-        # Read back through the same checks, and mapped as a cached file is.
+        # Read back with all checks.
         documents = token_file.read(folder / key)
     if documents is None:
         raise OSError(f"{folder / key}.tokens does not read back as it was written")
@@ -112,7 +111,7 @@ def _key(entries: Sequence[Entry], tokenizer: Tokenizer) -> str:
 def _digest(*parts: str) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        # Each by its own digest, so that two cannot run together.
+        # By its own digest, so that two parts cannot merge.
         encoded = part.encode("utf-8", "surrogateescape")
         digest.update(hashlib.sha256(encoded).digest())
     return digest.hexdigest()
@@ -122,7 +121,7 @@ def tokenise(document: Document, tokenizer: Tokenizer) -> Int32[np.ndarray, " T"
     """The ids of a document, at least one, all of them in the vocabulary.
 
     Raises:
-        ValueError: there is none, or the tokenizer breaks its word.
+        ValueError: there is none, or an id beyond the vocabulary.
     """
     tokens = tokenizer.encode(document.text)
     if not tokens.size:

@@ -1,1 +1,1 @@
-"""The tasks that M+ is trained on."""
+"""The training tasks of M+."""

@@ -1,12 +1,11 @@
-"""Tasks of facts: chunks that state facts, and targets that ask for them.
+"""Fact tasks: chunks that state facts, and targets that query them.
 
-The chunks are running text about one subject, with some facts of short answers among
-its sentences. The target is questions about them, of which only the answers are scored.
-Each answer is drawn anew from those of all subjects, so that it can only be known from
-the chunks.
+The chunks are running text about one subject, with facts among its sentences. The
+target is questions about them, of which only the short answers are scored. Each answer
+is sampled from those of all subjects, so that it can be known from the chunks only.
 
 Facts are clozes: a question ends with the beginning of the sentence that answers it,
-which also stands in the context (`facts.py`).
+which is part of the context (`facts.py`).
 
 Shapes: n chunks, C longest chunk, T tokens of a target.
 """
@@ -27,15 +26,15 @@ from memjax.data.tasks.questions import Question
 
 #: Seed of the split into facts to train on and facts to test with.
 FACTS_SEED = 0
-#: Most facts in a chunk.
-MOST_FACTS = 6
+#: Maximum number of facts in a chunk.
+MAX_FACTS = 6
 _ANSWER = "\nAnswer: "
 
 
 def split_facts(
     facts: Sequence[Question], *, seed: int
 ) -> tuple[list[Question], list[Question]]:
-    """Facts to train on, and those of the other half of the subjects to test with.
+    """Facts for training and for testing, each of half of the subjects.
 
     Raises:
         ValueError: if seed is below 0.
@@ -60,7 +59,7 @@ class _Fact(NamedTuple):
 
 
 class FactTexts:
-    """Draws chunks that state facts, and targets that ask for them.
+    """Samples chunks that state facts, and targets that query them.
 
     Args:
         facts: clozes; those of a subject share the text around them.
@@ -86,46 +85,49 @@ class FactTexts:
         for fact in facts:
             begun = _beginning(fact)
             answer = encode(f" {fact.answer}")
-            tokens = (encode(f"\n\n{fact.question}"), encode(f" {begun}"))
             if fact.subject not in self._facts:
-                # The stated facts are taken out, and put back with answers that are
-                # drawn.
+                # The facts are cut out, to be stated with sampled answers.
                 rest = fact.context.replace(f"{begun} {fact.answer}.", "")
                 sentences = re.split(r"(?<=[.!?])\s+", rest)
                 self._sentences[fact.subject] = [encode(f" {s}") for s in sentences]
-            made = _Fact(fact.kind, answer, *tokens)
+            made = _Fact(
+                kind=fact.kind,
+                answer=answer,
+                question=encode(f"\n\n{fact.question}"),
+                statement=encode(f" {begun}"),
+            )
             self._facts.setdefault(fact.subject, []).append(made)
             self._answers.setdefault(fact.kind, []).append(answer)
         self._subjects = sorted(self._facts)
 
     def batch_element(
-        self, draws: StepRandom, lengths: Sequence[int]
+        self, rng: StepRandom, lengths: Sequence[int]
     ) -> tuple[Int32[np.ndarray, "n C"], Target]:
         """Chunks of the given lengths and their target, for one batch element."""
-        subject = self._subjects[draws.below(len(self._subjects))]
+        subject = self._subjects[rng.integers(len(self._subjects))]
         sentences, facts = self._sentences[subject], self._facts[subject]
-        order = draws.order(len(facts))
-        first = draws.below(len(sentences))
+        order = rng.permutation(len(facts))
+        first = rng.integers(len(sentences))
         text = itertools.cycle(sentences[first:] + sentences[:first])
         chunks = np.zeros((len(lengths), self._chunk), np.int32)
         stated: list[_Fact] = []
         for i, length in enumerate(lengths):
-            some = [self._answered(draws, facts[j]) for j in order[i :: len(lengths)]]
-            chunks[i, :length], fit = _state_facts(
-                draws, text, some[:MOST_FACTS], length
-            )
+            some = [self._answered(rng, facts[j]) for j in order[i :: len(lengths)]]
+            chunks[i, :length], fit = _state_facts(rng, text, some[:MAX_FACTS], length)
             stated += fit
-        return chunks, self._questions([stated[i] for i in draws.order(len(stated))])
+        return chunks, self._questions(
+            [stated[i] for i in rng.permutation(len(stated))]
+        )
 
-    def _answered(self, draws, fact):
-        """The fact with the answer of any subject."""
+    def _answered(self, rng, fact):
+        """The fact with a sampled answer of its kind."""
         answers = self._answers[fact.kind]
-        answer = answers[draws.below(len(answers))]
+        answer = answers[rng.integers(len(answers))]
         statement = np.concatenate([fact.statement, answer, self._end])
         return fact._replace(answer=answer, statement=statement)
 
     def _questions(self, facts):
-        """Questions one after another, as many as fit whole."""
+        """As many complete questions as fit, one after another."""
         tokens, scored, size = [], [], 0
         for fact in facts:
             size += len(fact.question) + len(fact.answer)
@@ -135,8 +137,8 @@ class FactTexts:
             scored += [np.zeros(len(fact.question)), np.ones(len(fact.answer))]
         whole = np.concatenate([np.zeros(0, np.int32), *tokens])
         counts = np.concatenate([np.zeros(0), *scored])
-        pad = lambda x, size: np.pad(x, (0, size - len(x)))
-        whole, counts = (pad(x, self._target + 1) for x in (whole, counts))
+        pad = (0, self._target + 1 - len(whole))
+        whole, counts = np.pad(whole, pad), np.pad(counts, pad)
         return Target(
             tokens=whole[:-1].astype(np.int32),
             targets=whole[1:].astype(np.int32),
@@ -144,17 +146,17 @@ class FactTexts:
         )
 
 
-def _state_facts(draws, text, facts, length):
+def _state_facts(rng, text, facts, length):
     """Exactly `length` tokens of sentences, with the facts that fit among them."""
     ends = np.cumsum([len(fact.statement) for fact in facts])
     facts = facts[: int(np.searchsorted(ends, length, side="right"))]
-    room = length - sum(len(fact.statement) for fact in facts)
+    space = length - sum(len(fact.statement) for fact in facts)
     parts, size = [], 0
-    while size < room:
-        parts.append(next(text)[: room - size])
+    while size < space:
+        parts.append(next(text)[: space - size])
         size += len(parts[-1])
     for fact in facts:
-        parts.insert(draws.below(len(parts) + 1), fact.statement)
+        parts.insert(rng.integers(len(parts) + 1), fact.statement)
     return np.concatenate(parts), facts
 
 

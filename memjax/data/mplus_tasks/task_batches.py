@@ -1,7 +1,7 @@
-"""An endless stream of M+'s tasks in their proportions, on documents by length.
+"""An endless stream of M+'s training tasks in their proportions; see `tasks.py`.
 
-What is drawn at a step depends on the seed, on the step, and on whether an earlier
-target can be revisited. A saved position restores all three. See `tasks.py`.
+The task of a step depends on the seed, the step, and whether an earlier target can be
+revisited. A saved position restores all three.
 
 Shapes: B batch elements of this host, W tokens of a text, I of an instruction.
 """
@@ -28,7 +28,7 @@ from memjax.data.mplus_tasks.tasks import (
 
 
 class TaskBatches:
-    """Yields assignments without end, each with this host's batch elements.
+    """Yields tasks endlessly, each with this host's batch elements.
 
     Args:
         documents: from `load_tokens`.
@@ -96,7 +96,7 @@ class TaskBatches:
             for count in config.chunks
         }
         self._step = 0
-        # Chunks written since the target was kept that may be revisited; None: no such.
+        # Chunks written since the target to revisit was stored; None without one.
         self._distance: int | None = None
         self._revisited = False
 
@@ -104,17 +104,17 @@ class TaskBatches:
         return self
 
     def __next__(self) -> Assignment:
-        # A stream a step: what is drawn does not depend on what earlier steps drew.
-        draw = StepRandom(self._seed, self._step)
+        # A stream per step: independent of what earlier steps sampled.
+        rng = StepRandom(self._seed, self._step)
         self._step += 1
-        task = self._choose(draw)
+        task = self._choose(rng)
         self._revisited = task == "revisit"
-        count = self._config.chunks[draw.below(len(self._config.chunks))]
+        count = self._config.chunks[rng.integers(len(self._config.chunks))]
         if task == "revisit":
-            if draw.share() < self._config.replace:
+            if rng.uniform() < self._config.replace:
                 self._distance = None
-            return Assignment(task, self._empty_batch(draw))
-        batch = self._task_batch(draw, task, count)
+            return Assignment(task, self._empty_batch(rng))
+        batch = self._task_batch(rng, task, count)
         if task == "full_context":
             return Assignment(task, batch)
         keep = self._distance is None
@@ -123,45 +123,45 @@ class TaskBatches:
         )
         return Assignment(task, batch._replace(keep=np.full_like(batch.keep, keep)))
 
-    def _choose(self, draw: StepRandom) -> Task:
+    def _choose(self, rng: StepRandom) -> Task:
         shares = self._config
-        # All three are drawn in any case, so that the draws after them stay the same.
-        full, again, multi = draw.share(), draw.share(), draw.share()
+        # Always all three, so that later numbers do not depend on the task.
+        full, again, multi = rng.uniform(), rng.uniform(), rng.uniform()
         if full < shares.full_context:
             return "full_context"
         if self._distance and not self._revisited and again < shares.revisit:
             return "revisit"
         return "multi_chunk" if multi < shares.multi_chunk else "two_chunk"
 
-    def _task_batch(self, draw: StepRandom, task: Task, bucket: int) -> TaskBatch:
-        """A batch of the next documents, or of facts; nothing of it is kept."""
+    def _task_batch(self, rng: StepRandom, task: Task, bucket: int) -> TaskBatch:
+        """A batch of the next documents, or of facts, whose target is not stored."""
         c, rows = self._config, self._batch_size
         count = 0 if task == "full_context" else bucket
         choices = self._chunk - c.shortest_chunk + 1
-        lengths = c.shortest_chunk + draw.below(choices, (rows, count))[self._mine]
+        lengths = c.shortest_chunk + rng.integers(choices, (rows, count))[self._mine]
         last = task == "two_chunk"
-        if count and self._facts is not None and draw.share() < c.ask:
+        if count and self._facts is not None and rng.uniform() < c.ask:
             lengths = lengths[:, -1 if last else None :]
-            made = self._fact_elements(self._facts, draw, lengths)
+            made = self._fact_elements(self._facts, rng, lengths)
         else:
-            made = self._text_elements(draw, bucket, lengths, last)
+            made = self._text_elements(rng, bucket, lengths, last)
             lengths = lengths[:, -1 if last else None :]
         chunks, targets = zip(*made, strict=True)
         return TaskBatch(
             chunks=np.stack(chunks),
             lengths=lengths.astype(np.int32),
             target=Target(*map(np.stack, zip(*targets, strict=True))),
-            num_queries=self._num_queries(draw),
+            num_queries=self._num_queries(rng),
             keep=np.zeros(len(made), bool),
         )
 
-    def _text_elements(self, draw, bucket, lengths, last):
+    def _text_elements(self, rng, bucket, lengths, last):
         """Batch elements of the next texts of a bucket."""
         c, count = self._config, lengths.shape[1]
         batch = next(self._buckets[bucket])
         text = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
-        # Drawn for all batch elements, so that hosts agree on the global batch.
-        repeats = (draw.share(self._batch_size) < c.repeat)[self._mine]
+        # For all batch elements, so that hosts agree on the global batch.
+        repeats = (rng.uniform(self._batch_size) < c.repeat)[self._mine]
         return [
             lay_out(
                 tokens,
@@ -174,19 +174,19 @@ class TaskBatches:
             for tokens, row, again in zip(text, lengths, repeats, strict=True)
         ]
 
-    def _fact_elements(self, facts, draw, lengths):
-        """Batch elements of facts, drawn independently of those of other hosts."""
-        # Of all hosts, and then this host's: the global batch is the same on any
-        # number.
-        seeds = draw.below(2**32, self._batch_size)[self._mine].tolist()
+    def _fact_elements(self, facts, rng, lengths):
+        """Batch elements of facts, independent of those of other hosts."""
+        # Seeds of all hosts, then of this one: the global batch does not depend on
+        # the number of hosts.
+        seeds = rng.integers(2**32, self._batch_size)[self._mine].tolist()
         return [
             facts.batch_element(StepRandom(seed, self._step), row.tolist())
             for seed, row in zip(seeds, lengths, strict=True)
         ]
 
-    def _empty_batch(self, draw: StepRandom) -> TaskBatch:
-        """The empty batch of a revisit, whose target is kept with the memory."""
-        num_queries = self._num_queries(draw)
+    def _empty_batch(self, rng: StepRandom) -> TaskBatch:
+        """The empty batch of a revisit; its target is stored with the memory."""
+        num_queries = self._num_queries(rng)
         none = np.zeros((len(num_queries), 0, self._chunk), np.int32)
         tokens = np.zeros((len(num_queries), self._config.target), np.int32)
         target = Target(tokens, tokens, tokens.astype(np.float32))
@@ -194,8 +194,8 @@ class TaskBatches:
             none, none[:, :, 0], target, num_queries, np.zeros(len(num_queries), bool)
         )
 
-    def _num_queries(self, draw):
-        count = 1 + draw.below(self._config.target - 1, self._batch_size)[self._mine]
+    def _num_queries(self, rng):
+        count = 1 + rng.integers(self._config.target - 1, self._batch_size)[self._mine]
         return count.astype(np.int32)
 
     def get_state(self) -> dict[str, Any]:

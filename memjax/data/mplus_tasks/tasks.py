@@ -1,8 +1,7 @@
-"""The tasks that M+ is trained on: what a step writes into memory and then reads.
+"""The training tasks of M+: chunks to write into the memory, and a target to read.
 
 A training document gives chunks, which are written, and a target, which is read and
-scored. The target is the text that follows the chunks. In some documents it is
-"Repeat:" and the chunks again instead.
+scored: the text after the chunks, or for some documents "Repeat:" and the chunks again.
 
 Wang et al. (2025), https://arxiv.org/abs/2502.00592, sections 3.2.3 and D; proportions
 and "Repeat:" follow the published program.
@@ -23,7 +22,7 @@ UNSCORED = 5
 
 
 class Target(NamedTuple):
-    """Tokens that are read and scored; arrays as in `Batch`."""
+    """Tokens to read and score; arrays as in `Batch`."""
 
     tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
     targets: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
@@ -34,12 +33,12 @@ class TaskBatch(NamedTuple):
     """The data of one training step.
 
     Attributes:
-        chunks: to be written, in order; n may be 0.
-        lengths: number of tokens of each, in [1, C]; what follows them is 0.
-        target: to be read.
-        num_queries: in [1, T), how many of the target's first tokens are queries of the
-            retriever's loss.
-        keep: whether the target is kept, to be revisited.
+        chunks: written in order, padded with 0; n may be 0.
+        lengths: number of tokens of each, in [1, C].
+        target: read after them.
+        num_queries: in [1, T), number of the target's first tokens that are queries of
+            the retriever's loss.
+        keep: whether the target is stored, to be revisited.
     """
 
     chunks: Int32[Array, "B n C"] | Int32[np.ndarray, "B n C"]
@@ -61,19 +60,19 @@ class MPlusTaskConfig:
     """Proportions and lengths; the defaults are those of the paper's third stage.
 
     Attributes:
-        full_context: share of the steps that read a text and write nothing.
-        revisit: share of the steps that read the kept target again, where there is one,
-            something was written since, and the step before was no revisit.
+        full_context: share of the steps that read a text without writing.
+        revisit: share of the steps that read the stored target again, if there is one,
+            chunks were written since, and the step before was no revisit.
         multi_chunk: share of all other steps; the rest are two-chunk.
         repeat: share of documents whose target is "Repeat:" and their chunks.
-        ask: share of the steps that write whose documents tell facts, which the target
-            asks for (`fact_tasks.py`), in the place of running text.
-        replace: how often a revisited target gives way to the next document's.
-        chunks: numbers of chunks, drawn evenly: the length buckets.
+        ask: share of the writing steps with facts in place of documents
+            (`fact_tasks.py`).
+        replace: probability that a revisited target is replaced by the next document's.
+        chunks: numbers of chunks, sampled uniformly: the length buckets.
         shortest_chunk: a chunk has this many to C tokens.
         target: T, at least 2.
-        prompt: the target's first tokens, in [1, T), which choose the rows of a store
-            and are not scored.
+        prompt: number of the target's first tokens, in [1, T), that are the retrieval
+            queries and are not scored.
     """
 
     full_context: float = 0.05
@@ -119,13 +118,13 @@ def lay_out(
     """Cuts a text into chunks and a target, for one batch element.
 
     Args:
-        text: the chunks of a document, and at least T + 1 tokens behind them.
+        text: the chunks of a document, and at least T + 1 tokens after them.
         lengths: tokens of each chunk.
         chunk: C.
         target: T.
-        instruction: the target is these tokens and the chunks again, as far as they
-            go; None: it is what follows the chunks.
-        last: take the last chunk alone.
+        instruction: the target is these tokens and the chunks again; None: it is the
+            text after the chunks.
+        last: take the last chunk only.
     """
     ends = np.cumsum([0, *lengths])
     spans = list(zip(ends[:-1], ends[1:], strict=True))[-1 if last else None :]

@@ -1,11 +1,11 @@
-"""Facts with short answers, and prose to put between a fact and its question.
+"""Facts with short answers, and unrelated passages to read before their questions.
 
-They measure what a memory retains (Wang et al., M+, https://arxiv.org/abs/2502.00592,
-section 4.3): a context is read, then passages that have nothing to do with it, then a
-question. Facts are `Question`s, so any source of (context, question, answer) will do.
-The 1,774 facts that ship are made from templates and the CIA World Factbook of 2015,
-which is in the public domain: see `memjax/data/factbook/README.md`. Their question ends
-with the beginning of the sentence that answers it (a cloze).
+They measure knowledge retention (Wang et al., M+, https://arxiv.org/abs/2502.00592,
+section 4.3): a context is read, then unrelated passages, then a question. Facts are
+`Question`s of any source. The 1,774 facts that ship are made from templates and the
+CIA World Factbook of 2015, which is in the public domain: see
+`memjax/data/factbook/README.md`. Their question ends with the beginning of the sentence
+that answers it (a cloze).
 """
 
 import re
@@ -21,11 +21,11 @@ FACTBOOK = Path(__file__).parents[1] / "factbook"
 
 
 class Passage(NamedTuple):
-    """Text that no question is about.
+    """A text without a question about it.
 
     Attributes:
         text: some hundreds of tokens.
-        subject: what it is about.
+        subject: of the text.
     """
 
     text: str
@@ -46,7 +46,7 @@ def read_passages(path: Path) -> list[Passage]:
     """Reads JSON lines with "text" and, optionally, "subject"; compressed (.xz) or not.
 
     Raises:
-        ValueError: a line is not like that (it is named), or the file has none.
+        ValueError: naming the line that is malformed, or if the file has none.
     """
     return [
         Passage(record.text("text"), record.optional_text("subject"))
@@ -55,16 +55,16 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
-    """Draws facts that one memory can hold: no subject and no answer twice.
+    """Samples facts with distinct subjects and answers, for one memory.
 
-    Answers that differ in case alone are the same, and "" is no subject.
+    Answers are compared without case, and "" is no subject.
 
     Args:
-        facts: to draw from.
-        seed: of the draw, at least 0.
+        facts: to sample from.
+        seed: of the sampling, at least 0.
 
     Returns:
-        As many as go together in the order drawn; no other can be added.
+        A maximal selection, in the sampled order.
 
     Raises:
         ValueError: if seed is below 0.
@@ -72,7 +72,7 @@ def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
     picked, subjects, answers = [], set(), set()
     for i in shuffled(seed, len(facts)):
         fact = facts[i]
-        # Two facts with one answer could be confused without being noticed.
+        # A confusion of two facts with one answer would go unnoticed.
         answer = fact.answer.casefold()
         if fact.subject in subjects or answer in answers:
             continue
@@ -85,9 +85,8 @@ def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
 def unrelated(passages: Sequence[Passage], fact: Question) -> list[Passage]:
     """The passages that name neither the fact's answer nor its subject, in any case.
 
-    An answer counts where it stands as words of its own: "12" is not in "1912".
+    Answers are compared by whole words: "12" is not in "1912".
     """
-    # As words of their own: "12" must not exclude every text with "1912".
     answer = re.compile(rf"(?<![\w.,]){re.escape(fact.answer.casefold())}(?!\w)")
     subject = fact.subject.casefold()
 

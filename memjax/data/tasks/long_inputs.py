@@ -1,8 +1,8 @@
-"""Long inputs whose context switches: interleaved and dilated documents.
+"""Long inputs that switch context: interleaved and dilated documents.
 
 He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067,
-appendix on context switching (Figures 14 and 15). A memory that can be searched should
-return to the document that the current tokens belong to.
+appendix on context switching (Figures 14 and 15). A retrieval should return to the
+document of the current tokens.
 
 Shapes: T tokens of the new text.
 """
@@ -19,11 +19,11 @@ FILLER = -1
 
 
 class LongInput(NamedTuple):
-    """A text made of others.
+    """A text composed of others.
 
     Attributes:
         document: the new text; its kind joins those of its parts by "+".
-        origin: [T] which part each token is of, 0 or 1, and -1 for filler.
+        origin: [T] index of the part of each token, 0 or 1, or -1 for filler.
     """
 
     document: TokenisedDocument
@@ -35,13 +35,13 @@ def interleave(
 ) -> list[LongInput]:
     """Pairs documents (0, 1), (2, 3), ... and alternates chunks of both.
 
-    When one of a pair ends, the rest of the other follows whole. An odd document at
-    the end stays alone. Nothing is lost or repeated.
+    After the end of one, the rest of the other follows. An odd document at the end
+    stays alone. All tokens occur once.
 
     Args:
         documents: in the order that pairs them.
-        chunk: tokens between two switches; the paper has 256. What matters is its
-            size beside the segment of the model that reads the text.
+        chunk: tokens between two switches; the paper has 256. The effect depends on its
+            ratio to the segment of the model.
 
     Raises:
         ValueError: if chunk is below 1 or there is no document.
@@ -55,9 +55,9 @@ def interleave(
 def dilate(
     documents: Sequence[TokenisedDocument], filler: int, chunk: int = 256
 ) -> list[LongInput]:
-    """Puts `chunk` copies of a token behind every `chunk` tokens of each document.
+    """Inserts `chunk` copies of a token after every `chunk` tokens of each document.
 
-    A last chunk that is shorter has none behind it.
+    A shorter last chunk has none after it.
 
     Args:
         documents: each becomes one text.
@@ -77,8 +77,8 @@ def _alternate(parts: Sequence[TokenisedDocument], chunk: int) -> LongInput:
     if len(parts) == 1:
         (part,) = parts
         return LongInput(part, np.zeros(len(part.tokens), np.int8))
-    # Chunk c of part p comes (2c + p)th as long as both have chunks, and those left
-    # over keep their order: a stable sort by this number is the whole construction.
+    # Chunk c of part p comes (2c + p)th while both have chunks; a stable sort by this
+    # number also orders the rest.
     number = np.concatenate(
         [2 * (np.arange(len(d.tokens)) // chunk) + p for p, d in enumerate(parts)]
     )

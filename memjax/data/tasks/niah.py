@@ -1,6 +1,6 @@
 """Single needle in a haystack: the three S-NIAH tasks of RULER, as text and as batches.
 
-A sentence names a "special magic" value for a key; it is hidden among others, and the
+A sentence with a "special magic" value for a key is hidden among others, and the
 question at the end asks for the value. Hsieh et al. (2024),
 https://arxiv.org/abs/2404.06654, tasks niah_single_1 to 3: templates, noise sentence,
 40 depths, seven-digit numbers and version-4 UUIDs are RULER's. Ours are the 4,096 keys
@@ -48,7 +48,7 @@ NOUNS = (
 
 
 class NeedleTask(NamedTuple):
-    """What hides what.
+    """Kind of haystack and of needle.
 
     Attributes:
         haystack: "noise" repeats five short sentences; "essay" is running text.
@@ -59,7 +59,7 @@ class NeedleTask(NamedTuple):
     kind: Literal["number", "word", "uuid"]
 
 
-#: The papers' names: pass-key, number, and niah_single_3, the UUID in an essay.
+#: By the papers' names: pass-key, number, and niah_single_3, the UUID in an essay.
 NEEDLE_TASKS = {
     "S-NIAH-PK": NeedleTask("noise", "number"),
     "S-NIAH-N": NeedleTask("essay", "number"),
@@ -72,7 +72,7 @@ class NeedleSample(NamedTuple):
 
     Attributes:
         prompt: haystack with the needle, question, and the opening of the answer.
-        answer: what must follow, after a space.
+        answer: expected text after a space.
     """
 
     prompt: str
@@ -90,37 +90,36 @@ def needle_sample(
 ) -> NeedleSample:
     """Returns a sample whose prompt and answer have at most `length` tokens.
 
-    The haystack is as long as fits, up to a few tokens: RULER's rule, with no room
-    kept for a longer answer.
+    The haystack is the longest that fits, to within a few tokens: RULER's rule, without
+    a reserve for a longer answer.
 
     Args:
         seed: integers >= 0; equal seeds give equal samples.
         task: see `NeedleTask`.
-        length: tokens in all.
+        length: maximum tokens of prompt and answer.
         tokenizer: counts them.
-        essay: the words of the essays, read round and round; used for "essay" only.
-        start: the haystack begins where the essays do, as RULER's always does, or at
-            a random word: for models that train on the task and could learn it by
-            heart.
-        depth: where the needle lies, from 0 at the haystack's beginning to 100 at its
-            end; None draws it, as RULER does.
+        essay: the words of the essays, repeated as needed; used for "essay" only.
+        start: the haystack begins with the essays, as RULER's does, or at a random
+            word: for models that train on the task and could memorise it.
+        depth: of the needle, from 0 at the haystack's beginning to 100 at its end; None
+            samples it, as RULER does.
 
     Raises:
-        ValueError: `length` has no room for the question and one piece of haystack, an
+        ValueError: `length` is too small for the question and one piece of haystack, an
             essay task comes without an essay, or `depth` is out of range.
     """
     if depth is not None and not 0 <= depth <= 100:
         raise ValueError(f"depth must be in [0, 100], got {depth}")
     if task.haystack == "essay" and not essay:
         raise ValueError("essay is empty; an essay task needs its words")
-    draw = _Draws(seed)
-    key, value = _word(draw), _value(draw, task.kind)
-    # RULER draws the depth in an essay of 40, and the place in noise of all places.
-    in_essay = int(DEPTHS[draw.below(40)]) / 100
-    in_noise = draw.below(2**32) / 2**32
+    rng = _Random(seed)
+    key, value = _word(rng), _value(rng, task.kind)
+    # RULER samples 40 depths in an essay, and any place in noise.
+    in_essay = int(DEPTHS[rng.below(40)]) / 100
+    in_noise = rng.below(2**32) / 2**32
     if depth is not None:
         in_essay = in_noise = depth / 100
-    first = draw.below(len(essay)) if essay and start == "random" else 0
+    first = rng.below(len(essay)) if essay and start == "random" else 0
 
     def prompt(size: int) -> str:
         needle = NEEDLE.format(kind=task.kind, key=key, value=value)
@@ -146,11 +145,10 @@ def needle_batch(
     essay: Sequence[str] = (),
     start: Literal["opening", "random"] = "opening",
 ) -> Batch:
-    """Returns samples as rows of `length` tokens; only the answer's tokens count.
+    """Returns samples as rows of `length` tokens; only the answer's tokens are scored.
 
-    A row is the prompt's tokens, then those of " " and the answer; what is left is
-    id 0 under mask 0. Row r is `needle_sample([*seed, r], ...)`, whose arguments these
-    are.
+    A row is the prompt's tokens, then those of " " and the answer, then id 0 under mask
+    0. Row r is `needle_sample([*seed, r], ...)` with the same arguments.
 
     Raises:
         ValueError: as `needle_sample`, or `batch` below 1.
@@ -170,7 +168,7 @@ def needle_batch(
     return Batch(tokens, targets, mask, np.ones(batch, bool))
 
 
-class _Draws:
+class _Random:
     """Integers from raw bits, the part of numpy.random that never changes."""
 
     def __init__(self, seed: Sequence[int]):
@@ -180,42 +178,45 @@ class _Draws:
         return int(self._bits.random_raw()) % bound
 
 
-def _word(draw: _Draws) -> str:
-    adjective, noun = ADJECTIVES[draw.below(64)], NOUNS[draw.below(64)]
+def _word(rng: _Random) -> str:
+    adjective, noun = ADJECTIVES[rng.below(64)], NOUNS[rng.below(64)]
     return f"{adjective}-{noun}"
 
 
-def _value(draw: _Draws, kind: str) -> str:
+def _value(rng: _Random, kind: str) -> str:
     match kind:
         case "number":
-            return str(10**6 + draw.below(9 * 10**6))
+            return str(10**6 + rng.below(9 * 10**6))
         case "word":
-            return _word(draw)
+            return _word(rng)
         case "uuid":
-            high, low = draw.below(2**64), draw.below(2**64)
+            high, low = rng.below(2**64), rng.below(2**64)
             return str(uuid.UUID(int=(high << 64) | low, version=4))
         case _:
             raise ValueError(f"kind={kind!r} must be one of number, word, uuid")
 
 
 def _sentences(text: str) -> list[str]:
-    """Cuts after . ! or ?, closing quotes with it, where a capital follows."""
+    """Splits after . ! or ? and closing quotes, before a capital letter."""
     return re.split(r"(?:(?<=[.!?])|(?<=[.!?][\"')]))\s+(?=[\"'(]?[A-Z])", text)
 
 
-def _fit(prompt, room: int, tokenizer: Tokenizer) -> int:
-    """The haystack's size: one estimate, then shrunk until the prompt fits."""
-    # Of the whole prompt: tokens at the joints depend on both sides.
-    count = lambda size: len(tokenizer.encode(prompt(size)))
+def _fit(prompt, limit: int, tokenizer: Tokenizer) -> int:
+    """The haystack's size: an estimate, reduced until the prompt fits."""
+
+    def count(size: int) -> int:
+        # Of the whole prompt: tokens at the joints depend on both sides.
+        return len(tokenizer.encode(prompt(size)))
+
     least, probe = count(1), 16
-    if least > room:
+    if least > limit:
         raise ValueError(
-            f"length leaves {room} tokens for the prompt; the question and one piece "
+            f"length leaves {limit} tokens for the prompt; the question and one piece "
             f"of haystack need {least}"
         )
     each = (count(probe) - least) / (probe - 1)
-    size = 1 + int((room - least) / each)
-    # Tokens a piece vary, so that the estimate may be too large.
-    while (excess := count(size) - room) > 0:
+    size = 1 + int((limit - least) / each)
+    # Pieces vary in tokens, so that the estimate may be too large.
+    while (excess := count(size) - limit) > 0:
         size = max(1, size - max(1, int(excess / each)))
     return size

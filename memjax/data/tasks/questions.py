@@ -1,10 +1,9 @@
-"""Questions about contexts, many contexts in one input (PubMedQA-style).
+"""Questions about one of many contexts in an input (PubMedQA-style).
 
 He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067:
-the contexts of several questions are put one after another, and each question is asked
-behind all of them. Any source of (context, question, answer) will do. Here every item
-is asked once, and what is scored is the answer; the official program asks only one in
-as many as are grouped, and scores the last segment.
+the contexts of several questions are concatenated, and each question follows all of
+them. Here every question is an input, and its answer is scored; the official program
+takes one question of each group, and scores the last segment.
 
 Shapes: T tokens of an input.
 """
@@ -25,11 +24,11 @@ class Question(NamedTuple):
     """One question.
 
     Attributes:
-        context: the text that answers it.
-        question: what is asked; the answer follows it after a space.
-        answer: what is to be said.
-        kind: what sort of question, for results by kind.
-        subject: what it is about; no two of one group share it.
+        context: text with the answer.
+        question: followed by a space and the answer.
+        answer: the expected answer.
+        kind: of the question, for results by kind.
+        subject: of the question; distinct within a group.
     """
 
     context: str
@@ -45,9 +44,9 @@ class QuestionInput(NamedTuple):
     Attributes:
         tokens: [T] contexts, question, answer.
         answer: tokens[answer:] are the answer.
-        item: what is asked.
-        place: which of the contexts answers it, from 0.
-        contexts: how many there are.
+        item: the question.
+        place: index of its context.
+        contexts: number of contexts.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -61,15 +60,18 @@ def read_questions(path: Path) -> list[Question]:
     """Reads JSON lines, compressed as .xz or not.
 
     Every line is an object with the strings "context", "question" and "answer", and
-    if it likes "kind" and "subject"; other fields are left alone.
+    optionally "kind" and "subject"; other fields are ignored.
 
     Raises:
-        ValueError: naming the line that is not so; or a file without a line.
+        ValueError: naming the line that is malformed, or if the file has none.
     """
     return [
         Question(
-            *map(record.text, ("context", "question", "answer")),
-            *map(record.optional_text, ("kind", "subject")),
+            context=record.text("context"),
+            question=record.text("question"),
+            answer=record.text("answer"),
+            kind=record.optional_text("kind"),
+            subject=record.optional_text("subject"),
         )
         for record in read_records(path, "question")
     ]
@@ -80,14 +82,14 @@ def multi_context(
 ) -> list[QuestionInput]:
     """Groups items in order; each becomes an input with all contexts of its group.
 
-    An item whose subject is already in the group waits for the next one, so that no
-    two contexts answer one question. The last group has what is left.
+    An item with a subject of the group is moved to the next group, so that no two
+    contexts answer one question. The last group may be smaller.
 
     Args:
-        items: every one is asked once.
+        items: each becomes one input.
         group: contexts of an input.
-        tokenizer: prompt and answer are encoded apart, so that the answer's tokens
-            are its own.
+        tokenizer: encodes prompt and answer separately, so that no token has parts of
+            both.
 
     Raises:
         ValueError: if group is below 1 or there is no item.
@@ -100,12 +102,11 @@ def multi_context(
     for members in _groups(items, group):
         contexts = " ".join(item.context for item in members)
         for place, item in enumerate(members):
-            # Encoded apart from the answer, so that no token has a part of both.
             prompt = tokenizer.encode(f"{contexts} {item.question}")
             answer = tokenizer.encode(f" {item.answer}")
             tokens = np.concatenate([prompt, answer])
-            size = (place, len(members))
-            inputs.append(QuestionInput(tokens, len(prompt), item, *size))
+            made = QuestionInput(tokens, len(prompt), item, place, len(members))
+            inputs.append(made)
     return inputs
 
 
@@ -115,20 +116,20 @@ def align(
     first: int,
     preamble: Int32[np.ndarray, " _"],
 ) -> list[QuestionInput]:
-    """Puts text in front, so that every answer lies in [first, segment) of a segment.
+    """Prepends text, so that every answer is within [first, segment) of a segment.
 
-    A model that reads ahead over the first tokens of a segment then knows nothing of
-    the answer before it gives it. All models that are compared read the same text.
+    A model that reads ahead over the first tokens of a segment then cannot see the
+    answer early. All models of a comparison read the same text.
 
     Args:
         inputs: of `multi_context`.
         segment: L of the model.
         first: tokens of a segment that are read ahead.
-        preamble: text of which the first few tokens are taken, at most `segment`.
+        preamble: text whose first tokens are prepended, at most `segment`.
 
     Raises:
         ValueError: if an answer has more than segment - first tokens, sizes are out
-            of range, or the preamble is shorter than what is needed.
+            of range, or the preamble is too short.
     """
     if not 0 <= first < segment:
         raise ValueError(
@@ -156,7 +157,7 @@ def _aligned(entry, segment, first, preamble):
 
 
 def _groups(items: Sequence[Question], group: int) -> list[list[Question]]:
-    """Groups without two items of one subject; "" is nobody's."""
+    """Groups without two items of one subject; "" is no subject."""
     groups: list[list[Question]] = []
     waiting = collections.deque(items)
     while waiting:
@@ -169,6 +170,6 @@ def _groups(items: Sequence[Question], group: int) -> list[list[Question]]:
                 taken.append(item)
                 subjects.add(item.subject)
         groups.append(taken)
-        # Those that had to wait come first in the next group, in their order.
+        # Moved items come first in the next group, in their order.
         waiting.extendleft(reversed(later))
     return groups

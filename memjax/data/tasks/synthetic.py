@@ -1,7 +1,4 @@
-"""Synthetic tasks that only a memory can solve: copying and associative recall.
-
-The needle in a haystack, which is text, is in `memjax.data.tasks.niah`.
-"""
+"""Synthetic memory tasks: copying and associative recall; see also `niah`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,7 @@ Key = PRNGKeyArray | UInt32[Array, "2"]
 
 
 def copy_task(key: Key, batch: int, length: int, vocab: int) -> Batch:
-    """Returns sequences `s, 0, s`; only the second `s` counts.
+    """Returns sequences `s, 0, s`; only the second `s` is scored.
 
     The symbols of s are uniform in [1, vocab); 0 is the delimiter. T = 2 * length.
 
@@ -38,9 +35,9 @@ def copy_task(key: Key, batch: int, length: int, vocab: int) -> Batch:
 def associative_recall(key: Key, batch: int, pairs: int, vocab: int) -> Batch:
     """Returns key-value pairs, then the same pairs in another order; T = 4 pairs - 1.
 
-    Keys are distinct in a row and lie in [0, vocab // 2), values are uniform in
-    [vocab // 2, vocab). Only the values of the second half count: each follows from
-    the pair seen in the first. (Multi-query associative recall without the filler and
+    Keys are distinct in a row, in [0, vocab // 2); values are uniform in
+    [vocab // 2, vocab). Only the values of the second half are scored: each follows
+    from its pair in the first. (Multi-query associative recall without the filler and
     the gaps of `multi_query_recall`.)
 
     Args:
@@ -82,14 +79,13 @@ def multi_query_recall(
 ) -> Batch:
     """Returns multi-query associative recall (MQAR) as Zoology defines it.
 
-    Key-value pairs fill the first 2 * pairs positions. Then each key comes once more,
-    at position 2 * pairs + 2 * gap, and its value is the target there. Gaps are drawn
-    without replacement with weights (gap + 1) ** (power - 1), so that most queries
-    come soon. Every other position holds an id drawn from the whole vocabulary, and
-    does not count. Unlike elsewhere, `targets` are not the tokens that follow: the
-    value is asked for and never shown. Keys lie in [1, vocab // 2), values in
-    [vocab // 2, vocab), each distinct within a row. With `fillers` they divide the
-    other ids so.
+    Key-value pairs fill the first 2 * pairs positions. Each key is repeated at position
+    2 * pairs + 2 * gap, with its value as the target. Gaps are sampled without
+    replacement with weights (gap + 1) ** (power - 1), so that most queries come soon.
+    Every other position has an id sampled from the whole vocabulary, which is not
+    scored. Unlike elsewhere, `targets` are not the next tokens: the value of a query is
+    never shown. Keys are in [1, vocab // 2), values in [vocab // 2, vocab), each
+    distinct within a row. With `fillers` this divides the other ids.
 
     Arora et al. (2023), https://arxiv.org/abs/2312.04927, section 4 and appendix E.
 
@@ -100,9 +96,9 @@ def multi_query_recall(
         length: T, even, at least 4 * pairs.
         vocab: number of ids, at least 2 * pairs + 2.
         power: of the gaps, above 0; at 1 they are uniform.
-        fillers: the last ids of the vocabulary, from which every other position is
-            drawn instead: filler then never repeats a key, which in a small vocabulary
-            would be written over.
+        fillers: number of last ids of the vocabulary reserved for the other positions:
+            filler then never repeats a key, which in a small vocabulary would
+            overwrite its value.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -142,8 +138,7 @@ def multi_query_recall(
 def _choose(
     key: Key, batch: int, log_weights: Float32[Array, " n"], count: int
 ) -> Int32[Array, "B count"]:
-    """Draws indices without replacement, in the order drawn, by Gumbel's trick."""
-    # The largest of log weight plus Gumbel noise are a draw without replacement.
+    """Samples indices without replacement, by the Gumbel-top-k trick."""
     noise = jax.random.gumbel(key, (batch, log_weights.shape[0]))
     _, indices = jax.lax.top_k(log_weights[None] + noise, count)
     return indices.astype(jnp.int32)
