@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from memjax.training.optimizer import (
@@ -137,3 +138,11 @@ def test_a_part_can_have_a_rate_of_its_own_and_the_same_state():
         np.testing.assert_array_equal(found["b"], 0.0)
         np.testing.assert_array_equal(found["c"], expected["c"])
     chex.assert_trees_all_equal(state, other)
+
+
+def test_rates_are_of_whole_path_parts():
+    params = {"position": jnp.ones(1), "repositioned": jnp.ones(1)}
+    transform = with_rates(optax.sgd(1.0), {"position": 0.0})
+    updates, _ = transform.update(params, transform.init(params), params)
+    np.testing.assert_array_equal(updates["position"], [0.0])
+    np.testing.assert_array_equal(updates["repositioned"], [-1.0])

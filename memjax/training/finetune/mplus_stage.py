@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
@@ -29,10 +28,10 @@ from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.training.config import LoopConfig
 from memjax.training.distributed.sharding import MeshConfig
-from memjax.training.finetune.stage import Model, SampleConfig, Stage
+from memjax.training.finetune.stage import Model, SampleConfig, SampleStage, Stage
 from memjax.training.mplus.retriever_fit import Bank, collect, start_by_similarity
 from memjax.training.mplus.step import init_task_state, make_task_steps
-from memjax.training.optimizer import OptimizerConfig, make_optimizer, with_rates
+from memjax.training.optimizer import OptimizerConfig
 from memjax.training.run_data import shortest
 from memjax.training.step import StepConfig, TrainState, check_run
 
@@ -44,7 +43,7 @@ CHUNKS, ASKING, ROWS = 2, 48, 64
 
 
 @dataclasses.dataclass(frozen=True)
-class MPlusStage:
+class MPlusStage(SampleStage):
     """One stage of training M+, whatever the backbone, which stays as it is.
 
     Attributes:
@@ -143,10 +142,6 @@ class MPlusStage:
     def memory_name(self) -> str:
         """The model's memory, for messages."""
         return MPLUS
-
-    def stages(self) -> tuple[tuple[str, "MPlusStage"], ...]:
-        """This stage alone, in the run's own folder."""
-        return (("", self),)
 
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> MPlus:
         """The frozen backbone with a new memory."""
@@ -286,11 +281,16 @@ class MPlusStage:
             facts=facts,
         )
 
-    def transform(self) -> optax.GradientTransformation:
-        """The optimizer, with the learning rates of retriever and position."""
-        transform = make_optimizer(self.optimizer, self.loop.steps)
+    @property
+    def step(self) -> StepConfig:
+        """Without truncation or accumulation, on all targets."""
+        return StepConfig()
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of retriever and position."""
         retriever = dict.fromkeys(RETRIEVERS, self.retriever_rate)
-        return with_rates(transform, retriever | {"position": self.position_rate})
+        return retriever | {"position": self.position_rate}
 
     def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
         """The state before the first step, with an empty memory.

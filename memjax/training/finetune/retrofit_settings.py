@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from memjax.checks import check_positive, check_sizes, require_known
-from memjax.data import BatchIterator, TokenisedDocument
+from memjax.data import TokenisedDocument
 from memjax.mechanisms import CELLS
 from memjax.models.language_model.config import Dtype, RematSaves
 from memjax.models.language_model.retrofit import (
@@ -19,7 +19,7 @@ from memjax.models.language_model.retrofit import (
 from memjax.models.lora import LoraConfig
 from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune.stage import SampleConfig
-from memjax.training.run_data import make_batches, shortest
+from memjax.training.run_data import make_batches
 from memjax.training.step import StepConfig, check_run
 
 # One Literal each: a record of a run is read back by its first kind of hint.
@@ -123,38 +123,20 @@ class RetrofitSettings:
         """Whether there are parameters that the backbone has not."""
         return self.memory != "none" and self.placement == "beside"
 
-    @property
-    def tokens_read(self) -> int:
-        """Tokens of a sample."""
-        return self.context_length
-
-    @property
-    def shortest_document(self) -> int:
-        """Tokens of the shortest document that is read."""
-        return shortest(self.data.mode, self.context_length)
-
     def texts(
         self, documents: list[TokenisedDocument], vocab_size: int, count: int
     ) -> Int[np.ndarray, "R T"]:
         """The first samples of the training, each with the token behind it."""
-        samples = self.samples(documents, 1, vocab_size, shard_index=0, shard_count=1)
+        samples = make_batches(
+            self.data.mode,
+            documents,
+            self.context_length,
+            1,
+            self.seed,
+            vocab_size,
+            shard_index=0,
+            shard_count=1,
+        )
         drawn = (next(samples) for _ in range(count))
         whole = [np.concatenate([b.tokens, b.targets[:, -1:]], axis=1) for b in drawn]
         return np.concatenate(whole)
-
-    def samples(
-        self,
-        documents: list[TokenisedDocument],
-        rows: int,
-        vocab_size: int,
-        *,
-        shard_index: int,
-        shard_count: int,
-    ) -> BatchIterator:
-        """Samples of `context_length` tokens, `rows` a batch over all hosts."""
-        mode, length = self.data.mode, self.context_length
-        return make_batches(
-            *(mode, documents, length, rows, self.seed, vocab_size),
-            shard_index=shard_index,
-            shard_count=shard_count,
-        )

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import jax
-import optax
 from jaxtyping import PRNGKeyArray
 
 from memjax.checks import require_known
-from memjax.data import TokenisedDocument, Tokenizer
+from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.data.batches.repeated import RepeatedBatches
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.calibrate import calibrate
@@ -29,15 +28,10 @@ from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
 from memjax.training.config import DataIterator, LoopConfig
 from memjax.training.finetune.distillation import both, keeping, make_distillation_steps
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
-from memjax.training.finetune.stage import Model, Stage
+from memjax.training.finetune.stage import Model, SampleStage, Stage
 from memjax.training.monitoring.reporting import print_line
-from memjax.training.optimizer import OptimizerConfig, make_optimizer, with_rates
-from memjax.training.step import (
-    StepConfig,
-    TrainState,
-    init_train_state,
-    make_train_step,
-)
+from memjax.training.optimizer import OptimizerConfig
+from memjax.training.step import StepConfig, TrainState
 
 Part = Literal["distill", "tune"]
 #: Parameters that attention has not: maps, memory and gate.
@@ -54,7 +48,7 @@ OTHERS: dict[Part, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class RetrofitStage(RetrofitSettings):
+class RetrofitStage(RetrofitSettings, SampleStage):
     """One part of the training; the settings are those of `RetrofitSettings`.
 
     Attributes:
@@ -98,10 +92,6 @@ class RetrofitStage(RetrofitSettings):
         layers = ", ".join(map(str, self.layers))
         where = f"windows of {self.window} in layers {layers}"
         return f"{self.memory} {self.placement} {where}"
-
-    def stages(self) -> tuple[tuple[str, "RetrofitStage"], ...]:
-        """This stage alone, in the run's own folder."""
-        return (("", self),)
 
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> LanguageModel:
         """The backbone with its memories, of which the part's share is trained."""
@@ -174,21 +164,22 @@ class RetrofitStage(RetrofitSettings):
                 "a host keeps what it has read itself"
             )
         hosts = {"shard_index": shard_index, "shard_count": shard_count}
-        rows = self.data.batch_size
-        batches = self.samples(documents, rows, vocab_size, **hosts)
+        batches = super().batches(documents, tokenizer, vocab_size, **hosts)
         if self.passes == 1:
             return batches
-        return RepeatedBatches(batches, -(-self.loop.steps // self.passes))
+        return RepeatedBatches(
+            cast(BatchIterator, batches), -(-self.loop.steps // self.passes)
+        )
 
-    def transform(self) -> optax.GradientTransformation:
-        """The optimizer, with the gate's own learning rate."""
-        rates = {name: self.gate_rate for name in GATE}
-        return with_rates(make_optimizer(self.optimizer, self.loop.steps), rates)
+    @property
+    def step(self) -> StepConfig:
+        """Without truncation or accumulation, on all targets."""
+        return StepConfig()
 
-    def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
-        """The state before the first step; no random numbers are drawn."""
-        rows = self.data.batch_size
-        return init_train_state(model, self.transform(), StepConfig(), rows)
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of the gate."""
+        return dict.fromkeys(GATE, self.gate_rate)
 
     def make_step(
         self,
@@ -203,7 +194,7 @@ class RetrofitStage(RetrofitSettings):
             if self.passes == 1:
                 return compiled(both(*halves))
             return keeping(*map(compiled, halves))
-        return compiled(make_train_step(model, self.transform(), StepConfig()))
+        return super().make_step(model, pretrained, compiled)
 
     def _changes(self, config: ModelConfig) -> dict[str, Any]:
         """What is computed otherwise than by the backbone's configuration."""

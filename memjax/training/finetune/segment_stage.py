@@ -6,16 +6,13 @@ https://arxiv.org/abs/2405.06067, section 4.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import jax
-import optax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
-from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT, add_hmt
@@ -26,15 +23,17 @@ from memjax.models.language_model.windowed import limit_attention
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import LoopConfig
 from memjax.training.distributed.sharding import MeshConfig
-from memjax.training.finetune.stage import NO_MEMORY, Model, SampleConfig, Stage
-from memjax.training.optimizer import OptimizerConfig, make_optimizer
-from memjax.training.run_data import make_batches, shortest
+from memjax.training.finetune.stage import (
+    NO_MEMORY,
+    Model,
+    SampleConfig,
+    SampleStage,
+    Stage,
+)
+from memjax.training.optimizer import OptimizerConfig
 from memjax.training.step import (
     StepConfig,
-    TrainState,
     check_run,
-    init_train_state,
-    make_train_step,
 )
 
 Memory = Literal["hmt", "window", "reread"]
@@ -44,7 +43,7 @@ REREAD = "the last tokens, read again"
 
 
 @dataclasses.dataclass(frozen=True)
-class SegmentStage:
+class SegmentStage(SampleStage):
     """One stage of fine-tuning on samples of `depth` segments, whatever the backbone.
 
     Attributes:
@@ -126,16 +125,6 @@ class SegmentStage:
         return self.depth * self.segment
 
     @property
-    def tokens_read(self) -> int:
-        """Tokens of a sample."""
-        return self.context_length
-
-    @property
-    def shortest_document(self) -> int:
-        """Tokens of the shortest document that is read."""
-        return shortest(self.data.mode, self.context_length)
-
-    @property
     def memory_name(self) -> str:
         """The model's memory, for messages."""
         match self.memory:
@@ -144,10 +133,6 @@ class SegmentStage:
             case "reread":
                 return REREAD
         return WITH_RETRIEVAL if self.hmt.retrieval else WITHOUT_RETRIEVAL
-
-    def stages(self) -> tuple[tuple[str, "SegmentStage"], ...]:
-        """This stage alone, in the run's own folder."""
-        return (("", self),)
 
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> Model:
         """The backbone with its memory or window, and with adapters if any."""
@@ -209,56 +194,6 @@ class SegmentStage:
         # Parameters of the retrieval are new; M_init was learned in stage 1.
         kept = {"initial_memory": nnx.state(stage1)["initial_memory"]}
         return nnx.merge(graph, nnx.State({**variables, **kept}))
-
-    def prepare(
-        self,
-        model: Model,
-        pretrained: ModelConfig,
-        before: Stage | None,
-        documents: list[TokenisedDocument],
-        tokenizer: Tokenizer,
-    ) -> Model:
-        """The model as it is: nothing is learned before the first step."""
-        return model
-
-    def batches(
-        self,
-        documents: list[TokenisedDocument],
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        *,
-        shard_index: int = 0,
-        shard_count: int = 1,
-    ) -> BatchIterator:
-        """Samples of `context_length` tokens; a host's rows of each batch."""
-        return make_batches(
-            self.data.mode,
-            documents,
-            self.context_length,
-            self.data.batch_size,
-            self.seed,
-            vocab_size,
-            shard_index=shard_index,
-            shard_count=shard_count,
-        )
-
-    def transform(self) -> optax.GradientTransformation:
-        """The optimizer over all steps of the stage."""
-        return make_optimizer(self.optimizer, self.loop.steps)
-
-    def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
-        """The state before the first step; no random numbers are drawn."""
-        rows = self.data.batch_size
-        return init_train_state(model, self.transform(), self.step, rows)
-
-    def make_step(
-        self,
-        model: Model,
-        pretrained: ModelConfig,
-        compiled: Callable[[Callable], Callable],
-    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
-        """One update of all samples of a batch."""
-        return compiled(make_train_step(model, self.transform(), self.step))
 
 
 def _limited(backbone: LanguageModel, window: int, sinks: int) -> LanguageModel:

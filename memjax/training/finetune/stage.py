@@ -1,12 +1,11 @@
-"""A stage of fine-tuning: it knows its model, its data and its step.
+"""The interface of a stage of fine-tuning: its model, data and update.
 
-`finetune` is one loop over stages and asks them no more than this. `SegmentStage`
-(HMT, RMT, a window, tokens read again), `RetrofitStage` (a memory in chosen layers) and
-`MPlusStage` are the kinds.
+Kinds: `SegmentStage` (HMT, RMT, a window, tokens read again), `RetrofitStage` (hybrid
+layers) and `MPlusStage`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -21,8 +20,14 @@ from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.mplus.model import MPlus
 from memjax.training.config import DataIterator, LoopConfig
 from memjax.training.distributed.sharding import MeshConfig
-from memjax.training.optimizer import OptimizerConfig
-from memjax.training.step import TrainState
+from memjax.training.optimizer import OptimizerConfig, make_optimizer, with_rates
+from memjax.training.run_data import make_batches, shortest
+from memjax.training.step import (
+    StepConfig,
+    TrainState,
+    init_train_state,
+    make_train_step,
+)
 
 Model = HMT | MPlus | ReReadWindow | LanguageModel
 #: `memory_name` of a stage whose model is a plain backbone.
@@ -55,10 +60,7 @@ class SampleConfig:
 
 @runtime_checkable
 class Stage(Protocol):
-    """A frozen dataclass of settings, and what follows from them.
-
-    Methods keep nothing and change no argument: they build models, states and steps.
-    """
+    """A frozen dataclass of settings that builds models, states and steps."""
 
     @property
     def data(self) -> SampleConfig: ...
@@ -94,6 +96,16 @@ class Stage(Protocol):
 
     @property
     def optimizer(self) -> OptimizerConfig: ...
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Learning rates of some parameters, relative to the rest: see `with_rates`."""
+        ...
+
+    @property
+    def step(self) -> StepConfig:
+        """Truncation, accumulation, loss."""
+        ...
 
     def stages(self) -> "tuple[tuple[str, Stage], ...]":
         """This stage alone, in the run's own folder: a curriculum of one."""
@@ -179,3 +191,77 @@ class Stage(Protocol):
                 program that runs on the devices.
         """
         ...
+
+
+class SampleStage:
+    """Defaults of a `Stage` that updates on samples of `context_length` tokens."""
+
+    @property
+    def tokens_read(self: Stage) -> int:
+        """Tokens of a sample that a step reads."""
+        return self.context_length
+
+    @property
+    def shortest_document(self: Stage) -> int:
+        """Tokens of the shortest document that is read."""
+        return shortest(self.data.mode, self.context_length)
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """None: all parameters have the same learning rate."""
+        return {}
+
+    def stages(self):
+        """This stage alone, in the run's own folder."""
+        return (("", self),)
+
+    def prepare(
+        self,
+        model: Model,
+        pretrained: ModelConfig,
+        before: Stage | None,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+    ) -> Model:
+        """The model as it is."""
+        return model
+
+    def batches(
+        self: Stage,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> DataIterator:
+        """Samples of `context_length` tokens; a host's rows of each batch."""
+        return make_batches(
+            self.data.mode,
+            documents,
+            self.context_length,
+            self.data.batch_size,
+            self.seed,
+            vocab_size,
+            shard_index=shard_index,
+            shard_count=shard_count,
+        )
+
+    def transform(self: Stage) -> optax.GradientTransformation:
+        """The optimizer over all steps of the stage."""
+        transform = make_optimizer(self.optimizer, self.loop.steps)
+        return with_rates(transform, self.rates) if self.rates else transform
+
+    def first_state(self: Stage, model: Model, key: PRNGKeyArray) -> TrainState:
+        """The state before the first step; no random numbers are drawn."""
+        rows = self.data.batch_size
+        return init_train_state(model, self.transform(), self.step, rows)
+
+    def make_step(
+        self: Stage,
+        model: Model,
+        pretrained: ModelConfig,
+        compiled: Callable[[Callable], Callable],
+    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        """One update of all samples of a batch."""
+        return compiled(make_train_step(model, self.transform(), self.step))
