@@ -113,7 +113,10 @@ def _runs(config: RunConfig | Finetuning, backbone: str | None) -> Mapping[str, 
     if isinstance(config, RetrofitStages) and config.layers == "auto":
         raise ValueError("layers='auto' must be numbers here: nothing is measured")
     model = _backbone(backbone)
-    of = lambda stage: FinetuneRun(cast(AnyStage, stage), model, "bytes", "", "")
+
+    def of(stage):
+        return FinetuneRun(cast(AnyStage, stage), model, "bytes", "", "")
+
     return {name: of(stage) for name, stage in config.stages()}
 
 

@@ -208,7 +208,10 @@ def _prepare(
     with Progress("tokenising", "characters") as progress:
         manifest = prepare(config, as_path(destination), progress)
     for split, shards in manifest["shards"].items():
-        count = lambda key, shards=shards: sum(shard[key] for shard in shards)
+
+        def count(key, shards=shards):
+            return sum(shard[key] for shard in shards)
+
         print(
             f"{split:11} {count('documents'):,} documents, {count('tokens'):,} tokens, "
             f"{len(shards)} files"

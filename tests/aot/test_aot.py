@@ -139,7 +139,9 @@ def test_the_search_finds_the_edge(edge, start, bend, says):
 
 
 def test_memory_on_a_line_takes_few_programs():
-    probe = lambda size: Probe(200 + 7 * size <= 16_000, 200 + 7 * size, 16_000)
+    def probe(size):
+        return Probe(200 + 7 * size <= 16_000, 200 + 7 * size, 16_000)
+
     found = largest(probe, 8, 2**16)
     assert (found.fits, found.fails) == (2257, 2258) and len(found.probes) <= 5
 

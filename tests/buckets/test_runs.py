@@ -43,7 +43,10 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(
     bucket = Bucket(url)
     assert bucket.read("final.bin") == (whole / "final.bin").read_bytes()
     names = {p.relative_to(whole).as_posix() for p in whole.rglob("*") if p.is_file()}
-    small = lambda names: {n.split(".tfevents")[0] for n in names if "/" not in n}
+
+    def small(names):
+        return {n.split(".tfevents")[0] for n in names if "/" not in n}
+
     assert small(bucket.entries()) == small(names) - {".lock"}
     assert any("tensorboard/" in name for name in bucket.entries())
     assert len(losses(bucket)) == 24
@@ -148,7 +151,10 @@ def test_of_two_that_take_a_claim_at_once_the_last_keeps_it(
 ) -> None:
     monkeypatch.setattr(disk_lock, "WATCH_SECONDS", 0.1)
     leave(url)
-    settle = lambda seconds: leave(url, host="faster") if seconds == 2.0 else None
+
+    def settle(seconds):
+        return leave(url, host="faster") if seconds == 2.0 else None
+
     monkeypatch.setattr(bucket_lock.time, "sleep", settle)
     with pytest.raises(LockedError, match="process 1 on faster"):
         FolderLock(Path(url))

@@ -57,7 +57,10 @@ def _of_splash(attention):
         "dq": attention.dq_mask_info,
         "dkv": attention.dkv_mask_info,
     }
-    share = lambda info: float(np.mean(np.asarray(info.block_mask) != 0))
+
+    def share(info):
+        return float(np.mean(np.asarray(info.block_mask) != 0))
+
     return {
         f"splash_mha_{name}": Shares(1 / np.asarray(x.block_mask).shape[-1], share(x))
         for name, x in infos.items()

@@ -253,11 +253,17 @@ def read_use(text: str, weights: Sequence[int | float]) -> Use:
             f"weights must be {len(rows)}, one a bundle, got {len(weights)}"
         )
     total = sum(weights)
-    used = lambda i: sum(w * row[i] for w, row in zip(weights, rows, strict=True))
+
+    def used(i):
+        return sum(w * row[i] for w, row in zip(weights, rows, strict=True))
+
     units: Mapping[str, float] = {
         name: round(used(i) / capacity[i] / total, 3)
         for i, name in enumerate(names)
         if ":" not in name
     }
-    count = lambda name: sum(row[names.index(name)] for row in rows)
+
+    def count(name):
+        return sum(row[names.index(name)] for row in rows)
+
     return Use(dict(units), count("VSTORE:SPILL"), count("VLOAD:FILL"))

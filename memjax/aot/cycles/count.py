@@ -114,7 +114,10 @@ def _count(program: Program, counter: "_Counter") -> tuple[list[Part], float, in
     dearest, unknown = 0.0, program.unknown
     for conditional in program.conditionals:
         counted = [_count(branch, counter) for branch in conditional.branches]
-        total = lambda found: sum(part.cycles for part in found[0])
+
+        def total(found):
+            return sum(part.cycles for part in found[0])
+
         counted.sort(key=total)
         parts += counted[0][0]
         dearest += total(counted[-1]) + counted[-1][1] - total(counted[0])

@@ -57,7 +57,7 @@ def test_shapes_and_dtypes(make):
     assert [a.dtype for a in batch] == [np.int32, np.int32, np.float32, np.bool_]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     context=st.integers(1, 20),
@@ -118,7 +118,7 @@ def _read_rows(batches, rows):
     return read
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     lengths=st.lists(st.integers(2, 40), min_size=1, max_size=5),
     segment=st.integers(1, 16),
@@ -320,7 +320,9 @@ def test_documents_that_are_too_short_are_counted_in_a_warning(caplog):
 
 
 def test_the_first_batches_are_repeated_and_go_on_from_a_saved_position():
-    make = lambda: chunked_batches(_documents(90), 8, 2, seed=1)
+    def make():
+        return chunked_batches(_documents(90), 8, 2, seed=1)
+
     repeated = RepeatedBatches(make(), 3)
     first = _take(make(), 3)
     for _, expected in zip(range(8), first * 3, strict=False):
@@ -378,7 +380,10 @@ def test_a_mixture_reads_all_chunks_of_a_source_once_an_epoch():
 
 def test_a_mixture_goes_on_where_it_was_on_other_hosts():
     sources, weights = _sources((50, 9), (80,)), [3.0, 1.0]
-    make = lambda **shard: mixed_batches(sources, weights, 4, 4, seed=1, **shard)
+
+    def make(**shard):
+        return mixed_batches(sources, weights, 4, 4, seed=1, **shard)
+
     whole = make()
     before = _take(whole, 5)
     state = json.loads(json.dumps(whole.get_state()))

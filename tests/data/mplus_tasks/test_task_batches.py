@@ -158,7 +158,10 @@ def test_hosts_read_their_rows_of_one_batch():
         parts, expected = [next(host) for host in both], next(whole)
         for row, part in enumerate(parts):
             assert part.task == expected.task
-            pick = lambda x, row=row: x[row : row + 1]
+
+            def pick(x, row=row):
+                return x[row : row + 1]
+
             batch = expected.batch
             target = type(batch.target)(*map(pick, batch.target))
             others = (batch.chunks, batch.lengths, batch.num_queries, batch.keep)
