@@ -163,7 +163,7 @@ class MPlusStage(SampleStage):
             )
         # No other kind of stage has that name.
         learned = cast(MPlusStage, before).memory
-        fixed = ["tokens", "stored", "rank", "alpha"]
+        fixed = ["num_memory_tokens", "stored", "rank", "alpha"]
         if learned.has_retriever and self.memory.has_retriever:
             # A retriever that is new may have any width.
             fixed.append("key_dim")
