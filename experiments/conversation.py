@@ -1,6 +1,6 @@
 """What does a conversation with a memory look like, and what does a turn cost?
 
-    python -m experiments.mplus.retention.everything --run-dir runs/retention --seeds 42
+    python -m experiments.mplus.retention --run-dir runs/retention --only M+
     python -m experiments.conversation --model runs/retention/mplus-42
 
 The first of all that the first command runs trains this M+, in 40 minutes.

@@ -1,40 +1,37 @@
-"""Trains adapters of a backbone without a memory on the lessons that M+ is trained on.
+"""LoRA adapters of a backbone without memory, trained on the training tasks of M+.
 
-    python -m experiments.mplus.adapters --run-dir RUN --learning-rate 3e-4
-    python -m experiments.mplus.retention.knowledge_retention --tuned RUN
+A task of M+ writes chunks and then scores a target that follows them, or asks for facts
+that they state. Here chunks and target are one text of which the same target is scored,
+for as many updates, on the same texts in the same order. The texts are shorter than
+every window that is tested, so one training serves full attention, windows, SnapKV,
+re-read text and BM25. A task that revisits an earlier target reads that target's own
+chunks before it again: a KV cache has nothing to recall.
 
-As many updates, of the same texts in the same order (`lessons.py`), with LoRA of M+'s
-rank. The lessons are shorter than every window that is tested and are read whole, so
-one training serves full attention, windows, SnapKV, text that is read again and BM25.
-Two learning rates are trained; the better one is chosen by the validation facts:
-
-    python -m experiments.mplus.retention.knowledge_retention --tuned RUN \\
-        --split validation --samples 24 --after 0 4 --methods "full attention"
-
-A call that was stopped is repeated and goes on from its newest checkpoint.
+Shapes: B batch elements, n chunks, C longest chunk, T tokens of a target.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
-import tyro
 from flax import nnx
 
-from experiments.lab import backbones
-from experiments.mplus.tuned.lessons import Lessons
-from memjax.checks import check_positive, check_seed, check_sizes, require_known
+from experiments.mplus import models
 from memjax.config_io import to_record
 from memjax.data import Tokenizer, load_tokens
+from memjax.data.batches.batch import Batch
+from memjax.data.mplus_tasks.task_batches import TaskBatches
+from memjax.data.mplus_tasks.tasks import TaskBatch
 from memjax.models import LanguageModel
 from memjax.models.lora import LoraConfig, add_lora, merge_lora
 from memjax.training import LoopConfig, loop
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.config import Outcome
 from memjax.training.finetune import finetune
-from memjax.training.finetune.mplus_presets import presets
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.optimizer import make_optimizer
 from memjax.training.run_folder import (
@@ -53,121 +50,116 @@ from memjax.training.step import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What is trained.
+class TaskTexts:
+    """A stream of `Batch`es: the tasks of M+ as plain texts, in their order."""
 
-    Attributes:
-        run_dir: folder of the training.
-        preset: of `memjax finetune`, whose lessons and updates are taken.
-        backbone: "smollm2", or what `memjax finetune` takes as a backbone.
-        learning_rate: the highest; the rest of the schedule is the preset's.
-        rank: of the adapters.
-        alpha: their changes are scaled by alpha / rank.
-        updates: how many; 0 is as many as the preset's.
-        seed: of the adapters and of the lessons.
-        save_every: updates between checkpoints.
-    """
+    def __init__(self, tasks: TaskBatches):
+        self._tasks = tasks
+        #: The text of the target that may be revisited.
+        self._earlier: Batch | None = None
 
-    run_dir: Path
-    preset: str = "mplus-smollm2-135m-stage3"
-    backbone: str = "smollm2"
-    learning_rate: float = 3e-4
-    rank: int = 16
-    alpha: float = 32.0
-    updates: int = 0
-    seed: int = 42
-    save_every: int = 40
+    def __iter__(self) -> "TaskTexts":
+        return self
 
-    def __post_init__(self):
-        require_known("preset", self.preset, tuple(presets()))
-        check_positive(learning_rate=self.learning_rate, alpha=self.alpha)
-        check_sizes(rank=self.rank, save_every=self.save_every)
-        if self.updates < 0:
-            raise ValueError(f"updates must be at least 0, got {self.updates}")
-        check_seed(self.seed)
+    def __next__(self) -> Batch:
+        task, drawn = next(self._tasks)
+        if task == "revisit":
+            # A target is stored before it can be revisited.
+            assert self._earlier is not None
+            return self._earlier
+        batch = as_text(drawn)
+        if np.any(drawn.keep):
+            self._earlier = batch
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """The position as JSON, with the text that may be revisited as lists."""
+        earlier = self._earlier and [np.asarray(x).tolist() for x in self._earlier]
+        return {"tasks": self._tasks.get_state(), "earlier": earlier}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to a position of `get_state`."""
+        self._tasks.set_state(state["tasks"])
+        types = (np.int32, np.int32, np.float32, bool)
+        earlier = state["earlier"]
+        self._earlier = earlier and Batch(*map(np.asarray, earlier, types))
+
+
+def as_text(task: TaskBatch) -> Batch:
+    """Chunks and target [B, n C + T] in one, padded behind the target."""
+    rows, count, chunk = task.chunks.shape
+    target = task.target.tokens.shape[1]
+    tokens, targets = np.zeros((2, rows, count * chunk + target), np.int32)
+    mask = np.zeros(tokens.shape, np.float32)
+    for row in range(rows):
+        parts = zip(task.chunks[row], task.lengths[row], strict=True)
+        before = np.concatenate(
+            [np.zeros(0, np.int32), *(part[:length] for part, length in parts)]
+        )
+        begin, end = len(before), len(before) + target
+        tokens[row, :begin] = before
+        tokens[row, begin:end] = task.target.tokens[row]
+        targets[row, : end - 1] = tokens[row, 1:end]
+        targets[row, begin:end] = task.target.targets[row]
+        mask[row, begin:end] = task.target.mask[row]
+    return Batch(tokens, targets, mask, np.ones(rows, bool))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What the folder says about a training: settings, and what it was made from."""
+    """The record of a training of adapters.
+
+    Attributes:
+        preset: of `memjax finetune`; tasks and schedule are those of its third stage.
+        learning_rate: the highest of the schedule.
+        seed: of adapters and tasks.
+        updates: how many.
+        backbone: name of the model.
+        backbone_digest: of its parameters.
+        rank: of the adapters.
+        alpha: their changes are scaled by alpha / rank.
+    """
 
     preset: str
     learning_rate: float
-    rank: int
-    alpha: float
     seed: int
     updates: int
     backbone: str
     backbone_digest: str
+    rank: int = 16
+    alpha: float = 32.0
 
     @property
-    def stages(self) -> list[MPlusStage]:
+    def stage(self) -> MPlusStage:
         """M+'s, with this seed."""
-        found = [stage for _, stage in presets()[self.preset].stages()]
-        return [dataclasses.replace(stage, seed=self.seed) for stage in found]
-
-
-def main(config: Config) -> None:
-    """Trains, or resumes the training in the folder."""
-    path = backbones.located(config.backbone)
-    backbone = finetune.load_backbone(path)
-    stages = [stage for _, stage in presets()[config.preset].stages()]
-    tuning = Tuning(
-        preset=config.preset,
-        learning_rate=config.learning_rate,
-        rank=config.rank,
-        alpha=config.alpha,
-        seed=config.seed,
-        updates=config.updates or sum(stage.loop.steps for stage in stages),
-        backbone=Path(backbone.origin).name,
-        backbone_digest=backbone.digest,
-    )
-    outcome = train(
-        tuning, backbone.model, backbone.tokenizer, config.run_dir, config.save_every
-    )
-    raise SystemExit(outcome.exit_code)
+        return dataclasses.replace(models.stage(self.preset, 3), seed=self.seed)
 
 
 def train(
-    tuning: Tuning,
-    backbone: LanguageModel,
-    tokenizer: Tokenizer,
-    run_dir: Path,
-    save_every: int,
+    tuning: Tuning, backbone: LanguageModel, tokenizer: Tokenizer, run_dir: Path
 ) -> Outcome:
-    """Trains the adapters; see `loop.train` for what is raised and returned."""
+    """Trains the adapters, or resumes; see `loop.train` for errors and result."""
     with RunFolder(run_dir) as folder:
         record_config(tuning, folder, ())
-    model, last = _adapted(tuning, backbone), tuning.stages[-1]
+    model, stage = _adapted(tuning, backbone), tuning.stage
+    data = stage.data
+    texts = load_tokens(data.source, tokenizer, "train", data.cache_dir)
     step = make_train_step(model, _transform(tuning), StepConfig())
-    stop = LoopConfig(steps=tuning.updates, save_every=save_every, keep=1)
     _, outcome = loop.train(
         jax.jit(step, donate_argnums=0),
         # A copy, because the update donates it, and the backbone is the caller's.
         jax.tree.map(lambda x: x.copy(), _first_state(model, tuning)),
-        lessons(tuning, tokenizer, backbone.vocab_size),
-        stop,
+        TaskTexts(stage.batches(texts, tokenizer, backbone.vocab_size)),
+        LoopConfig(steps=tuning.updates, save_every=stage.loop.save_every, keep=1),
         run_dir,
         config_record=to_record(tuning),
-        tokens_per_step=last.data.batch_size * last.tasks.target,
+        tokens_per_step=data.batch_size * stage.tasks.target,
     )
     return outcome
 
 
-def lessons(tuning: Tuning, tokenizer: Tokenizer, vocab_size: int) -> Lessons:
-    """The lessons of all stages, from the first on."""
-
-    def stream(stage):
-        data = stage.data
-        texts = load_tokens(data.source, tokenizer, "train", data.cache_dir)
-        return stage.batches(texts, tokenizer, vocab_size)
-
-    return Lessons([(stream(stage), stage.loop.steps) for stage in tuning.stages])
-
-
-def load(folder: Path, backbone: LanguageModel) -> tuple[LanguageModel, int]:
-    """The backbone with the trained adapters merged in, and the training's seed.
+def load(folder: Path, backbone: LanguageModel) -> LanguageModel:
+    """The backbone with the trained adapters merged in.
 
     Raises:
         ValueError: if the folder is no such training, is not finished, or is of another
@@ -186,27 +178,26 @@ def load(folder: Path, backbone: LanguageModel) -> tuple[LanguageModel, int]:
     model = _adapted(tuning, backbone)
     shapes = jax.eval_shape(lambda: _first_state(model, tuning))
     state = newest_state(folder, shapes)
-    return merge_lora(model_of(nnx.graphdef(model), state)), tuning.seed
+    return merge_lora(model_of(nnx.graphdef(model), state))
 
 
 def recipe(folder: Path) -> list[dict[str, Any]]:
-    """As `experiments.mplus.recipe.recipe`."""
+    """The training as JSON, as `models.recipe`."""
     tuning: Tuning = read_config(Tuning, folder)
-    stages, updates = tuning.stages, _updates(folder)
-    last = stages[-1]
+    stage, updates = tuning.stage, _updates(folder)
     return [
         {
             "trained": "backbone",
-            "stage": f"on the lessons of {tuning.preset}",
+            "stage": f"on the tasks of {tuning.preset}",
             "updates": updates,
             "of_updates": tuning.updates,
-            "texts_an_update": last.data.batch_size,
-            "target_tokens": updates * last.data.batch_size * last.tasks.target,
+            "texts_an_update": stage.data.batch_size,
+            "target_tokens": updates * stage.data.batch_size * stage.tasks.target,
             "learning_rate": tuning.learning_rate,
             "lora_rank": tuning.rank,
             "lora_alpha": tuning.alpha,
-            "tasks_ask": last.tasks.ask,
-            "source": last.data.source,
+            "tasks_ask": stage.tasks.ask,
+            "source": stage.data.source,
             "seed": tuning.seed,
             "backbone": tuning.backbone,
         }
@@ -221,19 +212,16 @@ def _adapted(tuning: Tuning, backbone: LanguageModel) -> LanguageModel:
 
 def _transform(tuning: Tuning) -> optax.GradientTransformation:
     """M+'s optimizer with the learning rate of this training."""
-    last = tuning.stages[-1].optimizer
-    config = dataclasses.replace(last, learning_rate=tuning.learning_rate)
+    config = dataclasses.replace(
+        tuning.stage.optimizer, learning_rate=tuning.learning_rate
+    )
     return make_optimizer(config, tuning.updates)
 
 
 def _first_state(model: LanguageModel, tuning: Tuning) -> TrainState:
-    rows = tuning.stages[-1].data.batch_size
+    rows = tuning.stage.data.batch_size
     return init_train_state(model, _transform(tuning), StepConfig(), rows)
 
 
 def _updates(folder: Path) -> int:
     return max(open_folder(folder / CHECKPOINTS).steps(), default=0)
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Config))

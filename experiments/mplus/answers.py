@@ -1,52 +1,27 @@
-"""Measures what a memory retains: inject facts and other text, query after each chunk.
+"""Answers about injected text: asking, judging, and shares of right answers.
 
-A query does not change the memory. The answer is right if it occurs in what is
-generated greedily, as in the published programs of M+ (Wang et al., 2025,
-https://arxiv.org/abs/2502.00592, section 4.3).
-
-Shapes: B batch, C tokens of a chunk, P of a question, N of an answer, F facts.
+An answer is right if it occurs in what is generated greedily, as in the published
+programs of M+ (Wang et al., 2025, https://arxiv.org/abs/2502.00592, section 4.3). Each
+is recorded as a mark: "2" where the text begins with the answer, "1" where it occurs in
+it, "0" where it does not, "-" where the method could not be asked.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int32
+from jaxtyping import Float64
 
-from experiments.mplus.retention.variants import KeptBytes
+from experiments.mplus.methods import Method
 from experiments.mplus.samples import Samples
 from memjax.data import Tokenizer
 
-#: In the place of a mark where a method has no positions for a question.
 NOT_ASKED = "-"
-#: Times that subjects are drawn anew for an interval.
+#: Variants of a method: with adapters, with another retriever.
+TUNED, FITTED = "tuned", "retriever fitted afterwards"
+#: Draws of subjects for an interval.
 RESAMPLES = 10_000
-
-
-class Method(Protocol):
-    """A memory method: injects chunks, answers queries; memories are values."""
-
-    def start(self, batch: int) -> Any:
-        """An empty memory for `batch` batch elements."""
-        ...
-
-    def inject(self, memory: Any, tokens: Int32[np.ndarray, "B C"]) -> Any:
-        """The memory after another chunk."""
-        ...
-
-    def query(
-        self, memory: Any, prompt: Int32[np.ndarray, "B P"], count: int
-    ) -> Int32[np.ndarray, "B N"] | None:
-        """Continues a prompt greedily by `count` tokens; the memory is unchanged.
-
-        None where the method has no positions for so many tokens.
-        """
-        ...
-
-    def kept(self, injected: int) -> KeptBytes:
-        """What is kept of one batch element after so many injected tokens."""
-        ...
 
 
 def query_batches(
@@ -56,7 +31,6 @@ def query_batches(
     *,
     after: Sequence[int],
     answer: int,
-    carry: bool,
 ) -> Iterator[list[str]]:
     """Injects each batch of samples chunk by chunk and yields marks of its answers.
 
@@ -66,16 +40,12 @@ def query_batches(
         tokenizer: of the model.
         after: query after these numbers of chunks, in rising order.
         answer: tokens to generate.
-        carry: keep each batch element's memory from sample to sample; False starts
-            every sample with an empty memory.
 
     Yields:
         Of a batch, one string for each of `after`, with a mark for each fact.
     """
-    memory = None
     for batch in batches:
-        if memory is None or not carry:
-            memory = method.start(len(batch.facts))
+        memory = method.start(len(batch.facts))
         marks = []
         for count, chunk in enumerate([batch.context, *batch.chunks][: after[-1] + 1]):
             memory = method.inject(memory, chunk)
@@ -90,18 +60,8 @@ def query_batches(
         yield marks
 
 
-def mark(answer: str, text: str) -> str:
-    """ "2" where the text begins with the answer, "1" where it occurs in it, or "0"."""
-    if text.lstrip().startswith(answer):
-        return "2"
-    return "1" if answer in text else "0"
-
-
 def closed_book_answers(
-    method: Method,
-    tokenizer: Tokenizer,
-    answer: int,
-    prompts: Int32[np.ndarray, "B P"],
+    method: Method, tokenizer: Tokenizer, answer: int, prompts: np.ndarray
 ) -> list[str]:
     """Answers with an empty memory."""
     found = method.query(method.start(len(prompts)), prompts, answer)
@@ -109,8 +69,15 @@ def closed_book_answers(
     return [tokenizer.decode(tokens) for tokens in found]
 
 
+def mark(answer: str, text: str) -> str:
+    """The mark of a text."""
+    if text.lstrip().startswith(answer):
+        return "2"
+    return "1" if answer in text else "0"
+
+
 def right(marks: str) -> Float64[np.ndarray, " F"]:
-    """1 for each fact whose answer occurs in what was generated, else 0.
+    """1 for each fact whose answer occurs in the generated text, else 0.
 
     NaN for those that could not be asked.
     """
@@ -127,22 +94,21 @@ def accuracy(shares: Float64[np.ndarray, " F"]) -> dict[str, Any]:
     return {"questions": count, "accuracy": mean, "low": low, "high": high}
 
 
-def gain(
+def difference(
     shares: Float64[np.ndarray, " F"],
     base: Float64[np.ndarray, " F"],
     subjects: Sequence[str],
     *,
     seed: int = 0,
 ) -> dict[str, float] | None:
-    """How much larger the share of right answers is, paired by fact; None if no fact
-    could be asked of both.
+    """Share of right answers minus a base's, paired by fact.
 
-    The interval of 95% is of the bootstrap: subjects are drawn anew, and all of their
-    facts with them, because facts of one subject have a context in common.
+    None if no fact could be asked of both. The interval of 95% is of the bootstrap over
+    subjects, because facts of one subject have a context in common.
 
     Args:
         shares: of each fact, the mean over seeds.
-        base: of the same facts, what is compared with.
+        base: of the same facts.
         subjects: of the facts.
         seed: of the draws.
 
@@ -178,3 +144,67 @@ def wilson(hits: float, count: int) -> tuple[float, float]:
     spread = share * (1 - share) / count + z**2 / (4 * count**2)
     half = z * math.sqrt(spread) / (1 + z**2 / count)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def variant(name: str, row: Mapping[str, Any]) -> str:
+    """A name with the row's adapters and retriever."""
+    parts = {TUNED: row["tuned"], FITTED: row.get("retriever")}
+    return ", ".join([name, *(part for part, has in parts.items() if has)])
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    """The key of a row in the file."""
+    name, seed = variant(row["method"], row), row["seed"]
+    return name if seed is None else f"{name}, seed {seed}"
+
+
+class Joined(NamedTuple):
+    """A row of the table: one method over its seeds."""
+
+    rows: list[dict[str, Any]]
+    shares: list[np.ndarray]
+
+
+def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of one method joined over seeds.
+
+    Returns:
+        By name: "label", "seeds", "recipes", "kept_bytes", "after", one `accuracy` a
+        distance, and "gain", M+'s share minus this row's, one a distance; None for M+
+        itself and without it. Shares are of the facts that all seeds were asked.
+    """
+    rows_of: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"].values():
+        rows_of.setdefault(variant(row["method"], row), []).append(row)
+    joined = {}
+    for name, rows in rows_of.items():
+        marks = zip(*(row["marks"] for row in rows), strict=True)
+        joined[name] = Joined(rows, [_mean(part) for part in marks])
+    subjects = [fact["subject"] for fact in result["facts"]]
+    ours = joined.get("M+")
+
+    def ahead(name: str, i: int) -> dict[str, float] | None:
+        if ours is None or name == "M+":
+            return None
+        first, second = ours.shares[i], joined[name].shares[i]
+        if not (count := min(len(first), len(second))):
+            return None
+        return difference(first[:count], second[:count], subjects[:count])
+
+    return {
+        name: {
+            "label": variant(rows[0]["label"], rows[0]),
+            "seeds": [row["seed"] for row in rows if row["seed"] is not None],
+            "recipes": [row["recipe"] for row in rows if row["recipe"]],
+            "kept_bytes": rows[0]["kept_bytes"],
+            "after": [accuracy(x) for x in shares],
+            "gain": [ahead(name, i) for i in range(len(shares))],
+        }
+        for name, (rows, shares) in joined.items()
+    }
+
+
+def _mean(marks: Sequence[str]) -> np.ndarray:
+    """Share of right answers of each fact, over the seeds that were asked it."""
+    count = min(map(len, marks))
+    return np.mean([right(row[:count]) for row in marks], axis=0)

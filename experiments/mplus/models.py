@@ -1,14 +1,14 @@
-"""Models, facts and text of knowledge retention, as its options say."""
+"""Trained models of M+ and MemoryLLM, their recipes, and facts to inject."""
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
+import jax.numpy as jnp
 
-from experiments.lab import backbones
-from experiments.mplus import retriever
-from experiments.mplus.retention import variants
-from experiments.mplus.retention.config import SCALES, Config
-from experiments.mplus.samples import book_passages
+from experiments.mplus.methods import LatentMemory
+from memjax.config_io import AnyPath
 from memjax.data import (
     Passage,
     Question,
@@ -16,31 +16,41 @@ from memjax.data import (
     load_facts,
     load_passages,
     load_tokenizer,
-    read_passages,
-    read_questions,
 )
+from memjax.data.documents.sources import open_documents
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
-from memjax.models.mplus.build import add_mplus
+from memjax.models.lora import Frozen
+from memjax.models.mplus import write as mplus_writing
+from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
+from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.finetune import finetune
+from memjax.training.finetune.mplus_presets import presets
+from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.run import later_stage, read_run
+from memjax.training.run_folder import CHECKPOINTS
+
+#: Characters of a passage that is cut from a book, about 400 tokens.
+PASSAGE = 1_700
 
 
-def load(config: Config) -> tuple[MPlus, Tokenizer, bool]:
-    """M+ with its backbone and tokenizer, and whether it has been trained."""
-    if config.model is not None:
-        return *load_trained("model", config.model), True
-    if config.backbone == "smollm2":
-        path = backbones.smollm2()
-    else:
-        path = Path(config.backbone)
-    found = finetune.load_backbone(path)
-    memory = SCALES[config.preset].memory
-    model = add_mplus(found.model, memory, key=jax.random.key(config.seed))
-    return model, found.tokenizer, False
+def stage(preset: str, number: int) -> MPlusStage:
+    """A stage of a preset of `memjax finetune`."""
+    found = presets()[f"{preset}-stage{number}"]
+    assert isinstance(found, MPlusStage)
+    return found
+
+
+#: Sizes that `memjax finetune mplus-smollm2-135m` trains.
+MEMORY: MPlusConfig = stage("mplus-smollm2-135m", 3).memory
 
 
 def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
-    """A fine-tuned M+ or MemoryLLM and its tokenizer; `name` is the option's."""
+    """A fine-tuned M+ or MemoryLLM and its tokenizer; `name` is the option's.
+
+    Raises:
+        ValueError: if the folder has another model.
+    """
     described, model = finetune.load_model(folder)
     if not isinstance(model, MPlus):
         raise ValueError(
@@ -50,49 +60,172 @@ def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
     return model, load_tokenizer(described.data.tokenizer)
 
 
-def load_memoryllm(folder: Path, tokenizer: Tokenizer) -> MPlus:
-    """A MemoryLLM that was trained itself.
+def load_facts_of(split: str) -> list[Question]:
+    """Facts of the "test" or "validation" split, which share no subject.
+
+    The training tasks of M+ state facts of the validation subjects with answers that
+    are drawn anew, so their own answers are not learned.
+    """
+    validation, test = split_facts(load_facts(), seed=FACTS_SEED)
+    return test if split == "test" else validation
+
+
+def passages() -> list[list[Passage]]:
+    """Text to inject, in groups: the first is used up before the next."""
+    return [load_passages(), book_passages()]
+
+
+def book_passages() -> list[Passage]:
+    """Whole paragraphs of the embedded books, some 400 tokens each."""
+    cut = []
+    for document in open_documents("embedded"):
+        if document.kind != "prose":
+            continue
+        passage = ""
+        for paragraph in document.text.split("\n\n"):
+            passage = f"{passage}\n\n{paragraph}" if passage else paragraph
+            if len(passage) >= PASSAGE:
+                cut.append(Passage(passage))
+                passage = ""
+    return cut
+
+
+def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
+    """M+ with the same parameters and another store.
+
+    Args:
+        model: with a store.
+        rows: M of the store; 0 leaves it.
+        retrieved: R of a read; 0 leaves it.
 
     Raises:
-        ValueError: if the folder has another model, or one of another tokenizer.
+        ValueError: as `MPlusConfig`, or for a model without a store.
     """
-    model, its_own = load_trained("memoryllm", folder)
-    if model.config.num_retrieved:
+    if not model.config.num_retrieved:
         raise ValueError(
-            f"memoryllm={str(folder)!r} must be a MemoryLLM, got an M+ with "
-            f"num_retrieved={model.config.num_retrieved}"
+            f"store={rows} and retrieved={retrieved} need a model with a store; it has "
+            "none"
         )
-    if its_own.digest != tokenizer.digest:
-        raise ValueError(
-            f"memoryllm={str(folder)!r} must have the tokenizer of the others, it has "
-            "another"
-        )
-    return model
+    old = model.config
+    return _with_config(
+        model,
+        store_size=rows or old.store_size,
+        num_retrieved=retrieved or old.num_retrieved,
+    )
 
 
-def with_options(config: Config, model: MPlus) -> MPlus:
-    """The model with the store, the reads and the retriever of the options."""
-    if config.store or config.retrieved:
-        model = variants.with_store(model, config.store, config.retrieved)
-    if config.retriever is not None:
-        model = retriever.read(model, config.retriever)
-    return model
+def without_store(model: MPlus) -> MPlus:
+    """MemoryLLM of the same parameters, with the store's bytes added to the pool.
 
-
-def facts_of(config: Config) -> list[Question]:
-    """The facts to draw from: those of the subjects that are not trained on, or others.
-
-    M+'s lessons state the facts of the training subjects with answers that are drawn
-    anew, so their own answers are not learned: settings are chosen by them.
+    The pool is the smallest that makes the state on the device as large as M+'s.
     """
-    if config.facts is not None:
-        return read_questions(config.facts)
-    trained, others = split_facts(load_facts(), seed=FACTS_SEED)
-    return others if config.split == "test" else trained
+    chunk, pool = model.config.num_memory_tokens, model.config.pool_size
+
+    def sized(pool: int) -> tuple[MPlus, int]:
+        made = _with_config(model, num_retrieved=0, pool_size=pool)
+        return made, LatentMemory(made).state_bytes().device
+
+    _, least = sized(pool)
+    each = sized(pool + chunk)[1] - least
+    more = -(-(LatentMemory(model).state_bytes().device - least) // each)
+    return sized(pool + max(0, more) * chunk)[0]
 
 
-def passages(config: Config) -> list[list[Passage]]:
-    """Text to inject, in groups: the first is used up before the next."""
-    if config.passages is not None:
-        return [read_passages(config.passages)]
-    return [load_passages(), book_passages()]
+def with_attention_retrieval(model: MPlus) -> MPlus:
+    """M+-Attn of the same parameters: attention scores replace the retriever.
+
+    The store is on the device, where every token searches it. Memory tokens that come
+    from a checkpoint become keys and values.
+
+    Raises:
+        ValueError: if the model has no retriever, or the program's legacy store.
+    """
+    if not model.config.has_retriever:
+        raise ValueError(
+            "model must have a learned retriever, got "
+            f"num_retrieved={model.config.num_retrieved}, "
+            f"retrieval={model.config.retrieval!r}"
+        )
+    rebuilt = _with_config(
+        model,
+        retrieval="attention",
+        retrieval_source="prefix",
+        store_memory="device",
+    )
+    initial = rebuilt.initial
+    if initial is None or initial.rows is None or initial.born is None:
+        return rebuilt
+    rows, born = initial.rows.get_value(), initial.born.get_value()
+    layers = [
+        mplus_writing.stored(rebuilt.weights, i, rows[i][None], born[i][None])
+        for i in range(rebuilt.layers)
+    ]
+    values, keys = (
+        Frozen(jnp.concatenate([getattr(layer, part) for layer in layers]))
+        for part in ("rows", "keys")
+    )
+    return MPlus(rebuilt.weights, initial._replace(rows=values, keys=keys))
+
+
+def _with_config(model: MPlus, **changes: Any) -> MPlus:
+    return model.replace(config=dataclasses.replace(model.config, **changes))
+
+
+def recipe(folder: Path) -> list[dict[str, Any]]:
+    """The trainings of a run of M+ or MemoryLLM, one a stage, as JSON.
+
+    Earlier stages are in the sibling folders, where the run began with one.
+
+    Raises:
+        ValueError: if the folder is no such run, or has no checkpoint.
+    """
+    last = later_stage(folder) or folder
+    order = ("stage1", "stage2", "stage3")
+    # A stage that began with another names it by a digest alone.
+    began = bool(read_run(last).start_digest) and last.name in order
+    names = order[: order.index(last.name)] if began else ()
+    before = [last.parent / name for name in names]
+    return [_training(x) for x in (*(x for x in before if x.is_dir()), last)]
+
+
+def _training(folder: AnyPath) -> dict[str, Any]:
+    run = read_run(folder)
+    stage = run.config
+    if not isinstance(stage, MPlusStage):
+        raise ValueError(
+            f"{folder} must be a run of M+ or MemoryLLM, got one of {stage.memory_name}"
+        )
+    steps = open_folder(folder / CHECKPOINTS).steps()
+    if not steps:
+        raise ValueError(f"{folder} has no checkpoint yet")
+    updates, rows = max(steps), stage.data.batch_size
+    return {
+        "trained": "M+" if stage.memory.num_retrieved else "MemoryLLM",
+        "stage": folder.name if run.start_digest or folder.name == "stage1" else "",
+        "updates": updates,
+        "of_updates": stage.loop.steps,
+        "texts_an_update": rows,
+        "target_tokens": updates * rows * stage.tasks.target,
+        "learning_rate": stage.optimizer.learning_rate,
+        "retriever_rate": stage.retriever_rate,
+        "retriever_documents": stage.retriever_documents,
+        "lora_rank": stage.memory.rank,
+        "lora_alpha": stage.memory.alpha,
+        "tasks_ask": stage.tasks.ask,
+        "source": stage.data.source,
+        "seed": stage.seed,
+        "backbone": Path(run.origin).name,
+    }
+
+
+def recipe_text(stages: Sequence[dict[str, Any]]) -> str:
+    """A recipe for a caption: model, updates, learning rate and seed."""
+    found = []
+    for stage in stages:
+        name = " ".join(filter(None, (stage["trained"], stage["stage"])))
+        found.append(
+            f"{name} {stage['updates']} updates of {stage['texts_an_update']} texts, "
+            f"learning rate {stage['learning_rate']:g}, "
+            f"LoRA rank {stage['lora_rank']}, seed {stage['seed']}"
+        )
+    return "; ".join(found)

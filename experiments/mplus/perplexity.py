@@ -1,219 +1,436 @@
-"""Does a text's memory lower the perplexity of what follows, and after which training?
+"""Perplexity of a text's continuation, by the number of tokens injected before it.
 
-    python -m experiments.mplus.perplexity
-    python -m experiments.mplus.perplexity --stage1 RUN/stage1 --stage2 RUN/stage2 \\
-        --stage3 RUN/stage3
+    python -m experiments.mplus.perplexity --stage2 RUN --stage3 RUN
 
-From each held-out document the chunks before a certain position are injected: none, a
-few or many. Then a short prompt is read with that memory, and the tokens after it are
-scored. The scored tokens are the same however much was injected (M+, Figure 4, which
-compares its three stages of training). Beside the trained models stand the untrained
-M+ and the backbone: told nothing; with full attention; with a window and sinks of as
-many bytes as M+ keeps of the longest text, on device and host; and given the last
-tokens again, as many as M+ sees memory tokens. With `--tuned` the backbone has adapters
-that were trained on M+'s lessons (`tuned/tuning.py`) and stands there twice.
+Question: does a memory of the earlier text lower perplexity, and after which stage of
+training? (M+, Figure 4, which compares its three stages.)
+Rows: MemoryLLM and M+ after training, M+ before it, and the backbone: without earlier
+text, with full attention, with a window of as many bytes as M+'s state after the
+longest text, and with as many re-read tokens as M+ reads memory tokens; with `--tuned`
+the backbone's rows also with adapters that were trained on M+'s tasks.
+Columns: perplexity of the same tokens after 0, 1, ... chunks of the same document; the
+state's size. Loss reductions in the file are paired by text.
+Not shown: documents longer than the store; the published program's scores, in which the
+scored tokens take part in the retrieval. Here only the prompt before them does.
 
-The prompt chooses the rows of the long-term store. In the published program the scored
-tokens take part in the choice; that variant is reported too, as "LEAKING".
-
-Gains are paired by text, against the same model without anything injected.
+Shapes: N texts, n numbers of chunks, P tokens of the prompt, T of prompt and targets.
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
-from jaxtyping import Float64
+from flax import nnx
+from jaxtyping import Float32, Float64, Int32
 
-from experiments.lab.results import figure, settings, show, write_report
-from experiments.mplus import adapters as tuning
-from experiments.mplus import scores
-from experiments.mplus.perplexity_rows import (
-    STAGES,
-    Config,
-    Row,
-    build,
-    chunk_size,
-    with_memory,
+from experiments.lab import backbones
+from experiments.lab.baselines import equal_window
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    figure,
+    number,
+    settings,
+    show,
+    table,
+    thousands,
+    write_report,
 )
-from experiments.mplus.recipe import recipe
-from experiments.mplus.scores import Excerpt
-from memjax.data import load_tokens
-from memjax.evaluation.drawing import source_of
+from experiments.mplus import adapters, models
+from experiments.mplus.methods import SINKS, LatentMemory, Method, Reader, StateBytes
+from memjax.checks import check_sizes
+from memjax.data import Split, TokenisedDocument, load_tokens
+from memjax.evaluation.drawing import drawing, source_of
 from memjax.evaluation.statistics import paired
+from memjax.models import LanguageModel
+from memjax.models.language_model.windowed import limit_attention, set_capacity
+from memjax.models.loss import target_nll
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.read import ReadOptions, read_closed
+from memjax.training.finetune import finetune
 
-LEAKING = "LEAKING: scored tokens choose"
+STAGES = {
+    "stage1": "MemoryLLM, stage 1",
+    "stage2": "MemoryLLM, stage 2",
+    "stage3": "M+, stage 3",
+}
+#: The lines of the plot.
+PLOTTED = (
+    *("MemoryLLM, stage 2", "M+, stage 3", "M+, untrained"),
+    *("backbone, told nothing", "backbone, full attention"),
+    "backbone, the last 1,024 tokens read again",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings; the defaults take some 10 minutes with three stages.
+
+    Attributes:
+        stage1: run folder of a MemoryLLM.
+        stage2: of another.
+        stage3: of an M+.
+        tuned: folder of adapters, as `experiments.mplus.retention` trains them.
+        backbone: "smollm2", or a model as `memjax finetune` takes it.
+        chunks: numbers of chunks that are injected, rising from 0.
+        chunk: tokens of a chunk, a multiple of the memories'.
+        texts: scored, a multiple of `batch`.
+        batch: texts side by side.
+        prompt: P, which is not scored.
+        scored: tokens of each text that are.
+        source: documents, as `memjax train` takes them.
+        split: of the documents.
+        seed: of untrained parameters.
+        output: where .json and .png go, without the ending.
+    """
+
+    stage1: Path | None = None
+    stage2: Path | None = None
+    stage3: Path | None = None
+    tuned: Path | None = None
+    backbone: str = "smollm2"
+    chunks: tuple[int, ...] = (0, 1, 2, 4, 8, 16)
+    chunk: int = 256
+    texts: int = 8
+    batch: int = 4
+    prompt: int = 32
+    scored: int = 224
+    source: str = "embedded"
+    split: Split = "test"
+    seed: int = 0
+    output: Path = RESULTS / "mplus" / "perplexity"
+
+    def __post_init__(self):
+        names = ("chunk", "texts", "batch", "prompt", "scored")
+        check_sizes(**{name: getattr(self, name) for name in names})
+        if self.texts % self.batch:
+            raise ValueError(
+                f"texts must be a multiple of batch={self.batch}, got {self.texts}"
+            )
+        if list(self.chunks) != sorted({0, *self.chunks}):
+            raise ValueError(f"chunks must rise from 0, got {self.chunks}")
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The stages that are given."""
+        given = {name: getattr(self, name) for name in STAGES}
+        return {name: folder for name, folder in given.items() if folder is not None}
+
+    @property
+    def longest(self) -> int:
+        """Tokens that are injected at most."""
+        return self.chunks[-1] * self.chunk
+
+
+class Row(NamedTuple):
+    """A model, and how its memory is filled.
+
+    Attributes:
+        model: that is scored.
+        method: that injects.
+        state: size after the longest text.
+        last: the most tokens that are injected; None is all.
+    """
+
+    model: LanguageModel | MPlus
+    method: Method
+    state: StateBytes
+    last: int | None = None
+
+
+class Excerpt(NamedTuple):
+    """A part of a document."""
+
+    name: str
+    tokens: Int32[np.ndarray, " T"]
+
+
 #: Mean nats of each text, for every number of chunks.
 Nats = Float64[np.ndarray, "n N"]
 
 
 def main(config: Config) -> None:
     """Injects into and scores every model; prints, plots and writes the results."""
-    models = scores.load(config.folders, config.backbone, config.run_dir)
-    memories = with_memory(config, models)
-    chunk = chunk_size(config, memories)
-    rows = build(config, models.backbone, memories, chunk)
-    length = config.told[-1] * chunk + config.prompt + config.scored
-    documents = load_tokens(config.source, models.tokenizer, config.split)
-    texts = scores.excerpts(documents, config.texts, length)
+    found = finetune.load_backbone(backbones.located(config.backbone))
+    backbone, tokenizer = found.model, found.tokenizer
+    memories = load_memories(config, backbone)
+    rows = build(config, backbone, memories)
+    documents = load_tokens(config.source, tokenizer, config.split)
+    length = config.longest + config.prompt + config.scored
+    texts = excerpts(documents, config.texts, length)
     nats: dict[str, Nats] = {}
     seconds = {}
     for name, row in rows.items():
         began = time.monotonic()
-        found = score(config, row, texts, chunk)
+        nats[name] = score(config, row, texts)
         seconds[name] = time.monotonic() - began
-        nats |= {f"{name}, {LEAKING}" if leaks else name: x for leaks, x in found}
-        curve = [f"{math.exp(value):.2f}" for value in nats[name].mean(axis=1)]
-        print(f"{name}: {' '.join(curve)} ({seconds[name]:.0f} s)", flush=True)
-    report(config, memories, texts, chunk, nats, rows, seconds)
+        curve = " ".join(f"{math.exp(value):.2f}" for value in nats[name].mean(axis=1))
+        print(f"{name}: {curve} ({seconds[name]:.0f} s)", flush=True)
+    recipes = {STAGES[name]: models.recipe(x) for name, x in config.folders.items()}
+    if config.tuned is not None:
+        recipes["tuned"] = adapters.recipe(config.tuned)
+    result = write_report(
+        config.output,
+        "does a text's memory lower the perplexity of what follows?",
+        settings(config),
+        {
+            "memories": {n: dataclasses.asdict(x.config) for n, x in memories.items()},
+            "recipes": recipes,
+            "kept_bytes": {name: row.state._asdict() for name, row in rows.items()},
+            "tokens_told": [count * config.chunk for count in config.chunks],
+            "documents": [text.name for text in texts],
+            "perplexity": {n: np.exp(x.mean(axis=1)).tolist() for n, x in nats.items()},
+            "saved_nats": compare(config, nats),
+            "nats_by_text": {name: x.tolist() for name, x in nats.items()},
+            "seconds": seconds,
+        },
+    )
+    plot(result, Path(f"{config.output}.png"))
+    columns = [f"{count:,}" for count in result["tokens_told"]]
+    show("Perplexity after so many tokens", columns, result["perplexity"])
 
 
-def score(
-    config: Config, row: Row, texts: Sequence[Excerpt], chunk: int
-) -> list[tuple[bool, Nats]]:
-    """Nats of a row, and where it has a store also those of the leaking way.
+def load_memories(config: Config, backbone: LanguageModel) -> dict[str, MPlus]:
+    """The trained models and an untrained M+ of the same sizes, by name.
 
-    Returns:
-        Pairs of whether it leaks and the nats.
+    Their backbone is the same object.
+
+    Raises:
+        ValueError: if a folder has no such model, or one of another backbone.
     """
-    ways = (False, True) if row.leaks else (False,)
-    found = np.zeros((len(ways), len(config.told), len(texts)))
+    digest, trained = finetune.digest(backbone), {}
+    for name, folder in config.folders.items():
+        model, _ = models.load_trained(name, folder)
+        if finetune.digest(model.backbone) != digest:
+            raise ValueError(
+                f"{name}={str(folder)!r} must have the backbone {config.backbone!r}, "
+                "it has another"
+            )
+        if bool(model.config.num_retrieved) != (name == "stage3"):
+            raise ValueError(
+                f"{name} must be a folder of "
+                f"{'M+' if name == 'stage3' else 'MemoryLLM'}, got one with "
+                f"num_retrieved={model.config.num_retrieved}"
+            )
+        if config.chunk % model.config.chunk_size:
+            raise ValueError(
+                f"chunk must be a multiple of every memory's, so that every token is "
+                f"written; that of {name} is {model.config.chunk_size}, "
+                f"got {config.chunk}"
+            )
+        trained[STAGES[name]] = model.replace(backbone=backbone)
+    last = trained.get(STAGES["stage3"])
+    sizes = models.MEMORY if last is None else last.config
+    untrained = add_mplus(backbone, sizes, key=jax.random.key(config.seed))
+    return trained | {"M+, untrained": untrained}
+
+
+def build(
+    config: Config, backbone: LanguageModel, memories: Mapping[str, MPlus]
+) -> dict[str, Row]:
+    """All rows by name."""
+    rows, sizes = {}, []
+    for name, model in memories.items():
+        method = LatentMemory(with_room(model, config.longest))
+        rows[name] = Row(method.model, method, method.state_bytes())
+        sizes.append(model.config.pool_size + model.config.num_retrieved)
+    size = max(row.state.total for row in rows.values())
+    window = equal_window(backbone, size) - SINKS
+    # As many tokens as the memories read memory tokens, in whole chunks.
+    last = max(sizes) // config.chunk * config.chunk
+    models_of_backbone = {"": backbone}
+    if config.tuned is not None:
+        models_of_backbone[", tuned"] = adapters.load(config.tuned, backbone)
+    for tuned, model in models_of_backbone.items():
+        whole = set_capacity(model, config.longest + config.prompt + config.scored)
+        reader = Reader(whole, config.chunk)
+        sliding = Reader(limit_attention(model, window, SINKS), config.chunk)
+        text = StateBytes(0, 4 * min(last, config.longest))
+        label = f"backbone, window of {window:,} tokens and {SINKS} sinks"
+        rows |= {
+            f"backbone, told nothing{tuned}": Row(whole, reader, StateBytes(0, 0), 0),
+            f"backbone, full attention{tuned}": Row(
+                whole, reader, reader.state_bytes(config.longest)
+            ),
+            f"{label}{tuned}": Row(
+                sliding.model, sliding, sliding.state_bytes(config.longest)
+            ),
+            f"backbone, the last {last:,} tokens read again{tuned}": Row(
+                whole, reader, text, last
+            ),
+        }
+    return rows
+
+
+def with_room(model: MPlus, tokens: int) -> MPlus:
+    """The same model with no larger a store than a text of so many tokens needs.
+
+    No memory token leaves it that would have stayed in a larger one. Memory that a
+    checkpoint brings leaves the store as it is.
+    """
+    config = model.config
+    if not config.num_retrieved or model.initial is not None:
+        return model
+    made = tokens // config.chunk_size * config.num_memory_tokens
+    rows = max(made - config.pool_size, config.min_store_size)
+    return models.with_store(model, min(config.store_size, rows))
+
+
+def excerpts(
+    documents: Sequence[TokenisedDocument], count: int, length: int
+) -> list[Excerpt]:
+    """Parts of documents in turn, which do not overlap.
+
+    A document is cut into equal stretches, one for each part that is taken of it; a
+    part is the end of a stretch, so that none begins with a title page.
+
+    Args:
+        documents: to take from; those with fewer than `length` tokens give none.
+        count: how many, at least 1.
+        length: tokens of each, at least 1.
+
+    Raises:
+        ValueError: if the documents have fewer.
+    """
+    room = [len(document.tokens) // length for document in documents]
+    if sum(room) < count:
+        raise ValueError(
+            f"texts must be at most {sum(room)} of {length} tokens from these "
+            f"documents, got {count}"
+        )
+    taken, order = [0] * len(room), []
+    while len(order) < count:
+        for i in range(len(room)):
+            if taken[i] < room[i] and len(order) < count:
+                order.append((i, taken[i]))
+                taken[i] += 1
+    parts = []
+    for i, turn in order:
+        document = documents[i]
+        end = (turn + 1) * (len(document.tokens) // taken[i])
+        tokens = np.asarray(document.tokens[end - length : end])
+        parts.append(Excerpt(document.name, tokens))
+    return parts
+
+
+def score(config: Config, row: Row, texts: Sequence[Excerpt]) -> Nats:
+    """Nats of a row: the last chunks are injected, the same tokens scored."""
+    found = np.zeros((len(config.chunks), len(texts)))
     tokens = np.stack([text.tokens for text in texts])
-    injected = tokens.shape[1] - config.prompt - config.scored
+    end = tokens.shape[1] - config.prompt - config.scored
     for start in range(0, len(texts), config.batch):
         batch = slice(start, start + config.batch)
-        for i, count in enumerate(config.told):
-            told = count * chunk if row.last is None else min(count * chunk, row.last)
-            if i and not told:
-                found[:, i, batch] = found[:, 0, batch]
+        for i, count in enumerate(config.chunks):
+            injected = count * config.chunk
+            if row.last is not None:
+                injected = min(injected, row.last)
+            if i and not injected:
+                found[i, batch] = found[0, batch]
                 continue
             memory = row.method.start(config.batch)
-            for at in range(injected - told, injected, chunk):
-                memory = row.method.inject(memory, tokens[batch, at : at + chunk])
-            for way, leaks in enumerate(ways):
-                if leaks and not np.any(memory.store.num_valid):
-                    # There is nothing to choose from.
-                    found[way, i, batch] = found[0, i, batch]
-                    continue
-                nats = scores.losses(
-                    row.model,
-                    memory,
-                    tokens[batch, injected:],
-                    config.prompt,
-                    leaks=leaks,
-                )
-                found[way, i, batch] = nats.mean(axis=1, dtype=np.float64)
-    return list(zip(ways, found, strict=True))
+            for at in range(end - injected, end, config.chunk):
+                chunk = tokens[batch, at : at + config.chunk]
+                memory = row.method.inject(memory, chunk)
+            nats = losses(row.model, memory, tokens[batch, end:], config.prompt)
+            found[i, batch] = nats.mean(axis=1, dtype=np.float64)
+    return found
+
+
+def losses(
+    model: LanguageModel | MPlus,
+    memory: Any,
+    tokens: Int32[np.ndarray, "B T"],
+    prompt: int,
+) -> Float32[np.ndarray, "B T_P"]:
+    """Nats of the tokens after the prompt; the memory is not changed.
+
+    Args:
+        model: of the memory.
+        memory: its state; of M+ without an open chunk.
+        tokens: the prompt and the targets.
+        prompt: P in [1, T); of M+ the first P tokens alone select what is retrieved.
+    """
+    given = (memory, jnp.asarray(tokens), prompt)
+    return np.asarray(_losses(*nnx.split(model), *given))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _losses(graph, params, memory, tokens, prompt):
+    model = nnx.merge(graph, params)
+    inputs, targets = tokens[:, :-1], tokens[:, prompt:]
+    if isinstance(model, MPlus):
+        options = ReadOptions(prompt_length=prompt)
+        _, features, _ = read_closed(model.weights, memory, inputs, options)
+    else:
+        _, features = model.features(memory, inputs)
+    scored = features[:, prompt - 1 :]
+    return target_nll(model.logits, scored, targets, model.vocab_size)
 
 
 def compare(
     config: Config, nats: Mapping[str, Nats]
 ) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """What each row saves, in nats a token, for every number of chunks.
+    """Loss reductions of each row, in nats a token, for every number of chunks.
 
-    Each row is compared with the same model without anything injected, with the
-    backbone's rows, and with the stage before; a leaking row also with the same row
-    that does not leak.
+    Against the same model without anything injected, the backbone's rows, and the stage
+    before.
     """
     stages = [STAGES[name] for name in config.folders]
-    saved = {}
+    found = {}
     for name, own in nats.items():
         base = {"told nothing": np.broadcast_to(own[:1], own.shape)}
-        base |= {
-            other: x
-            for other, x in nats.items()
-            if other.startswith("backbone") and other != name
-        }
+        for other, x in nats.items():
+            if other.startswith("backbone") and other != name:
+                base[other] = x
         if name in stages[1:]:
             before = stages[stages.index(name) - 1]
             base[before] = nats[before]
-        if name.endswith(LEAKING):
-            honest = name.removesuffix(f", {LEAKING}")
-            base[honest] = nats[honest]
-        saved[name] = {
+        found[name] = {
             against: [paired(a, b)._asdict() for a, b in zip(x, own, strict=True)]
             for against, x in base.items()
         }
-    return saved
-
-
-def recipes(config: Config) -> dict[str, list[dict[str, Any]]]:
-    """How what was trained was trained, by the name of its rows."""
-    found = {STAGES[name]: recipe(folder) for name, folder in config.folders.items()}
-    if config.tuned is not None:
-        found["tuned"] = tuning.recipe(config.tuned)
     return found
-
-
-def report(
-    config: Config,
-    memories: Mapping[str, MPlus],
-    texts: Sequence[Excerpt],
-    chunk: int,
-    nats: Mapping[str, Nats],
-    rows: Mapping[str, Row],
-    seconds: Mapping[str, float],
-) -> None:
-    """Writes, draws and prints."""
-    tokens = [count * chunk for count in config.told]
-    saved = compare(config, nats)
-    curves = {name: np.exp(x.mean(axis=1)).tolist() for name, x in nats.items()}
-    question = "does a text's memory lower the perplexity of what follows?"
-    results = {
-        "memories": {
-            name: dataclasses.asdict(x.config) for name, x in memories.items()
-        },
-        "recipes": recipes(config),
-        "kept_bytes": {
-            name: row.kept and row.kept._asdict() for name, row in rows.items()
-        },
-        "tokens_told": tokens,
-        "documents": [text.name for text in texts],
-        "leaking": [name for name in nats if name.endswith(LEAKING)],
-        "perplexity": curves,
-        "saved_nats": saved,
-        "nats_by_text": {name: x.tolist() for name, x in nats.items()},
-        "seconds": seconds,
-    }
-    result = write_report(config.output, question, settings(config), results)
-    plot(result, Path(f"{config.output}.png"))
-    title = f"{config.scored} tokens of each of {config.texts} held-out texts"
-    by_injecting = {name: parts["told nothing"] for name, parts in saved.items()}
-    columns = [f"{count:,}" for count in tokens]
-    show(f"Perplexity after so many injected tokens; {title}", columns, curves)
-    show(
-        "Nats saved by injecting, and half of the 95% interval",
-        columns,
-        {
-            label: values
-            for name, found in by_injecting.items()
-            for label, values in (
-                (name, [x["mean"] for x in found]),
-                (f"{name} ±", [x["high"] - x["mean"] for x in found]),
-            )
-        },
-    )
 
 
 @figure("mplus/perplexity")
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draws a result: perplexity by what was injected, and what injecting saves."""
-    config, saved = result["config"], result["saved_nats"]
-    scores.plot(
-        result["perplexity"],
-        {name: parts["told nothing"] for name, parts in saved.items()},
-        result["tokens_told"],
-        path,
-        title=f"{config['scored']} tokens of each of {config['texts']} held-out texts",
-        dotted=result["leaking"],
-        source=source_of(result),
-    )
+    """Draws perplexity by the number of injected tokens, for some rows."""
+    config, tokens = result["config"], result["tokens_told"]
+    places = np.arange(len(tokens))
+    title = f"{config['scored']} tokens of each of {config['texts']} held-out texts"
+    with drawing(path, title=title, source=source_of(result)) as drawn:
+        axes = drawn.grid[0, 0]
+        shown = [name for name in PLOTTED if name in result["perplexity"]]
+        for i, name in enumerate(shown or result["perplexity"]):
+            drawn.line(axes, places, result["perplexity"][name], name, i)
+        axes.set_xticks(places, [f"{count:,}" for count in tokens])
+        axes.set(xlabel="tokens injected before", ylabel="perplexity")
+
+
+@table("mplus/perplexity")
+def perplexity(result: dict[str, Any]) -> Rows:
+    """Perplexity by row and number of injected tokens."""
+    for name, values in result["perplexity"].items():
+        # An earlier version also scored with retrieval by the targets.
+        if name in result.get("leaking", ()):
+            continue
+        kept = result["kept_bytes"][name]
+        size = (kept["device"] + kept["host"]) / 1e6
+        cells = {"PPL": name, "state, MB": number(size, 2 if size and size < 1 else 0)}
+        for count, value in zip(result["tokens_told"], values, strict=True):
+            cells[f"after {thousands(count)}"] = number(value, 2)
+        yield cells
+    for name, stages in result["recipes"].items():
+        yield f"{name}: {models.recipe_text(stages)}"
 
 
 if __name__ == "__main__":

@@ -4,15 +4,12 @@
     python -m experiments.mplus.retriever --model RUN --output fitted.safetensors \\
         --start model --documents 256 --steps 500
 
-"similarity" fits queries and keys so that a query finds rows that resemble its tokens.
-Thirty documents are enough for that. `--steps` trains the retriever further. The
-backbone and the retriever do not train each other. So the backbone reads each document
-once, and the retriever's loss is taken many times: each document's rows against those
-of all others of a batch (`memjax/training/mplus/retriever_fit.py`). That finds more
-rows of a document, but fewer of those that hold the answer.
-
-The documents are those that the run trained on. The result is given to `--retriever`
-of `experiments.mplus.retrieval_quality` and `experiments.mplus.retention`.
+"similarity" fits queries and keys so that a query retrieves rows that resemble its
+tokens; thirty documents are enough. `--steps` trains the retriever further: the
+backbone reads each document once, and the retriever's loss is taken many times, of each
+document's rows against those of all others of a batch
+(`memjax/training/mplus/retriever_fit.py`). That retrieves more rows of a document, but
+fewer of those that hold the answer. The documents are those of the run's training.
 """
 
 import dataclasses

@@ -1,9 +1,8 @@
-"""Samples of knowledge retention: a fact, chunks of other text, a question.
+"""Samples of injected text: the context of a fact, chunks of other text, a question.
 
-A sample is a fact's context, then chunks of passages that name neither its subject nor
-its answer. All chunks have the same number of tokens; where the context is shorter,
-other text stands before it. Samples of a batch have questions of one length, so that
-nothing is padded.
+The other text names neither the fact's subject nor its answer. All chunks have the same
+number of tokens; a shorter context is preceded by other text. Samples of a batch have
+questions of one length, so that nothing is padded.
 
 Shapes: B batch, I chunks, C tokens of a chunk, P tokens of a question.
 """
@@ -18,10 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from memjax.data import Passage, Question, Tokenizer, pick_facts, unrelated
-from memjax.data.documents.sources import open_documents
 
-# Characters of a passage that is cut from a book, about 400 tokens.
-PASSAGE = 1_700
 # After the full stop and before the space, because a token begins with its space.
 _ENDS = re.compile(r"(?<=[.!?])(?=\s)")
 
@@ -118,21 +114,6 @@ def samples_of(
         _batch(facts[i : i + batch], passages, encode, sizes, seed)
         for i in range(0, len(facts), batch)
     ]
-
-
-def book_passages() -> list[Passage]:
-    """Whole paragraphs of the embedded books, some 400 tokens each."""
-    cut = []
-    for document in open_documents("embedded"):
-        if document.kind != "prose":
-            continue
-        passage = ""
-        for paragraph in document.text.split("\n\n"):
-            passage = f"{passage}\n\n{paragraph}" if passage else paragraph
-            if len(passage) >= PASSAGE:
-                cut.append(Passage(passage))
-                passage = ""
-    return cut
 
 
 def _in_rounds(facts: Sequence[Question], seed: int) -> list[Question]:

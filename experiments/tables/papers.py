@@ -7,7 +7,7 @@
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
 from experiments.lab.intervals import format_interval
 from experiments.memories.books_models import MEMORY
-from experiments.mplus.retention import recorded
+from experiments.mplus import answers
 from experiments.tables.table import (
     Table,
     Tables,
@@ -115,7 +115,7 @@ def _hmt() -> list[str]:
 
 def _mplus() -> list[str]:
     result = load("mplus/retention")
-    found = recorded.by_method(result)
+    found = answers.by_method(result)
     right = lambda name: number(found[name]["after"][-1]["accuracy"], 2)
     longest = f"{result['distances'][-1]:,}"
     fast = load("mplus/speed")["rounds"][0]["implementations"]["ours"]["inject"]

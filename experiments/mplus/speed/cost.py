@@ -34,7 +34,8 @@ from experiments.hmt import scores as hmt_scores
 from experiments.hmt.speed.operations import Size
 from experiments.lab.measure import tree_bytes
 from experiments.lab.results import RESULTS, settings, write_report
-from experiments.mplus.retention import variants
+from experiments.mplus import models
+from experiments.mplus.methods import LatentMemory
 from experiments.mplus.speed import cost_report, operations
 from experiments.mplus.speed.cost_programs import BACKBONE, MEMORY, compile_programs
 from memjax.models import LanguageModel, ModelConfig
@@ -251,7 +252,7 @@ def build_memory(config: Config, kind: Kind) -> MPlus:
         pool_memory="host" if kind.endswith("(offload)") else "device",
     )
     memory = add_mplus(backbone, sizes, key=jax.random.key(1))
-    return variants.without_store(memory) if "MemoryLLM" in kind else memory
+    return models.without_store(memory) if "MemoryLLM" in kind else memory
 
 
 def build_backbone(config: Config, kind: Kind, length: int) -> LanguageModel:
@@ -259,7 +260,7 @@ def build_backbone(config: Config, kind: Kind, length: int) -> LanguageModel:
     backbone = LanguageModel(config.backbone, key=jax.random.key(0))
     if kind == "full attention":
         return set_capacity(backbone, length + config.prompt + config.answer)
-    size = variants.device_bytes(build_memory(config, "M+"))
+    size = LatentMemory(build_memory(config, "M+")).state_bytes().device
     return limit_attention(backbone, hmt_scores.equal_window(backbone, size))
 
 

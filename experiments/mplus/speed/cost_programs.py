@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.mplus import memories as methods
+from experiments.mplus import methods
 from memjax.models import LanguageModel
 from memjax.models.mplus.model import MPlus
 

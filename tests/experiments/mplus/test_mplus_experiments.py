@@ -1,9 +1,7 @@
-"""What M+ costs and what it retrieves: counted otherwise, and both programs whole."""
+"""The cost of M+: formulas against XLA's counts, and the program whole."""
 
 import dataclasses
-import functools
 import json
-import math
 from typing import Any, get_args
 
 import jax
@@ -12,224 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.hmt import common
-from experiments.mplus import retrieval, retrieval_quality
-from experiments.mplus.memories import LatentMemory, Reader
-from experiments.mplus.retention.variants import without_store
-from experiments.mplus.samples import make_samples
+from experiments.mplus.methods import Reader
 from experiments.mplus.speed import cost, cost_programs, operations
-from memjax.data import Passage, Question, load_tokenizer
-from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.mplus.build import add_mplus
-from memjax.models.mplus.checkpoints.checkpoint import save_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions, read_closed
-from tests.tiny import drawn
-
-BYTES = load_tokenizer("bytes")
-C, K = 48, 8
-CONFIG = ModelConfig(
-    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=400),),
-    num_layers=2,
-    vocab_size=256,
-    model_dim=16,
-    hidden_dim=16,
-    dtype="float32",
-    remat=False,
-)
-MEMORY = MPlusConfig(
-    num_memory_tokens=K,
-    pool_size=16,
-    chunk_size=C,
-    num_retrieved=8,
-    store_size=32,
-    key_dim=4,
-    rank=2,
-)
-
-
-@functools.cache
-def tiny_backbone():
-    return drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
-
-
-@functools.cache
-def tiny_memory():
-    backbone = tiny_backbone()
-    return drawn(lambda: add_mplus(backbone, MEMORY, key=jax.random.key(1)))
-
-
-FACTS = [
-    Question(f"River {i} is {i * 37:03}.", f"River {i} is", f"{i * 37:03}", "", f"r{i}")
-    for i in range(6)
-]
-PASSAGES = [[Passage(letter * 90) for letter in "abcdefgh"]]
-
-
-def samples(pieces):
-    sizes: dict[str, Any] = dict(samples=4, batch=2, num_chunks=pieces, chunk=C, seed=0)
-    return make_samples(FACTS, PASSAGES, BYTES, **sizes)
-
-
-@pytest.mark.slow
-def test_rows_of_the_context_are_found_by_their_values():
-    """The count goes by birth; here by what `compress` made of the context."""
-    batch, after = samples(6)[0], (0, 2, 4, 6)
-    found = retrieval.inject_and_count(tiny_memory(), batch, after)
-    method = LatentMemory(tiny_memory())
-    compress = jax.jit(tiny_memory().compress)
-    model = tiny_memory()
-    whole = ReadOptions(prompt_length=batch.prompts.shape[1])
-    choose = jax.jit(lambda *given: model.trace_read(*given, whole)[1].chosen)
-    made = np.asarray(compress(method.start(2), jnp.asarray(batch.context)))
-    state, seen = method.start(2), 0
-    for count, piece in enumerate([batch.context, *batch.chunks]):
-        state = method.inject(state, piece)
-        if count not in after:
-            continue
-        places = np.asarray(choose(state, jnp.asarray(batch.prompts)))
-        for row in range(2):
-            held = int(state.store.num_valid[row])
-            assert found[count].held[row] == held == min(max(0, count - 1) * K, 32)
-            for layer in range(2):
-                own = {vector.tobytes() for vector in made[row, layer]}
-                among = lambda rows, own=own: sum(
-                    np.asarray(x).tobytes() in own for x in rows
-                )
-                stored = state.store.layers[layer].rows[row, :held]
-                chosen = [i for i in places[layer, row] if i < held]
-                counts = (
-                    among(state.pool[row, layer]),
-                    among(stored),
-                    among(np.asarray(stored)[chosen]) if held else 0,
-                )
-                ours = (part[row, layer] for part in found[count][:3])
-                assert counts == tuple(int(x) for x in ours)
-                seen += counts[2]
-    assert (found[0].pool == K).all() and (found[0].store == 0).all()
-    assert seen > 0 and (found[4].store > found[4].retrieved).any()
-    # The oldest rows have left the full store.
-    assert (found[6].store < found[4].store).any()
-
-
-@pytest.mark.slow
-def test_rows_of_the_answer_are_those_of_its_tokens():
-    """A chunk's last tokens have a row each, in the order of the tokens."""
-    batch, model = samples(6)[0], tiny_memory()
-    for begin, end, rows in ((C - K, C, 8), (C - 3, C, 3), (0, C - K, 0), (41, 44, 3)):
-        placed = batch._replace(answers=np.array([[begin, end]] * 2))
-        found = retrieval.inject_and_count(model, placed, (5,))[5]
-        assert (found.store == K).any() and (found.answer_store <= rows).all()
-        full = found.store == K
-        assert (found.answer_store[full] == rows).all()
-        assert (found.answer_retrieved <= found.retrieved).all()
-        if rows == K:
-            np.testing.assert_array_equal(found.answer_retrieved, found.retrieved)
-
-
-def test_shares_are_of_the_rows_in_the_store():
-    found = [
-        retrieval.Found(
-            pool=jnp.array([[4, 2]]),
-            store=jnp.array([[4, 6]]),
-            retrieved=jnp.array([[2, 1]]),
-            answer_store=jnp.array([[1, 3]]),
-            answer_retrieved=jnp.array([[1, 1]]),
-            held=jnp.array([16]),
-        ),
-        retrieval.Found(
-            pool=jnp.array([[8, 8]]),
-            store=jnp.zeros((1, 2), int),
-            retrieved=jnp.zeros((1, 2), int),
-            answer_store=jnp.zeros((1, 2), int),
-            answer_retrieved=jnp.zeros((1, 2), int),
-            held=jnp.array([0]),
-        ),
-    ]
-    row = retrieval.summary(MEMORY, C, found)
-    assert row["share"] == 0.3 and row["share_by_layer"] == [0.5, 1 / 6]
-    # Half of the store is retrieved.
-    assert row["share_random"] == 0.5 and row["times_random"] == 0.6
-    assert row["share_best"] == 1.0 and row["rows_at_best"] == 2.5
-    assert row["rows_made"] == K and row["still_known"] == 1.0
-    answer = row["answer"]
-    assert answer["share"] == 0.5 and answer["times_random"] == 1.0
-    assert answer["share_by_layer"] == [1.0, 1 / 3]
-    assert row["facts_with_rows"] == answer["facts_with_rows"] == 1
-    assert row["read"] == (4 + 2 + 2 + 1 + 16) / 4 / K
-    assert math.isnan(row["standard_error"])
-    none = retrieval.summary(MEMORY, C, found[1:])
-    assert math.isnan(none["share"]) and none["rows_retrieved"] == 0
-
-
-@pytest.mark.slow
-def test_untrained_retrievers_find_what_chance_does():
-    shares, memory = [], tiny_memory()
-    for seed in range(12):
-        model = drawn(lambda: memory, seed)
-        found = retrieval.inject_and_count(model, samples(5)[0], (5,))[5]
-        assert (found.retrieved <= found.store).all()
-        shares.append(found)
-    row = retrieval.summary(MEMORY, C, shares)
-    # 8 of 32 rows; 24 facts, whose layers draw apart.
-    assert row["share_random"] == 0.25
-    assert abs(row["share"] - 0.25) < 4 * row["standard_error"]
-
-
-@pytest.mark.slow
-def test_retrieval_quality_runs_whole(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(
-        common, "load_backbone", lambda config: (tiny_backbone(), BYTES)
-    )
-    scale = retrieval_quality.Scale(MEMORY, 4, (0, 2, 4))
-    monkeypatch.setitem(retrieval_quality.SCALES, "cpu", scale)
-    lines = [fact._asdict() for fact in FACTS]
-    (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    texts = [{"text": passage.text} for passage in PASSAGES[0]]
-    (tmp_path / "passages.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    config = retrieval_quality.Config(
-        backbone="tiny",
-        batch=2,
-        chunk=C,
-        facts=tmp_path / "facts.jsonl",
-        passages=tmp_path / "passages.jsonl",
-        output=tmp_path / "result",
-    )
-    retrieval_quality.main(config)
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert report["trained"] is False and report["distances"] == [0, 2 * C, 4 * C]
-    assert [row["facts"] for row in report["after"].values()] == [4] * 3
-    assert report["after"]["0"]["rows_in_pool"] == K
-    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
-    assert "untrained retriever" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_what_cannot_be_followed_is_refused(monkeypatch, tmp_path):
-    check = retrieval_quality.check
-    with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):
-        check(retrieval_quality.Config(chunk=50), tiny_memory())
-    with pytest.raises(ValueError, match=r"M\+ with a retriever .* num_retrieved=0"):
-        check(retrieval_quality.Config(chunk=C), without_store(tiny_memory()))
-    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
-        retrieval_quality.Config(batch=0)
-    with pytest.raises(ValueError):
-        retrieval_quality.load(retrieval_quality.Config(model=tmp_path))
-
-
-@pytest.mark.slow
-def test_an_exported_model_is_loaded(tmp_path):
-    folder = tmp_path / "exported"
-    tokenizer = load_tokenizer("bpe4k")
-    assert isinstance(tokenizer, JsonTokenizer)
-    save_mplus(tiny_memory(), folder, TextInterface(tokenizer))
-    config = retrieval_quality.Config(model=folder)
-    model, found, trained = retrieval_quality.load(config)
-    assert trained and model.config == MEMORY and found.digest == tokenizer.digest
-
+from tests.experiments.mplus.tiny import CHUNK as C
+from tests.experiments.mplus.tiny import CONFIG, MEMORY
 
 # Wide, so that matrices are nearly all that counts.
 WIDE = ModelConfig(

@@ -6,13 +6,13 @@ import pytest
 
 from experiments.mplus.samples import make_samples, samples_of
 from memjax.data import Question, load_tokenizer
-from tests.experiments.mplus.facts import (
+from tests.experiments.mplus.tiny import (
     BYTES,
+    CHUNK,
     FACTS,
     NAMES,
     PASSAGES,
     SIZES,
-    C,
     samples,
 )
 
@@ -23,7 +23,7 @@ def test_samples_are_context_other_text_and_question():
     injected = [fact for batch in batches for fact in batch.facts]
     assert len(set(injected)) == 4
     for batch in batches:
-        assert batch.context.shape == (2, C) and batch.chunks.shape == (3, 2, C)
+        assert batch.context.shape == (2, CHUNK) and batch.chunks.shape == (3, 2, CHUNK)
         for row, fact in enumerate(batch.facts):
             assert BYTES.decode(batch.prompts[row]) == f"\n\n{fact.question}"
             context = BYTES.decode(batch.context[row])
@@ -109,7 +109,7 @@ def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
             samples=samples,
             batch=2,
             num_chunks=1,
-            chunk=C,
+            chunk=CHUNK,
             lengths=few,
             seed=0,
         )

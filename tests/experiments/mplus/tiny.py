@@ -1,4 +1,4 @@
-"""Facts, text and tiny models that the tests of retention share."""
+"""Facts, text and tiny models that the tests of M+'s studies share."""
 
 import functools
 from typing import Any
@@ -14,7 +14,8 @@ from memjax.models.mplus.config import MPlusConfig
 from tests.tiny import drawn
 
 BYTES = load_tokenizer("bytes")
-C, N = 48, 6
+#: Tokens of a chunk and of an answer; K memory tokens.
+CHUNK, ANSWER, ROWS = 48, 6, 8
 NAMES = ["Arda", "Brys", "Coln", "Dorn", "Esse", "Fahl", "Gont", "Hyle", "Irth", "Juln"]
 FACTS = [
     Question(
@@ -30,7 +31,7 @@ FACTS = [
 PASSAGES = [[Passage(f"{name} " * 8) for name in NAMES[:8]], [Passage("z" * 400)]]
 CONFIG = ModelConfig(
     mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=400),),
-    num_layers=1,
+    num_layers=2,
     vocab_size=256,
     model_dim=16,
     hidden_dim=16,
@@ -38,29 +39,30 @@ CONFIG = ModelConfig(
     remat=False,
 )
 MEMORY = MPlusConfig(
-    num_memory_tokens=8,
+    num_memory_tokens=ROWS,
     pool_size=16,
-    chunk_size=C,
+    chunk_size=CHUNK,
     num_retrieved=8,
-    store_size=64,
+    store_size=32,
     key_dim=4,
     rank=2,
 )
 
 
 @functools.cache
-def tiny_backbone():
+def backbone() -> LanguageModel:
     return drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 
 
 @functools.cache
-def tiny_memory():
-    backbone = tiny_backbone()
-    return drawn(lambda: add_mplus(backbone, MEMORY, key=jax.random.key(1)))
+def memory_model(seed: int = 0, **changes: Any):
+    """M+ around the backbone, with these changes of its config."""
+    config, plain = MPlusConfig(**vars(MEMORY) | changes), backbone()
+    return drawn(lambda: add_mplus(plain, config, key=jax.random.key(1)), seed)
 
 
-SIZES: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=C, seed=0)
+SIZES: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=CHUNK, seed=0)
 
 
-def samples(**changes):
+def samples(**changes: Any):
     return make_samples(FACTS, PASSAGES, BYTES, **SIZES | changes)

@@ -1,1 +1,0 @@
-"""Experiments: what M+ retains."""
