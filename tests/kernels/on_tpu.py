@@ -31,9 +31,10 @@ def interpret_attention(monkeypatch):
     monkeypatch.setattr(splash_attention, "make_splash_mha", make)
     for module in (pallas_tpu, layouts_tpu, rotate_tpu):
         static = module.Static
-        interpreted = lambda *given, static=static: static(*given)._replace(
-            interpret=True
-        )
+
+        def interpreted(*given, static=static):
+            return static(*given)._replace(interpret=True)
+
         monkeypatch.setattr(module, "Static", interpreted)
 
 

@@ -68,7 +68,10 @@ def test_a_query_that_sees_nothing_has_no_mass():
 @pytest.mark.slow
 def test_bfloat16_is_as_near_to_float32_as_that_of_xla():
     q, k, v, seen = draw(2, 256, 4, 2, 64, jnp.bfloat16)
-    single = lambda x: x.astype(jnp.float32)
+
+    def single(x):
+        return x.astype(jnp.float32)
+
     exact, exact_mass = attend(single(q), single(k), single(v), seen)
     found, mass = jax.jit(KERNEL)(q, k, v, seen)
     assert found.dtype == jnp.bfloat16 and mass.dtype == jnp.float32

@@ -63,7 +63,10 @@ def test_in_bfloat16_it_is_as_far_from_float32_as_xla():
         jax.tree.leaves(exact),
         strict=True,
     ):
-        error = lambda x, true=true: float(jnp.abs(x.astype(jnp.float32) - true).max())
+
+        def error(x, true=true):
+            return float(jnp.abs(x.astype(jnp.float32) - true).max())
+
         assert error(ours) < 2 * error(xla)
 
 
@@ -135,5 +138,12 @@ def test_the_longest_sequence_compiles_for_a_tpu(chip):
     place = SingleDeviceSharding(device)
     x = jax.ShapeDtypeStruct((1, LONGEST, 2, 64), jnp.bfloat16, sharding=place)
     attention = functools.partial(causal_attention, window=3000)
-    loss = lambda *tokens: attention(*tokens).astype(jnp.float32).sum()
-    assert jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+    assert (
+        jax.jit(
+            jax.grad(
+                lambda *tokens: attention(*tokens).astype(jnp.float32).sum(), (0, 1, 2)
+            )
+        )
+        .lower(x, x, x)
+        .compile()
+    )

@@ -37,7 +37,10 @@ def with_options(op, **options):
 def draw(op, length=LENGTH, seed=0) -> Any:
     """Queries, unit keys, values, rates, log gates and a memory that is not empty."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype("f4")
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype("f4")
+
     q, k, v = (normal(B, length, H, width) for width in (K, K, V))
     gates = [1 / (1 + np.exp(-normal(B, length, H)))]
     if op == "gated_delta_rule":
@@ -164,13 +167,21 @@ def test_a_step_is_one_token(op):
 def test_nothing_given_is_an_empty_memory_and_the_fastest_code(op):
     *tokens, _ = draw(op, 9)
     assert not getattr(memjax_kernels, f"{op}_init_state")(B, H, K, V).any()
+
     # A small memory on a CPU is looped over, and its gradient is that of chunks.
-    run = lambda how: jax.jit(with_options(op, implementation=how))
+    def run(how):
+        return jax.jit(with_options(op, implementation=how))
+
     close(run(None)(*tokens), numpy_loop(*tokens, np.zeros((B, H, K, V))))
     same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
     same(run(None)(*tokens), run("reference")(*tokens))
-    loss = lambda how: lambda *tokens: (run(how)(*tokens)[1] ** 2).sum()
-    gradient = lambda how: jax.jit(jax.value_and_grad(loss(how), (0, 1, 2, 3)))(*tokens)
+
+    def loss(how):
+        return lambda *tokens: (run(how)(*tokens)[1] ** 2).sum()
+
+    def gradient(how):
+        return jax.jit(jax.value_and_grad(loss(how), (0, 1, 2, 3)))(*tokens)
+
     same(gradient(None), gradient("xla"))
 
 

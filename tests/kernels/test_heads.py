@@ -31,7 +31,10 @@ def with_gradients(form, x):
     """The result, its gradient, and the gradient of that gradient's square."""
     y = jax.eval_shape(form, x)
     weight = np.random.default_rng(5).integers(-2, 3, y.shape)
-    loss = lambda x: (form(x).astype(jnp.float32) * weight) ** 2
+
+    def loss(x):
+        return (form(x).astype(jnp.float32) * weight) ** 2
+
     once = jax.grad(lambda x: loss(x).sum())
     twice = jax.grad(lambda x: (once(x).astype(jnp.float32) ** 2).sum())
     return form(x), once(x), twice(x)
@@ -53,7 +56,10 @@ def test_pairs_of_channels_turn_as_complex_numbers():
 def test_the_kernel_turns_as_xla_does(sizes, rows):
     x, cos, sin = heads_and_angles(1, *sizes, rows=rows)
     assert rotate_tpu.unsupported(x, cos) == ""
-    run = lambda form: with_gradients(lambda x: form(x, cos, sin), x)
+
+    def run(form):
+        return with_gradients(lambda x: form(x, cos, sin), x)
+
     close(jax.jit(functools.partial(run, ROTATE))(), run(xla.rotate), NEAR)
 
 
@@ -61,13 +67,19 @@ def test_the_kernel_turns_as_xla_does(sizes, rows):
 @pytest.mark.parametrize("scale", [1.0, 0.125])
 def test_layouts_are_exchanged_axes(sizes, scale):
     x = heads_and_angles(2, *sizes)[0]
-    exchanged = lambda x: jnp.swapaxes(x, 1, 2)
+
+    def exchanged(x):
+        return jnp.swapaxes(x, 1, 2)
+
     first, last = (
         functools.partial(layouts_tpu.moved, layouts_tpu.Static(to, scale, INTERPRETER))
         for to in (True, False)
     )
     for form, given in ((first, x), (last, exchanged(x))):
-        run = lambda form, given=given: with_gradients(form, given)
+
+        def run(form, given=given):
+            return with_gradients(form, given)
+
         found = jax.jit(functools.partial(run, form))()
         close(found, run(lambda x: exchanged(x) * scale), NEAR)
 
@@ -95,7 +107,14 @@ def test_bad_input_is_refused(change, message):
 def test_gradients_compile_for_two_devices_that_exchange_nothing(chip, axis):
     x, cos, sin = heads_and_angles(3, 64, 4, 64)
     spec = P("data") if axis == "data" else P(None, None, axis)
-    loss = lambda x, cos, sin: (rotate(x, cos, sin) ** 2).astype(jnp.float32).sum()
     specs = [spec, P(), P()]
-    text = compiled_for_two(chip, jax.grad(loss), (x, cos, sin), axis, specs)
+    text = compiled_for_two(
+        chip,
+        jax.grad(
+            lambda x, cos, sin: (rotate(x, cos, sin) ** 2).astype(jnp.float32).sum()
+        ),
+        (x, cos, sin),
+        axis,
+        specs,
+    )
     assert "rotate" in text and "all-gather" not in text and "all-to-all" not in text

@@ -64,15 +64,17 @@ def with_gradients(form):
     """Values and gradients of one form, compiled once; the bank is an argument."""
 
     def both(features, state, start, count, tables):
-        call = lambda features, state: op.hippo(
-            features,
-            jnp.asarray(READ[:, : state.shape[1]], jnp.float32),
-            state,
-            start=start,
-            count=count,
-            bank=tables,
-            implementation=form,
-        )
+        def call(features, state):
+            return op.hippo(
+                features,
+                jnp.asarray(READ[:, : state.shape[1]], jnp.float32),
+                state,
+                start=start,
+                count=count,
+                bank=tables,
+                implementation=form,
+            )
+
         values, pull = jax.vjp(call, features, state)
         to_state, to_memory = (jnp.asarray(w) for w in WEIGHTS)
         return values, pull((to_state[:, : state.shape[1]], to_memory))
@@ -158,16 +160,18 @@ def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements(form):
     [(True, ["end of the bank", "inside a block"]), (False, ["ragged"])],
 )
 def test_in_step_says_at_trace_time_whether_matrices_are_shared(in_step, names):
-    call = lambda start, count, in_step=in_step: op.hippo(
-        FEATURES,
-        jnp.asarray(READ, jnp.float32),
-        STATE,
-        start=start,
-        count=count,
-        in_step=in_step,
-        bank=BANK,
-        implementation="scan",
-    )
+    def call(start, count, in_step=in_step):
+        return op.hippo(
+            FEATURES,
+            jnp.asarray(READ, jnp.float32),
+            STATE,
+            start=start,
+            count=count,
+            in_step=in_step,
+            bank=BANK,
+            implementation="scan",
+        )
+
     jitted = jax.jit(call)
     for start, count in map(EDGES.__getitem__, names):
         close(jitted(int32(start), int32(count)), oracle(FEATURES, STATE, start, count))
@@ -246,7 +250,10 @@ def test_matrices_compile_for_a_mesh_with_the_kernel_in_them(chip, shared):
     kinds = (jax.sharding.AxisType.Auto,) * 2
     shape = (2, len(devices) // 2)
     mesh = Mesh(np.array(devices).reshape(shape), ("data", "tensor"), kinds)
-    place = lambda *axes: NamedSharding(mesh, P(*axes))
+
+    def place(*axes):
+        return NamedSharding(mesh, P(*axes))
+
     struct = jax.ShapeDtypeStruct
     arguments = (
         struct(
@@ -357,11 +364,16 @@ def test_the_default_runs_the_cheapest(monkeypatch):
     asked = []
     monkeypatch.setattr(op, "cheapest", lambda *sizes: asked.append(sizes) or "direct")
     sizes = N, L, M, BLOCKS, B * X, True
-    jaxpr = lambda **options: str(
-        jax.make_jaxpr(
-            lambda f: op.hippo(f, jnp.asarray(READ, jnp.float32), bank=BANK, **options)
-        )(FEATURES)
-    )
+
+    def jaxpr(**options):
+        return str(
+            jax.make_jaxpr(
+                lambda f: op.hippo(
+                    f, jnp.asarray(READ, jnp.float32), bank=BANK, **options
+                )
+            )(FEATURES)
+        )
+
     chosen = jaxpr()
     assert asked == [sizes]
     assert chosen == jaxpr(implementation="direct") != jaxpr(implementation="scan")

@@ -47,7 +47,10 @@ def draw(name, length=LENGTH, seed=0) -> Any:
     """Tokens, log gates about -0.7, and a memory that is not empty."""
     case, sizes = CASES[name], {"B": B, "T": length, "H": H, "K": K, "V": V, "M": M}
     rng = np.random.default_rng(seed)
-    normal = lambda axes: rng.normal(size=[sizes[a] for a in axes]).astype("f4")
+
+    def normal(axes):
+        return rng.normal(size=[sizes[a] for a in axes]).astype("f4")
+
     tokens: list[Any] = [axes and normal(axes) for axes in case.axes]
     if name in GATED:
         tokens[-1] = -np.log1p(np.exp(tokens[-1]))
@@ -166,7 +169,10 @@ def test_one_token_is_a_step(name):
 def test_any_split_gives_the_same(name):
     length = SMALL + 2
     *tokens, state = draw(name, length)
-    cut = lambda start, stop: jax.tree.map(lambda x: x[:, start:stop], tokens)
+
+    def cut(start, stop):
+        return jax.tree.map(lambda x: x[:, start:stop], tokens)
+
     whole = numpy_loop(name, *tokens, state)
     for place in range(1, length):
         middle, first = forward(name, SMALL)(*cut(0, place), state, None)
@@ -241,7 +247,10 @@ def test_nothing_given_is_an_empty_memory_and_the_fastest_code(name):
 @pytest.mark.parametrize(("k", "v", "m"), [(16, 256, 8), (256, 16, 256)])
 def test_heads_and_slots_of_all_widths(k, v, m):
     rng = np.random.default_rng(0)
-    normal = lambda *sizes: rng.normal(size=sizes).astype("f4") / 4
+
+    def normal(*sizes):
+        return rng.normal(size=sizes).astype("f4") / 4
+
     q, key, value = normal(1, 7, 1, k), normal(1, 7, 1, k), normal(1, 7, 1, v)
     alpha, g = np.abs(normal(1, 7, 1, m)), -np.abs(normal(1, 7, 1, m))
     state = memjax_kernels.gated_slots_init_state(1, 1, m, k, v)
@@ -253,8 +262,12 @@ def test_heads_and_slots_of_all_widths(k, v, m):
 def test_the_backward_pass_holds_what_is_linear_in_time():
     def held(length):
         arguments = [jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)] * 3
-        loss = lambda *a: memjax_kernels.linear_attention(*a)[1].sum()
-        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arguments)
+        compiled = jax.jit(
+            jax.grad(
+                lambda *a: memjax_kernels.linear_attention(*a)[1].sum(),
+                argnums=(0, 1, 2),
+            )
+        ).lower(*arguments)
         memory = compiled.compile().memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 

@@ -26,9 +26,16 @@ def tokens_of(name, sizes, dtype=jnp.float32):
     """Random arguments of a step, all that it forgets with included."""
     batch, heads, width, slots = sizes
     draws = np.random.default_rng(0)
-    draw = lambda *shape: draws.standard_normal((batch, heads, *shape))
-    gate = lambda *shape: -np.abs(draw(*shape)) / 4
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    def draw(*shape):
+        return draws.standard_normal((batch, heads, *shape))
+
+    def gate(*shape):
+        return -np.abs(draw(*shape)) / 4
+
+    def unit(x):
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
     q, k, v, alpha, rate = (
         *(unit(draw(width)) for _ in range(3)),
         unit(draw(slots)),
@@ -91,7 +98,10 @@ def test_the_kernel_computes_what_the_step_does(name, options):
     given, step = tokens_of(name, (2, 3, 16, 8)), plain_step(name, **options)
     assert one_pass.unsupported(*given) == ""
     kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
-    run = lambda step: jax.jit(functools.partial(three_tokens, step))(given)
+
+    def run(step):
+        return jax.jit(functools.partial(three_tokens, step))(given)
+
     close(run(kernel), run(step), 1e-5)
 
 
@@ -122,13 +132,14 @@ def test_bfloat16_tokens_are_read_in_bfloat16():
 def test_gradients_of_both_modes_are_those_of_the_step():
     given = tokens_of("lattice", (2, 3, 16, 8))
     step = memjax_kernels.lattice_step
-    loss = lambda step, *given: sum(x.sum() for x in three_tokens(step, given)[1])
+
+    def loss(step, *given):
+        return sum(x.sum() for x in three_tokens(step, given)[1])
 
     def gradients(step):
         reverse = jax.grad(functools.partial(loss, step), (0, 1, 2, 3))(*given)
         ones = jax.tree.map(jnp.ones_like, given[:1])
-        of_q = lambda q: loss(step, q, *given[1:])
-        return reverse, jax.jvp(of_q, given[:1], ones)
+        return reverse, jax.jvp(lambda q: loss(step, q, *given[1:]), given[:1], ones)
 
     close(gradients(step), gradients(inspect.unwrap(step)), 1e-5)
 
@@ -143,7 +154,10 @@ def test_gradients_of_both_modes_are_those_of_the_step():
 )
 def test_what_the_kernel_does_not_take(sizes, reason):
     batch, heads, width, _ = sizes
-    like = lambda *shape: jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
+
+    def like(*shape):
+        return jax.ShapeDtypeStruct((batch, heads, *shape), jnp.float32)
+
     row = like(width)
     assert reason in one_pass.unsupported(row, row, row, like(width, width))
 

@@ -65,14 +65,20 @@ def test_it_is_the_product_over_the_chunk():
 def test_kernels_compute_what_xla_does(time, heads, chunk_size):
     tokens = draw(time, time, *heads)
     assert pallas_tpu.unsupported(tokens[0], chunk_size) == ""
-    run = lambda form: with_gradients(form, chunk_size, *tokens)
+
+    def run(form):
+        return with_gradients(form, chunk_size, *tokens)
+
     close(run(KERNEL), run(overlap_with_keys), 1e-4)
 
 
 @pytest.mark.slow
 def test_bfloat16_keys_have_float32_products():
     tokens = draw(1, 64, 2, 64, jnp.bfloat16)
-    run = lambda form: with_gradients(form, 16, *tokens)
+
+    def run(form):
+        return with_gradients(form, 16, *tokens)
+
     (found, gradients), (expected, others) = run(KERNEL), run(overlap_with_keys)
     close(found, expected, 1e-5)
     close(gradients, others, 1e-2)
@@ -133,7 +139,15 @@ def test_the_gradient_compiles(chip, mesh_shape):
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
         for x in draw(0, 128, 4, 64, jnp.bfloat16)
     ]
-    loss = lambda k, gamma: overlap(k, gamma, chunk_size=16).sum()
     with jax.set_mesh(mesh):
-        text = str(jax.jit(jax.grad(loss, (0, 1))).lower(*shaped).compile().as_text())
+        text = str(
+            jax.jit(
+                jax.grad(
+                    lambda k, gamma: overlap(k, gamma, chunk_size=16).sum(), (0, 1)
+                )
+            )
+            .lower(*shaped)
+            .compile()
+            .as_text()
+        )
     assert "overlap_backward" in text and "all-gather" not in text

@@ -62,7 +62,10 @@ OF_OPS = pytest.mark.parametrize("name", OPS)
 def draw(name, seed, b, t, h, key, value, dtype=jnp.float32) -> Any:
     """Queries, keys, values, what else is written, log gates, memory."""
     keys = jax.random.split(jax.random.key(seed), 7)
-    normal = lambda i, *shape: jax.random.normal(keys[i], shape)
+
+    def normal(i, *shape):
+        return jax.random.normal(keys[i], shape)
+
     q, k = normal(0, b, t, h, key), normal(1, b, t, h, key)
     k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
     # Slots are as many as channels of a key.
@@ -83,8 +86,11 @@ def both(form, reset, *arguments):
     def pull(*arguments):
         values, back = jax.vjp(lambda *x: form(*x, reset), *arguments)
         keys = iter(jax.random.split(jax.random.key(7), 3))
-        weigh = lambda x: jax.random.normal(next(keys), x.shape).astype(x.dtype)
-        return values, back(jax.tree.map(weigh, values))
+        return values, back(
+            jax.tree.map(
+                lambda x: jax.random.normal(next(keys), x.shape).astype(x.dtype), values
+            )
+        )
 
     return jax.jit(pull)(*arguments)
 
@@ -177,7 +183,9 @@ def test_gradients_of_gradients_differentiate_the_same_function():
         grads = jax.grad(lambda *x: jnp.sum(form(*x, None)[1] ** 2), (0, 4))
         return sum(jnp.sum(x * x) for x in grads(*arguments))
 
-    twice = lambda form: jax.jit(jax.grad(functools.partial(size, form)))(*arguments)
+    def twice(form):
+        return jax.jit(jax.grad(functools.partial(size, form)))(*arguments)
+
     close(twice(DELTA), twice(GATED_DELTA_XLA), 1e-5)
 
 
@@ -191,7 +199,9 @@ def test_a_head_that_fills_no_lanes_runs_without_a_kernel(name):
 
 
 def test_unsupported_arguments_say_why():
-    shape = lambda t, h, d, dtype="bfloat16": jnp.zeros((1, t, h, d), dtype)
+    def shape(t, h, d, dtype="bfloat16"):
+        return jnp.zeros((1, t, h, d), dtype)
+
     x = shape(64, 2, 64)
     assert unsupported(x, x, x) == ""
     assert "all be float32 or all" in unsupported(x, x, shape(64, 2, 64, "float32"))
@@ -237,11 +247,12 @@ def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     q, k, v, *gates, state = jax.eval_shape(drawn)
     kept = {linear_attention: 0, ssd: 1, delta_rule: 1}
     given = (q, k, v, *gates[: kept.get(op)], state)
-    place = lambda spec: (
-        lambda x: jax.ShapeDtypeStruct(
+
+    def place(spec):
+        return lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
         )
-    )
+
     shaped = jax.tree.map(place(P("data", None, "tensor")), given[:-1])
     shaped += (jax.tree.map(place(P("data", "tensor")), given[-1]),)
 

@@ -104,7 +104,10 @@ def test_kernels_compute_what_xla_does(blocks, heads, packed):
     positions = positions_of(time, [time // 3, time // 2]) if packed else None
     positions = None if positions is None else jnp.repeat(positions, 2, axis=0)
     inputs, (weight,) = (x, filters, before), tokens(9, x.shape, dtype=jnp.float32)
-    run = lambda form, *x: with_gradients(lambda *x: form(*x, positions), weight, *x)
+
+    def run(form, *x):
+        return with_gradients(lambda *x: form(*x, positions), weight, *x)
+
     (y, found), (expected, others) = (
         run(form, *inputs) for form in (CONVOLUTION, xla.short_convolution)
     )
@@ -119,11 +122,17 @@ def test_kernels_compute_what_xla_does(blocks, heads, packed):
     y, gate, (scale,) = *tokens(blocks, x.shape, x.shape), tokens(7, x.shape[-1:])
     inputs = (y, gate, scale.astype(jnp.float32))
     norm = functools.partial(NORM, epsilon=1e-5)
-    run = lambda form, *x: with_gradients(form, weight, *x)
-    close(run(norm, *inputs), run(NORM_XLA, *inputs), NEAR)
+
+    def run_plain(form, *x):
+        return with_gradients(form, weight, *x)
+
+    close(run_plain(norm, *inputs), run_plain(NORM_XLA, *inputs), NEAR)
     for norm in (1.0, 3.0):
-        form = lambda form, norm=norm: functools.partial(form, norm=norm)
-        close(run(form(UNIT), y), run(form(l2_normalize), y), NEAR)
+
+        def form(form, norm=norm):
+            return functools.partial(form, norm=norm)
+
+        close(run_plain(form(UNIT), y), run_plain(form(l2_normalize), y), NEAR)
 
 
 def test_heads_have_the_norm_that_is_asked_for():
@@ -146,8 +155,9 @@ def test_a_gradient_of_the_gradient_is_that_of_xla():
     x, filters, before = convolution_inputs(5, 1, 16, 2, 64)
 
     def twice(form):
-        loss = lambda f: (form(x, f, before, None) ** 2 * x).astype(jnp.float32).sum()
-        once = jax.grad(loss)
+        once = jax.grad(
+            lambda f: (form(x, f, before, None) ** 2 * x).astype(jnp.float32).sum()
+        )
         return jax.jit(jax.grad(lambda f: (once(f) ** 2).sum()))(filters)
 
     close(twice(CONVOLUTION), twice(xla.short_convolution), 2e-2)

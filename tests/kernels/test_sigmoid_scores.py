@@ -76,7 +76,9 @@ def test_bad_input_is_refused(change, message):
 
 
 def test_what_the_kernel_does_not_take():
-    like = lambda dtype, width: jax.ShapeDtypeStruct((2, 5, width), dtype)
+    def like(dtype, width):
+        return jax.ShapeDtypeStruct((2, 5, width), dtype)
+
     assert pallas_tpu.unsupported(like(jnp.float32, 512)) == ""
     assert "wider than 512" in pallas_tpu.unsupported(like(jnp.float32, 513))
     assert "must be float32" in pallas_tpu.unsupported(like(jnp.float16, 64))

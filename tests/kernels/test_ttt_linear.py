@@ -1,5 +1,6 @@
 """TTT-linear: token loop against float64, mini-batches against the token loop."""
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -29,7 +30,10 @@ PACKED[0, [3, 11]] = PACKED[1, [1, 5]] = True
 def draw(length=LENGTH, seed=0) -> Any:
     """Tokens, rates, layer norm, and the memory in the middle of a mini-batch."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype("f4")
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype("f4")
+
     q, k, v = (normal(B, length, H, D) for _ in range(3))
     eta = (0.2 / (1 + np.exp(-normal(B, length, H)))).astype("f4")
     scale, bias = 1 + 0.2 * normal(H, D), 0.2 * normal(H, D)
@@ -46,7 +50,10 @@ def begun(memory, positions=POSITIONS):
 def other_start(seed=7):
     """The memory after a reset: not the zeros that it is by default."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     return ttt_linear_state(normal(B, H, D, D), normal(B, H, D), C)
 
 
@@ -136,7 +143,10 @@ def close(actual, expected, tolerance=1e-5):
 def test_the_slope_is_that_of_the_loss():
     rng = np.random.default_rng(3)
     x, target, scale, bias = rng.normal(size=(4, D))
-    loss = lambda x: ((normalised(x, scale, bias) - target) ** 2).sum() / 2
+
+    def loss(x):
+        return ((normalised(x, scale, bias) - target) ** 2).sum() / 2
+
     numeric = [(loss(x + d) - loss(x - d)) / 2e-6 for d in 1e-6 * np.eye(D)]
     np.testing.assert_allclose(slope(x, target, scale, bias), numeric, rtol=1e-7)
 
@@ -168,7 +178,9 @@ def test_values_and_gradients_of_mini_batches_and_reference_agree(reset):
 
 
 def split_tokens(tokens, split):
-    part = lambda which: (*(x[:, which] for x in tokens[:4]), *tokens[4:])
+    def part(which):
+        return (*(x[:, which] for x in tokens[:4]), *tokens[4:])
+
     return part(slice(None, split)), part(slice(split, None))
 
 
@@ -233,9 +245,10 @@ def test_no_state_is_the_start_of_a_mini_batch_of_zero_weights(length):
 
 def test_the_default_is_the_fast_form():
     tokens, memory = draw()
-    jaxpr = lambda how: str(
-        jax.make_jaxpr(forward(how))(tokens, memory, POSITIONS, WHOLE)
-    )
+
+    def jaxpr(how):
+        return str(jax.make_jaxpr(forward(how))(tokens, memory, POSITIONS, WHOLE))
+
     assert jaxpr(None) == jaxpr("xla") != jaxpr("reference")
 
 
@@ -289,7 +302,8 @@ def test_bad_input_is_refused_by_name():
     tokens, memory = draw(3)
     q, k, v, eta, scale, bias = map(jnp.asarray, tokens)
     good, state = (q, k, v, eta, scale, bias), begun(memory)
-    replace = lambda state, **leaves: TTTLinearState(**{**vars(state), **leaves})
+
+    replace = dataclasses.replace
     bad: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ("eta must have shape", (q, k, v, eta[:, :2], scale, bias), {}),
         ("ln_scale must have shape", (q, k, v, eta, scale[:, :2], bias), {}),
@@ -335,6 +349,6 @@ def test_bad_input_is_refused_by_name():
     for message, arguments, options in bad:
         with pytest.raises(ValueError, match=message):
             # Without the annotations' own check.
-            inspect.unwrap(ttt_linear)(*arguments, **{"chunk_size": C, **options})
+            inspect.unwrap(ttt_linear)(*arguments, **({"chunk_size": C} | options))
     with pytest.raises(ValueError, match="state is of chunk_size=4, got chunk_size=16"):
         step(*(x[:, 0] for x in good[:4]), *good[4:], state)

@@ -43,8 +43,15 @@ def test_padding_gets_no_gradient_and_tokens_get_theirs():
     x = jnp.ones((2, 5, 1))
     weights = jnp.arange(2.0 * 3 * SIZE).reshape(2, 3, SIZE, 1)
     # Twelve places hold 5 tokens from place 3 on, of which there are 8.
-    cut = lambda x: jnp.sum(weights[:, :2] * chunks.split(x, SIZE, positions(3, 0)))
-    grad = np.asarray(jax.jit(jax.grad(cut))(x))[..., 0]
+    grad = np.asarray(
+        jax.jit(
+            jax.grad(
+                lambda x: jnp.sum(
+                    weights[:, :2] * chunks.split(x, SIZE, positions(3, 0))
+                )
+            )
+        )(x)
+    )[..., 0]
     np.testing.assert_array_equal(grad, [np.arange(3, 8), 12 + np.arange(5)])
 
 
@@ -74,10 +81,15 @@ def test_scan_is_a_scan_whatever_it_keeps(every):
         carry, ys = scan(body, start, xs)
         return carry + jnp.sum(ys["square"] * jnp.arange(1.0, 8.0))
 
-    kept = lambda *a: chunks.scan(*a, remat_every=every)
     pulled = jax.value_and_grad(value, argnums=(1, 2))
-    both = lambda scan: jax.jit(pulled, static_argnums=0)(scan, 0.5, xs)
-    actual, expected = both(kept), both(jax.lax.scan)
+
+    def both(scan):
+        return jax.jit(pulled, static_argnums=0)(scan, 0.5, xs)
+
+    actual, expected = (
+        both(lambda *a: chunks.scan(*a, remat_every=every)),
+        both(jax.lax.scan),
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), actual, expected)
 
 
@@ -86,8 +98,11 @@ def test_scan_keeps_fewer_memories_the_further_apart():
     """What crosses from the forward to the backward pass, by its leading axis."""
 
     def kept(every):
-        body = lambda s, x: (jnp.sin(s + x), jnp.sum(s))
-        run = lambda s, xs: chunks.scan(body, s, xs, remat_every=every)
+        def run(s, xs):
+            return chunks.scan(
+                lambda s, x: (jnp.sin(s + x), jnp.sum(s)), s, xs, remat_every=every
+            )
+
         shapes = jax.eval_shape(
             lambda s, xs: jax.vjp(run, s, xs)[1], jnp.ones((3, 3)), jnp.ones((12, 3, 3))
         )
@@ -114,10 +129,13 @@ STRONG = np.array([-0.1, -1e6, -1e-3, -1e-3, -30, -0.5, -np.inf, -1e-3], np.floa
 def test_decay_is_what_the_gates_between_leave(size):
     gates = -np.random.default_rng(0).exponential(size=(2, 3, size)).astype("f4")
     gates[1, 2] = STRONG[:size]
-    both = lambda g: (
-        chunks.decay(g),
-        jax.grad(lambda g: jnp.sum(chunks.decay(g) ** 2))(g),
-    )
+
+    def both(g):
+        return (
+            chunks.decay(g),
+            jax.grad(lambda g: jnp.sum(chunks.decay(g) ** 2))(g),
+        )
+
     actual, grad = jax.jit(both)(gates)
     # exp of a sum of about -30, which float32 holds to a few millionths.
     np.testing.assert_allclose(actual, oracle_decay(np.float64(gates)), 1e-5, 1e-30)
@@ -175,10 +193,12 @@ def test_a_reset_is_misplaced_but_at_a_chunks_start():
 
 
 def test_the_scan_of_tokens_steps_and_resets():
-    step = lambda x, y, state: (
-        {"sum": state["sum"] + x},
-        state["sum"] if y is None else y,
-    )
+    def step(x, y, state):
+        return (
+            {"sum": state["sum"] + x},
+            state["sum"] if y is None else y,
+        )
+
     x = jnp.arange(1.0, 9.0).reshape(2, 4, 1)
     reset = jnp.asarray([[False] * 4, [True, False, True, False]])
     start = {"sum": jnp.asarray([[10.0], [jnp.nan]])}

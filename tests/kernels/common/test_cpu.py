@@ -12,7 +12,9 @@ SHAPES = [(7,), (3, 5), (2, 11, 3, 6)]
 
 
 def draws(*shapes):
-    key = lambda i: jax.random.fold_in(jax.random.key(0), i)
+    def key(i):
+        return jax.random.fold_in(jax.random.key(0), i)
+
     return [jax.random.normal(key(i), shape) for i, shape in enumerate(shapes)]
 
 
@@ -48,7 +50,10 @@ def test_another_device_gets_the_plain_form(function):
     arguments = draws((4, 6), (6,) if function is scale_channels else (4, 1))
     arguments = arguments[: 1 if function is computed_once else 2]
     traced = jax.jit(function).trace(*arguments)
-    text = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text()
+
+    def text(platform):
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
     assert "dot_general" in text("cpu")
     assert "dot_general" not in text("tpu")
     assert "dot_general" not in text("cuda")

@@ -29,7 +29,10 @@ def test_none_is_xla_where_no_kernel_takes_the_arguments(caplog):
 
 def test_an_array_that_is_given_twice_stays_one():
     """Trellis's kernels leave out what a chunk with one memory does not need."""
-    same = lambda tree, z: jnp.array([tree["x"] is tree["y"][0], tree["x"] is z])
+
+    def same(tree, z):
+        return jnp.array([tree["x"] is tree["y"][0], tree["x"] is z])
+
     forms = {"xla": same, "pallas_tpu": same}
     x, z = jnp.zeros(2), jnp.zeros(2)
     chosen = jax.jit(
@@ -86,8 +89,9 @@ def draw(op, time=9):
 
 def gradient(function, tokens):
     """Of the sum of the squared reads, for all tokens."""
-    loss = lambda *tokens: jnp.sum(function(*tokens)[1] ** 2)
-    return jax.grad(loss, range(len(tokens)))
+    return jax.grad(
+        lambda *tokens: jnp.sum(function(*tokens)[1] ** 2), range(len(tokens))
+    )
 
 
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
@@ -159,8 +163,13 @@ def test_gpu_kernels_under_transformations(op, size, on_hopper):
     assert "mosaic_gpu" in on_gpu(gradient(mapped, tokens), tokens)
     by_row = jax.vmap(lambda *x: gradient(op, x)(*x))
     assert "mosaic_gpu" in on_gpu(by_row, [x[None] for x in tokens])
-    squares = lambda *x: sum(jnp.sum(d**2) for d in gradient(op, x)(*x))
-    assert "mosaic_gpu" in on_gpu(jax.grad(squares, range(len(tokens))), tokens)
+    assert "mosaic_gpu" in on_gpu(
+        jax.grad(
+            lambda *x: sum(jnp.sum(d**2) for d in gradient(op, x)(*x)),
+            range(len(tokens)),
+        ),
+        tokens,
+    )
 
 
 @pytest.mark.slow
@@ -180,9 +189,14 @@ def test_the_choice_at_lowering_is_xla_on_a_cpu_under_every_transformation(op):
         def layers(v):
             return jax.lax.scan(layer, v, None, length=2)[0]
 
-        mapped = lambda *x: jax.shard_map(
-            lambda *x: call(*x)[1], mesh=mesh, in_specs=P("data"), out_specs=P("data")
-        )(*x)
+        def mapped(*x):
+            return jax.shard_map(
+                lambda *x: call(*x)[1],
+                mesh=mesh,
+                in_specs=P("data"),
+                out_specs=P("data"),
+            )(*x)
+
         return jax.jit(
             jax.grad(
                 lambda v: (
@@ -202,8 +216,15 @@ def test_the_choice_at_lowering_is_xla_on_a_cpu_under_every_transformation(op):
 def test_gradients_of_gradients_exist_where_the_platform_decides(op):
     """As for a gradient penalty: no kernel stands in their way."""
     function, tokens = draw(op, time=4)
-    penalty = lambda *x: sum(jnp.sum(d**2) for d in gradient(function, x)(*x))
-    second = jax.eval_shape(jax.jit(jax.grad(penalty, range(len(tokens)))), *tokens)
+    second = jax.eval_shape(
+        jax.jit(
+            jax.grad(
+                lambda *x: sum(jnp.sum(d**2) for d in gradient(function, x)(*x)),
+                range(len(tokens)),
+            )
+        ),
+        *tokens,
+    )
     assert [x.shape for x in second] == [x.shape for x in tokens]
 
 
@@ -211,6 +232,8 @@ def test_gradients_of_gradients_exist_where_the_platform_decides(op):
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
 def test_outside_jit_only_the_form_of_this_platform_is_traced(op, monkeypatch):
     function, tokens = draw(op, time=1)
-    fail = lambda *_, **__: pytest.fail("the kernel was traced")
-    monkeypatch.setattr("jax.experimental.pallas.pallas_call", fail)
+    monkeypatch.setattr(
+        "jax.experimental.pallas.pallas_call",
+        lambda *_, **__: pytest.fail("the kernel was traced"),
+    )
     function(*tokens)

@@ -91,9 +91,9 @@ def lattice_loss(q, k, v, gamma):
 
 
 def shapes(sharding=None):
-    like = lambda *more, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(
-        (4, 128, 4, *more), dtype, sharding=sharding
-    )
+    def like(*more, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((4, 128, 4, *more), dtype, sharding=sharding)
+
     return like(64), like(64), like(64), like(dtype=jnp.float32)
 
 

@@ -18,7 +18,10 @@ INTERPRETED = functools.partial(lattice_tpu, interpret=INTERPRETER)
 def draw(batch, time, heads, slots, width, dtype=jnp.float32) -> Any:
     """Queries, keys, values and step sizes."""
     keys = jax.random.split(jax.random.key(0), 4)
-    normal = lambda i, size: jax.random.normal(keys[i], (batch, time, heads, size))
+
+    def normal(i, size):
+        return jax.random.normal(keys[i], (batch, time, heads, size))
+
     tokens = normal(0, slots), jax.nn.softmax(normal(1, slots)), normal(2, width)
     gamma = jax.random.uniform(keys[3], (batch, time, heads))
     return *(x.astype(dtype) for x in tokens), gamma
@@ -50,7 +53,14 @@ def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
     def pull(*arguments):
         values, back = jax.vjp(forward, *arguments)
         keys = jax.random.split(jax.random.key(7), 3)
-        weigh = lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype)
-        return values, back(tuple(map(weigh, keys, values)))
+        return values, back(
+            tuple(
+                map(
+                    lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype),
+                    keys,
+                    values,
+                )
+            )
+        )
 
     return jax.jit(pull)(tokens, state.start, state.pending, empty)

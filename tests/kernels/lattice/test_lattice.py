@@ -151,8 +151,13 @@ def pulled(case, implementation, arguments, reset):
     def both(*arguments):
         values, back = jax.vjp(forward, *arguments)
         keys = jax.random.split(jax.random.key(9), len(values))
-        weigh = lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype)
-        weights = tuple(map(weigh, keys, values))
+        weights = tuple(
+            map(
+                lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype),
+                keys,
+                values,
+            )
+        )
         return values, back(weights)
 
     return jax.jit(both)(tokens, state.start, state.pending, empty.start)
@@ -217,7 +222,10 @@ def test_every_split_point_and_rows_out_of_phase(case):
     rule = {
         name: value for name, value in options(case).items() if name != "chunk_size"
     }
-    at = lambda tokens, t: [None if x is None else x[:, t] for x in tokens]
+
+    def at(tokens, t):
+        return [None if x is None else x[:, t] for x in tokens]
+
     states = [jax.tree.map(np.asarray, memory(case))]
     for t in range(8):
         state, y = step_jit(*at(whole, t), states[-1], **rule)
@@ -369,10 +377,13 @@ def test_the_empty_memory_has_orthonormal_slots_while_they_fit():
 
 def test_bad_arguments_are_refused_by_name():
     q, k, v, gamma, g = draw(3, forget="l2")
-    refuse = lambda match, *a, **o: (
-        pytest.raises(ValueError, match=match),
-        functools.partial(inspect.unwrap(lattice), *a, **o),
-    )
+
+    def refuse(match, *a, **o):
+        return (
+            pytest.raises(ValueError, match=match),
+            functools.partial(inspect.unwrap(lattice), *a, **o),
+        )
+
     ok = (q, k, v, gamma)
     state = memory(CASES[4])
     long = dataclasses.replace(state, start=2 * state.start)

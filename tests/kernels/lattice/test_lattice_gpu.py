@@ -20,8 +20,13 @@ SLOTS = WIDTH = 64
 def draw(batch, time, heads, dtype, seed=0) -> Any:
     """Tokens: q, k, v, gamma."""
     keys = jax.random.split(jax.random.key(seed), 4)
-    normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def normal(i, *width):
+        return jax.random.normal(keys[i], (batch, time, heads, *width))
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
     low = unit(normal(0, SLOTS)), unit(normal(1, SLOTS)), unit(normal(2, WIDTH))
     return *(x.astype(dtype) for x in low), jax.nn.sigmoid(normal(3))
 
@@ -52,8 +57,9 @@ def both(function, rule, reset, arguments):
             for x, key in zip(values, keys, strict=True)
         )
         # Positions have no gradient.
-        keep = lambda x: None if x.dtype == jax.dtypes.float0 else x
-        return values, jax.tree.map(keep, back(weights))
+        return values, jax.tree.map(
+            lambda x: None if x.dtype == jax.dtypes.float0 else x, back(weights)
+        )
 
     return pull(arguments)
 
@@ -92,8 +98,13 @@ def test_open_chunks_and_resets_agree_with_the_token_loop(gpu, interpreted, vari
     b, t, h, c = 2, 36, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     keys = jax.random.split(jax.random.key(3), 3)
-    normal = lambda i: jax.random.normal(keys[i], (b, h, SLOTS, WIDTH))
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def normal(i):
+        return jax.random.normal(keys[i], (b, h, SLOTS, WIDTH))
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
     place, one = jnp.array([10, 0], jnp.int32), jnp.ones((b, h))
     pending = jnp.where((place > 0)[:, None, None, None], 0.1 * normal(1), 0.0)
     state = LatticeState(unit(normal(0)), pending, one, place, c)

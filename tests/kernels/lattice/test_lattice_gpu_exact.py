@@ -20,25 +20,40 @@ SLOTS = WIDTH = 64
 def draw(batch, time, heads, dtype) -> Any:
     """Tokens q, k, v, gamma, and the memories to start from and after a reset."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
-    normal = lambda *shape: jax.random.normal(next(keys), shape)
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    token = lambda width: unit(normal(batch, time, heads, width)).astype(dtype)
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape)
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def token(width):
+        return unit(normal(batch, time, heads, width)).astype(dtype)
+
     tokens = token(SLOTS), token(SLOTS), token(WIDTH)
     gamma = 2 * jax.nn.sigmoid(normal(batch, time, heads))
-    memory = lambda: unit(normal(batch, heads, SLOTS, WIDTH))
+
+    def memory():
+        return unit(normal(batch, heads, SLOTS, WIDTH))
+
     return *tokens, gamma, memory(), memory()
 
 
 def by_kernels(form, variant, reset, q, k, v, gamma, start, empty):
     """The memory after the tokens, and their reads."""
     states = lattice_state(start, 1), reset, lattice_state(empty, 1)
-    state, y = in_chunks(form, *(q, k, v, gamma), None, *states, Rule(variant))
+    state, y = in_chunks(form, q, k, v, gamma, None, *states, Rule(variant))
     return state.start, y
 
 
 def by_reference(variant, reset, q, k, v, gamma, start, empty):
     state, y = lattice(
-        *(q, k, v, gamma, None, lattice_state(start, 1)),
+        q,
+        k,
+        v,
+        gamma,
+        None,
+        lattice_state(start, 1),
         variant=variant,
         chunk_size=1,
         reset=reset,

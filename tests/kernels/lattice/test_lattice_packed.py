@@ -47,7 +47,10 @@ def test_a_chunk_and_its_gradient_agree_with_one_head_at_a_time(drawn):
     sizes, seed, variant = drawn
     number, heads, size, slots, width = sizes.values()
     random = np.random.default_rng(seed)
-    normal = lambda *s: jnp.asarray(random.normal(size=(number, heads, *s)), "float32")
+
+    def normal(*s):
+        return jnp.asarray(random.normal(size=(number, heads, *s)), "float32")
+
     q, k, v = normal(size, slots), normal(size, slots), normal(size, width)
     gamma = jax.nn.sigmoid(normal(size, 1))
     start = normal(slots, width)
@@ -108,7 +111,10 @@ def calls(draw):
     b, t = draw(st.integers(1, 2)), draw(st.integers(1, 80))
     c, most = draw(st.sampled_from([1, 4, 16, 64])), draw(st.sampled_from([1, 8]))
     heads = draw(st.sampled_from([(2, 64, 64), (4, 32, 64), (3, 8, 24)]))
-    each = lambda most: st.lists(st.integers(0, most), min_size=b, max_size=b)
+
+    def each(most):
+        return st.lists(st.integers(0, most), min_size=b, max_size=b)
+
     variant = draw(st.sampled_from(LATTICE_VARIANTS))
     return variant, (b, t, *heads, c), draw(each(c - 1)), draw(each(t - 1)), most
 
@@ -159,7 +165,9 @@ def test_half_precision_is_as_exact_as_that_of_xla(variant):
     ],
 )
 def test_heads_of_a_pack_fill_the_lanes(size, heads, slots, width, fitting):
-    shape = lambda width: jax.ShapeDtypeStruct((1, 1, size, heads, width), jnp.bfloat16)
+    def shape(width):
+        return jax.ShapeDtypeStruct((1, 1, size, heads, width), jnp.bfloat16)
+
     arrays: Any = (shape(slots), shape(slots), shape(width), *[None] * 4)
     tokens = Chunks(*arrays)
     assert tpu_packed._heads(tokens) == fitting

@@ -141,9 +141,11 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
         leaves = jax.tree.leaves(forward(tokens, state, reset))
         return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
 
-    place = lambda spec, x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-    )
+    def place(spec, x):
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+
     arguments = (
         jax.tree.map(functools.partial(place, token), tokens),
         jax.tree.map(place, state_specs, state),

@@ -16,8 +16,13 @@ INTERPRETED = functools.partial(trellis_tpu, interpret=INTERPRETER)
 
 def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -> Any:
     keys = jax.random.split(jax.random.key(0), 6)
-    normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def normal(i, *width):
+        return jax.random.normal(keys[i], (batch, time, heads, *width))
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
     tokens = unit(normal(0, key)), unit(normal(1, key)), normal(2, value)
     tokens = (*tokens, 0.3 * normal(3, slots))
     gamma = jax.nn.sigmoid(normal(4, *gates))
@@ -36,10 +41,18 @@ def perturbed(state, seed):
     """Another state, its chunks open where its position is not 0."""
     leaves, treedef = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    move = lambda x, key: (
-        x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 4 else x
+    return jax.tree.unflatten(
+        treedef,
+        list(
+            map(
+                lambda x, key: (
+                    x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 4 else x
+                ),
+                leaves,
+                keys,
+            )
+        ),
     )
-    return jax.tree.unflatten(treedef, list(map(move, leaves, keys)))
 
 
 def begun_state(sizes, place):
@@ -57,15 +70,16 @@ def both(implementation, arguments, reset=None):
     """Results, and gradients of everything for random cotangents."""
 
     def pull(arguments):
-        floats = lambda tree: jax.tree.map(
-            lambda x: None if x.dtype == jnp.int32 else x, tree
-        )
-        whole = lambda floats: jax.tree.map(
-            lambda f, x: x if f is None else f,
-            floats,
-            arguments,
-            is_leaf=lambda f: f is None,
-        )
+        def floats(tree):
+            return jax.tree.map(lambda x: None if x.dtype == jnp.int32 else x, tree)
+
+        def whole(floats):
+            return jax.tree.map(
+                lambda f, x: x if f is None else f,
+                floats,
+                arguments,
+                is_leaf=lambda f: f is None,
+            )
 
         def forward(given):
             tokens, state, empty = whole(given)

@@ -30,8 +30,13 @@ unchecked = inspect.unwrap(trellis)
 def draw(length, seed=0, dtype=jnp.float32, gates=(2,)) -> Any:
     """q, k, v, alpha, gamma, g; the gates strong enough to matter."""
     keys = jax.random.split(jax.random.key(seed), 6)
-    normal = lambda i, *width: jax.random.normal(keys[i], (B, length, H, *width))
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def normal(i, *width):
+        return jax.random.normal(keys[i], (B, length, H, *width))
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
     tokens = unit(normal(0, K)), unit(normal(1, K)), normal(2, V), 0.3 * normal(3, M)
     gamma = jax.nn.sigmoid(normal(4, *gates))
     g = jax.nn.log_sigmoid(normal(5, *gates) + 1)
@@ -42,7 +47,10 @@ def draw(length, seed=0, dtype=jnp.float32, gates=(2,)) -> Any:
 def draw_state(seed=3, position=(3, 0)) -> TrellisState:
     """A state with rows at different places; where 0, no chunk is open."""
     keys = jax.random.split(jax.random.key(seed), 4)
-    normal = lambda i, width: 0.5 * jax.random.normal(keys[i], (B, H, M, width))
+
+    def normal(i, width):
+        return 0.5 * jax.random.normal(keys[i], (B, H, M, width))
+
     place = jnp.array(position, jnp.int32)
     is_open = (place > 0)[:, None, None, None]
     keys_start, values_start = normal(0, K), normal(1, V)
@@ -77,7 +85,10 @@ NUMPY = {
 
 def jacobian(function, z, h=1e-5):
     """By central differences: [i, j] is the slope of output i along input j."""
-    moved = lambda j, by: function(z + by * np.eye(len(z))[j])
+
+    def moved(j, by):
+        return function(z + by * np.eye(len(z))[j])
+
     columns = [(moved(j, h) - moved(j, -h)) / (2 * h) for j in range(len(z))]
     return np.stack(columns, axis=1)
 
@@ -278,7 +289,10 @@ def test_a_linear_phi_is_the_delta_rule():
 @pytest.mark.slow
 def test_shared_gates_and_none():
     q, k, v, alpha, gamma, g = draw(5, gates=())
-    twice = lambda x: jnp.stack([x, x], -1)
+
+    def twice(x):
+        return jnp.stack([x, x], -1)
+
     for implementation in ("reference", "xla"):
         run = jitted(chunk_size=C, implementation=implementation)
         one = run(q, k, v, alpha, gamma, g)

@@ -20,8 +20,13 @@ WIDTH = 64
 def draw(batch, time, heads, dtype, *, value=WIDTH, seed=0) -> Any:
     """Tokens: q, k, v, alpha, gamma, g."""
     keys = jax.random.split(jax.random.key(seed), 6)
-    normal = lambda i, *width: jax.random.normal(keys[i], (batch, time, heads, *width))
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def normal(i, *width):
+        return jax.random.normal(keys[i], (batch, time, heads, *width))
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
     low = unit(normal(0, WIDTH)), unit(normal(1, WIDTH)), unit(normal(2, value))
     low = [x.astype(dtype) for x in (*low, 0.3 * normal(3, WIDTH))]
     gamma, g = jax.nn.sigmoid(normal(4, 2)), jax.nn.log_sigmoid(normal(5, 2) + 1)
@@ -59,8 +64,9 @@ def both(implementation, phi, reset, arguments):
         ]
         gradients = back(jax.tree.unflatten(treedef, weights))
         # Positions have none.
-        keep = lambda x: None if x.dtype == jax.dtypes.float0 else x
-        return values, jax.tree.map(keep, gradients)
+        return values, jax.tree.map(
+            lambda x: None if x.dtype == jax.dtypes.float0 else x, gradients
+        )
 
     return pull(arguments)
 
@@ -70,7 +76,10 @@ def test_open_chunks_and_resets_agree_with_the_token_loop(gpu, interpreted):
     b, t, h, c = 2, 20, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     key = iter(jax.random.split(jax.random.key(3), 6))
-    memory = lambda: 0.3 * jax.random.normal(next(key), (b, h, WIDTH, WIDTH))
+
+    def memory():
+        return 0.3 * jax.random.normal(next(key), (b, h, WIDTH, WIDTH))
+
     # The last row begins a chunk, so that its memories there and now are the same.
     begin, values_begin = memory(), memory()
     is_open = (jnp.arange(b) < 1)[:, None, None, None]

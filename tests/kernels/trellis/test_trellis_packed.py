@@ -46,10 +46,15 @@ def gates_of(heads, gamma, g):
     """The gates of a pass, [H, C], as `packed` takes them."""
     coarse = jnp.floor(g * gate_sums.STEPS) / gate_sums.STEPS
     sums = gate_sums.Sums(jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1))
-    row = lambda x: side_by_side(heads, x[:, None])
-    column = lambda head: gate_sums.Sums(*(x[head::heads, :, None] for x in sums))
+
+    def row(x):
+        return side_by_side(heads, x[:, None])
+
     row_sums = gate_sums.Sums(*map(row, sums))
-    columns = tuple(map(column, range(heads)))
+    columns = tuple(
+        gate_sums.Sums(*(x[head::heads, :, None] for x in sums))
+        for head in range(heads)
+    )
     end = tuple(gate_sums.Sums(*(x[:, -1:] for x in part)) for part in columns)
     total = pack_decays.Totals(row_sums, columns, end)
     return packed.Gates(row(gamma), total)
@@ -80,9 +85,10 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     # kernel finds near the step.
     slots += 2
     random = np.random.default_rng(seed)
-    normal = lambda *s: jnp.asarray(
-        random.normal(size=(heads * sizes["P"], *s)), "float32"
-    )
+
+    def normal(*s):
+        return jnp.asarray(random.normal(size=(heads * sizes["P"], *s)), "float32")
+
     q, k, v = (normal(size, sizes[width]) for width in ("K", "K", "V"))
     alpha = 0.3 * normal(size, slots)
     gamma = jax.nn.sigmoid(jnp.stack([normal(size), normal(size)]))
@@ -123,9 +129,14 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
         paired(d_y),
         options,
     )
-    tokens = lambda parts: jnp.stack([split(part)[:, 0] for part in parts])
+
+    def tokens(parts):
+        return jnp.stack([split(part)[:, 0] for part in parts])
+
     # Of a sum: what all gates up to it have in common.
-    from_sums = lambda d: jnp.flip(jnp.cumsum(jnp.flip(d, -1), -1), -1)
+    def from_sums(d):
+        return jnp.flip(jnp.cumsum(jnp.flip(d, -1), -1), -1)
+
     actual = (
         *map(split, found.x),
         tokens(found.gamma),
@@ -154,7 +165,10 @@ def calls(draw):
     """Sizes (B, T, H, K, V, M, C), each element's place in its chunk, and its reset."""
     b, t, c = draw(st.integers(1, 2)), draw(st.integers(1, 80)), draw(CHUNK_SIZES)
     heads = draw(st.sampled_from([(2, 64, 64, 64), (4, 32, 64, 32), (3, 16, 24, 8)]))
-    each = lambda most: st.lists(st.integers(0, most), min_size=b, max_size=b)
+
+    def each(most):
+        return st.lists(st.integers(0, most), min_size=b, max_size=b)
+
     return (b, t, *heads, c), draw(each(c - 1)), draw(each(t - 1))
 
 

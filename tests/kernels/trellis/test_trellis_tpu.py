@@ -51,9 +51,10 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     state = perturbed(trellis_init_state(b, h, m, k, v, c), 1)
     empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
     reset = jnp.zeros((b, t), bool).at[0, 4].set(True)
-    run = lambda form: jax.jit(in_chunks, static_argnums=0)(
-        form, tokens, state, empty, reset
-    )
+
+    def run(form):
+        return jax.jit(in_chunks, static_argnums=0)(form, tokens, state, empty, reset)
+
     monkeypatch.setattr(pallas_tpu, "_chunks", pallas_tpu._in_xla)
     close(run(trellis_tpu), run(trellis_xla), 1e-6)
 
@@ -179,9 +180,11 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
         leaves = jax.tree.leaves(forward(tokens, state, reset))
         return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in leaves)
 
-    place = lambda spec, x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-    )
+    def place(spec, x):
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+
     arguments = (
         jax.tree.map(functools.partial(place, token), tokens),
         jax.tree.map(place, state_specs, state),

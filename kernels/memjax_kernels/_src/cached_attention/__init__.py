@@ -77,7 +77,10 @@ def attend(
     seen: Bool[Array, "B Q S"],
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B Q H"]]:
     """`cached_attention` by XLA."""
-    apart = lambda x: x.reshape(*x.shape[:2], -1, q.shape[-1]).astype(q.dtype)
+
+    def apart(x):
+        return x.reshape(*x.shape[:2], -1, q.shape[-1]).astype(q.dtype)
+
     y, mass = jax.nn.dot_product_attention(
         q, apart(keys), apart(values), mask=seen[:, None], return_residual=True
     )

@@ -77,15 +77,24 @@ def _on_device(rows, keys, values, seen, *, heads, interpret):
     # A mask of bits would be unpacked in the kernel.
     seen = seen[:, 0].astype(jnp.int32)
     (batch, count, width), slots, queries = rows.shape, keys.shape[1], seen.shape[1]
-    bytes_of = lambda n: n * width * keys.dtype.itemsize
+
+    def bytes_of(n):
+        return n * width * keys.dtype.itemsize
+
     size = next(n for n in BLOCKS if n <= slots and bytes_of(n) <= MOST_BYTES)
     # Blocks behind the last slot that is seen are not fetched: a block stays where the
     # next step asks for the same.
     places = jnp.arange(1, slots + 1, dtype=jnp.int32)[None]
     blocks = -(-(seen.max(axis=1) * places).max(axis=1) // size)
-    at = lambda b, s, blocks: jnp.minimum(s, jnp.maximum(blocks[b] - 1, 0))
+
+    def at(b, s, blocks):
+        return jnp.minimum(s, jnp.maximum(blocks[b] - 1, 0))
+
     of_slots = pl.BlockSpec((None, size, width), lambda b, s, n: (b, at(b, s, n), 0))
-    of_rows = lambda n: pl.BlockSpec((None, count, n), lambda b, s, _: (b, 0, 0))
+
+    def of_rows(n):
+        return pl.BlockSpec((None, count, n), lambda b, s, _: (b, 0, 0))
+
     y, mass = pl.pallas_call(
         functools.partial(_kernel, heads=heads, slots=slots),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -61,6 +61,7 @@ def causal_attention(
         interpret: run where there is no TPU.
     """
     static = pallas_tpu.Static(window, interpret)
-    joined = lambda x: x.reshape(*x.shape[:2], -1)
-    y: Any = pallas_tpu.attention(static, *map(joined, (q, k, v)))
+    y: Any = pallas_tpu.attention(
+        static, *(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
+    )
     return y.reshape(q.shape)

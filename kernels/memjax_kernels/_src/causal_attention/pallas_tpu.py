@@ -94,7 +94,10 @@ def _backward(static, kept, d_y):
         pltpu.VMEM((heads, q.shape[1]), F32),
     ]
     tokens = [(grid.queries, x) for x in (q, y, d_y)]
-    like = lambda x: varying.like(x, x.shape, x.dtype)
+
+    def like(x):
+        return varying.like(x, x.shape, x.dtype)
+
     return tuple(
         grid.call(
             _backward_kernel,
@@ -124,11 +127,16 @@ class _Grid:
         self.plan = plan(time, static.window, by_key)
         self.groups = batch * lanes
         block = self.plan.block
-        at = lambda g: (jax.lax.div(g, lanes), jax.lax.rem(g, lanes))
-        spec = lambda rows, row: pl.BlockSpec(
-            (None, rows, LANES),
-            lambda g, n, *steps: (at(g)[0], row(n, Steps(*steps)), at(g)[1]),
-        )
+
+        def at(g):
+            return (jax.lax.div(g, lanes), jax.lax.rem(g, lanes))
+
+        def spec(rows, row):
+            return pl.BlockSpec(
+                (None, rows, LANES),
+                lambda g, n, *steps: (at(g)[0], row(n, Steps(*steps)), at(g)[1]),
+            )
+
         self.queries = spec(block, lambda n, steps: steps.query[n])
         self.keys = spec(block, lambda n, steps: steps.key[n])
         self.sequences = spec(time, lambda n, steps: 0)
@@ -236,7 +244,10 @@ def _backward_kernel(*refs):
     queries, keys, d_outputs = (_transposed(x[...]) for x in (q, k, d_y))
     mask = masks[steps.mask[n]]
     for h, channels in enumerate(HEADS):
-        own = lambda x, channels=channels: _of_head(x[...], channels)
+
+        def own(x, channels=channels):
+            return _of_head(x[...], channels)
+
         scores = _dot(k[...], own(q), NT) + mask
         weight = jnp.exp2(scores * SCALE_OF_TWO - mass[h : h + 1])
         rounded = weight.astype(q.dtype)

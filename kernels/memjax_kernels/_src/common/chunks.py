@@ -89,16 +89,18 @@ def scan(
     carry, xs = vary_alike((carry, xs))
     length = jax.tree.leaves(xs)[0].shape[0]
     whole = length - length % remat_every
-    inner = lambda carry, xs: jax.lax.scan(step, carry, xs)
+
+    def inner(carry, xs):
+        return jax.lax.scan(step, carry, xs)
+
     if not whole:  # A scan of no group would still be compiled.
         return inner(carry, xs)
-    group = lambda x: x[:whole].reshape(-1, remat_every, *x.shape[1:])
     carry, ys = jax.lax.scan(
         # Inside a scan the second run cannot be merged with the first, so that it needs
         # no guard.
         jax.checkpoint(inner, prevent_cse=False),
         carry,
-        jax.tree.map(group, xs),
+        jax.tree.map(lambda x: x[:whole].reshape(-1, remat_every, *x.shape[1:]), xs),
     )
     ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
     if whole == length:
@@ -116,7 +118,10 @@ def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
     size = log_gates.shape[-1]
     seen = jnp.tril(jnp.ones((size, size), bool))
     later = jnp.tril(jnp.ones((size, size), log_gates.dtype), -1)
-    like_gates = lambda x: x.reshape((1,) * (log_gates.ndim - 1) + x.shape)
+
+    def like_gates(x):
+        return x.reshape((1,) * (log_gates.ndim - 1) + x.shape)
+
     # exp is zero from -104 on, and finite terms keep the products with 0 finite.
     terms = jnp.maximum(log_gates, -1e4)[..., :, None] * like_gates(later)
     sums = jnp.einsum(

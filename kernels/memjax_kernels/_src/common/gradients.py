@@ -109,8 +109,11 @@ def of_prepared(
         return x._replace(**dict.fromkeys(indices)), kept
 
     floats, pull, kept = jax.vjp(apart, *primals, has_aux=True)
+
     # A gradient must vary over the axes of a mesh that its argument varies over.
-    back = lambda cotangents: pull(vary_alike((cotangents, primals))[0])
+    def back(cotangents):
+        return pull(vary_alike((cotangents, primals))[0])
+
     return floats._replace(**kept), back
 
 

@@ -54,7 +54,10 @@ def evaluate(
     jaxpr = closed.jaxpr
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, arguments, strict=True))
-    value_of = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
+
+    def value_of(atom):
+        return atom.val if hasattr(atom, "val") else values[atom]
+
     for equation in jaxpr.eqns:
         operands = [value_of(atom) for atom in equation.invars]
         name = equation.primitive.name

@@ -165,15 +165,19 @@ def _apart(results):
 
 def _placed(kind, x, together):
     """An argument, its block, and what the step is given of one head of it."""
+
     # One batch element may serve all.
-    of_rows = lambda b, h: (b if x.shape[0] > 1 else 0, h, 0)
-    along = lambda b, h: (*of_rows(b, h), 0)
+    def of_rows(b, h):
+        return (b if x.shape[0] > 1 else 0, h, 0)
+
     dtype = x.dtype if kind == "count" else F32
     x = x.astype(jnp.int32 if kind == "count" else F32)
     match kind:
         case "memory":
             shape = x.shape[2:]
-            block = pl.BlockSpec((1, together, *shape), along)
+            block = pl.BlockSpec(
+                (1, together, *shape), lambda b, h: (*of_rows(b, h), 0)
+            )
         case "row":
             shape = x.shape[2:]
             block = pl.BlockSpec((1, together, *shape), of_rows)
@@ -235,12 +239,18 @@ _REPLACED: dict[str, jaxprs.Replacement] = {
 def _heads_of_a_block(heads, memories):
     """The most heads that fit and divide all heads; 0 if none do."""
     most = min(MOST_HEADS, MOST_BYTES // _bytes_of_a_head(memories))
+
     # Rows of several blocks must fill whole registers.
-    fits = lambda n: heads % n == 0 and (n == heads or n % SUBLANES == 0)
+    def fits(n):
+        return heads % n == 0 and (n == heads or n % SUBLANES == 0)
+
     return max((n for n in range(1, most + 1) if fits(n)), default=0)
 
 
 def _bytes_of_a_head(memories):
     """Of all memories of a head, whose rows fill whole registers."""
-    wide = lambda n: math.ceil(n / LANES) * LANES
+
+    def wide(n):
+        return math.ceil(n / LANES) * LANES
+
     return 4 * sum(x.shape[2] * wide(x.shape[3]) for x in memories)

@@ -65,11 +65,17 @@ def chunkwise(
         h = _fit_heads(mesh, [name for name in HEADS if name in axes], heads)
         along = P(b, None, None, h)
         token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
-        shared = lambda x: x.shape[0] == 1 < batch
+
+        def shared(x):
+            return x.shape[0] == 1 < batch
+
         memory_specs = jax.tree.map(lambda x: P(None if shared(x) else b, h), memories)
         given, specs = (tokens, *memories), (token_specs, *memory_specs)
         indices, whole = distinct(given)
-        pick = lambda tree: tuple(jax.tree.leaves(tree)[i] for i in indices)
+
+        def pick(tree):
+            return tuple(jax.tree.leaves(tree)[i] for i in indices)
+
         return jax.shard_map(
             lambda *x: share(*whole(x)),
             mesh=mesh,
@@ -129,7 +135,10 @@ def token_by_token(
         if not axes:
             return form(tokens, parameters)
         batch, time, heads = jax.tree.leaves(tokens)[0].shape[:3]
-        present = lambda names: [name for name in names if name in axes]
+
+        def present(names):
+            return [name for name in names if name in axes]
+
         b = _fit(mesh, present(BATCH), batch)
         t = None if whole_sequences else _fit(mesh, present((SEQUENCE,)), time)
         h = _fit_heads(mesh, present(HEADS if whole_sequences else HEADS[:1]), heads)

@@ -51,8 +51,9 @@ def rotate_tpu(
     shared = cos.ndim == 2 or cos.shape[0] == 1
     if shared:
         angles = tuple(table.reshape(1, *table.shape[-2:]) for table in (cos, sin))
-        form_of_all = lambda tokens, angles: form((*tokens, *angles), ())
-        return partition.token_by_token(form_of_all, whole_sequences=True)((x,), angles)
+        return partition.token_by_token(
+            lambda tokens, angles: form((*tokens, *angles), ()), whole_sequences=True
+        )((x,), angles)
     return partition.token_by_token(form, whole_sequences=True)((x, cos, sin), ())
 
 
@@ -69,10 +70,13 @@ def _on_device(tokens, _, *, interpret):
 def _turned(static: Static, x, cos, sin):
     flat = x.reshape(*x.shape[:2], -1)
     of = tiles.blocks_of(*flat.shape)
+
     # The first half of a head gets minus the sine of its partner.
-    repeated = lambda first, second: jnp.tile(
-        jnp.concatenate([first, second], axis=-1), LANES // static.width
-    )
+    def repeated(first, second):
+        return jnp.tile(
+            jnp.concatenate([first, second], axis=-1), LANES // static.width
+        )
+
     tables = repeated(cos, cos), repeated(-sin, sin)
     shared = cos.shape[0] == 1
     of_angles = pl.BlockSpec(

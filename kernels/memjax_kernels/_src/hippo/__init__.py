@@ -194,7 +194,10 @@ def _look_up_or_compute(absorb, covered, features, state, start, *rest):
         (offset == 0) & (first + blocks <= covered),
         functools.partial(absorb, matrices_for=1, look_up=True),
         functools.partial(absorb, matrices_for=1),
-        *(features, state, start, *rest),
+        features,
+        state,
+        start,
+        *rest,
     )
 
 

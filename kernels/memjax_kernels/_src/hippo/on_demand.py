@@ -128,7 +128,9 @@ def basis(order: int, points: Float[Array, "R Q"]) -> Float[Array, "R N Q"]:
         high = z.astype(jnp.float32)
         low = (z - high).astype(jnp.float32)
         values = jax.lax.platform_dependent(
-            *(z, high, low),
+            z,
+            high,
+            low,
             tpu=lambda _, high, low: _legendre_tpu(order, high, low),
             default=lambda z, _, __: _legendre(order, z),
         )

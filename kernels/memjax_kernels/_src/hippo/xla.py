@@ -35,8 +35,13 @@ def banked(bank: HippoBank, start: Int[Array, " R"], length: int) -> Matrices:
     # The bank has one matrix a block: all batch elements must be at the same one.
     first = start[0] // length
     transitions, kernels = jnp.asarray(bank.transition), jnp.asarray(bank.kernel)
-    transition = lambda block: transitions[first + block][None]
-    write = lambda block, f: on_demand.product(kernels[first + block][None], f)
+
+    def transition(block):
+        return transitions[first + block][None]
+
+    def write(block, f):
+        return on_demand.product(kernels[first + block][None], f)
+
     return Matrices(
         absorb=lambda block, c, f: (
             on_demand.product(transition(block), c) + write(block, f)
@@ -51,8 +56,12 @@ def computed(order: int, start: Int[Array, " R"], length: int) -> Matrices:
 
     Blocks that are no shorter than the order are written through their own nodes.
     """
-    edges = lambda block: (start + block * length, start + (block + 1) * length)
-    advance = lambda block, c: on_demand.advance(*edges(block), c)
+
+    def edges(block):
+        return (start + block * length, start + (block + 1) * length)
+
+    def advance(block, c):
+        return on_demand.advance(*edges(block), c)
 
     def transition(block):
         eye = jnp.broadcast_to(jnp.eye(order), (start.shape[0], order, order))

@@ -110,7 +110,10 @@ def advance(
     taken = cumulative(between, write * along, "nn")
     size = cumulative(between * between, added, "nn")
     if begun is not None:
-        row = lambda x: jnp.sum(x, axis=-1)[..., None, :]
+
+        def row(x):
+            return jnp.sum(x, axis=-1)[..., None, :]
+
         taken += inside * row(direction * begun[0])
         size += inside * inside * row(begun[0] * begun[0])
 
@@ -125,7 +128,9 @@ def advance(
     if begun is not None:
         y -= multiply(q * inside, begun[0], "nn")
 
-    last = lambda x: x[..., -1:, :]
+    def last(x):
+        return x[..., -1:, :]
+
     if tokens.g is not None:
         write = write * jnp.swapaxes(last(between), -1, -2)
     pending = multiply(write, h, "tn")
@@ -155,7 +160,10 @@ def _diagonal_sum(row: Float[Array, "*B 1 M"]) -> Float[Array, "*B M 1"]:
     """A transpose that Mosaic can do."""
     size = row.shape[-1]
     shape = (1,) * (row.ndim - 2) + (size, size)
-    at = lambda axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def at(axis):
+        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
     diagonal = at(row.ndim - 2) == at(row.ndim - 1)
     return jnp.sum(jnp.where(diagonal, row, 0.0), axis=-1, keepdims=True)
 
@@ -236,12 +244,18 @@ def _decays(g, gamma):
         return chunks.decay(g), jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
     size = gamma.shape[-2]
     shape = (*gamma.shape[:-1], size)
-    at = lambda axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def at(axis):
+        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
     seen = at(len(shape) - 2) >= at(len(shape) - 1)
     return seen.astype(F32), jnp.ones_like(gamma)
 
 
 def _below(square):
     """The part below the diagonal."""
-    at = lambda axis: jax.lax.broadcasted_iota(jnp.int32, square.shape, axis)
+
+    def at(axis):
+        return jax.lax.broadcasted_iota(jnp.int32, square.shape, axis)
+
     return jnp.where(at(square.ndim - 2) > at(square.ndim - 1), square, 0.0)

@@ -57,7 +57,10 @@ def in_chunks(
 
 def _split(q, k, v, gamma, g, reset, size, position) -> Chunks:
     batch, time = q.shape[:2]
-    split = lambda x: chunks.split(x, size, position)
+
+    def split(x):
+        return chunks.split(x, size, position)
+
     count = chunks.count_chunks(time, size, position is None)
     return Chunks(
         q=split(q),

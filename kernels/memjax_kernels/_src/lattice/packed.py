@@ -93,7 +93,10 @@ def advance(
 ) -> tuple[Moved, Float[Array, "P C VV"]]:
     """Takes a memory through a chunk in which nothing is pending."""
     dot, heads = options.multiply, options.heads
-    low = lambda y: y.astype(x.q.dtype)
+
+    def low(y):
+        return y.astype(x.q.dtype)
+
     slots = diagonal(low(start), heads)
     error = errors(x, slots, options)
     h, w = low(error.h), x.gamma * error.c

@@ -49,8 +49,13 @@ def pull_back(
         options: of the kernel.
     """
     dot, heads = options.multiply, options.heads
-    low = lambda y: y.astype(x.q.dtype)
-    rows = lambda *parts: jnp.concatenate([low(part) for part in parts], axis=1)
+
+    def low(y):
+        return y.astype(x.q.dtype)
+
+    def rows(*parts):
+        return jnp.concatenate([low(part) for part in parts], axis=1)
+
     slots = diagonal(low(start), heads)
     error = packed.errors(x, slots, options)
     h, w = low(error.h), x.gamma * error.c

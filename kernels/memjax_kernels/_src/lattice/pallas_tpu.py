@@ -103,7 +103,10 @@ def lattice_tpu(
         )
 
     flags = (None if exact else tokens.complete, tokens.cleared)
-    each = lambda f: jnp.broadcast_to(f.astype(F32)[:, :, None, None], (b, n, c, h))
+
+    def each(f):
+        return jnp.broadcast_to(f.astype(F32)[:, :, None, None], (b, n, c, h))
+
     gates = [tokens.gamma.astype(F32), *(each(f) for f in flags if f is not None)]
     # Gates and flags are one array, so that the kernel takes one small block for all.
     rows = in_blocks(jnp.stack(gates, axis=-1))
@@ -114,12 +117,18 @@ def lattice_tpu(
         gates=rows if exact else rows.swapaxes(2, 3),
     )
     static = Static(rule, exact, _heads(inputs, exact), interpret)
-    flat = lambda x: x.reshape(b * h, m, width)
+
+    def flat(x):
+        return x.reshape(b * h, m, width)
+
     arguments = varying.vary_alike((inputs, flat(start), flat(empty)))
     result: Any = _blocks(static, *arguments)
     (after, pending), y = result
     y = y.reshape(b, h, -1, width)[:, :, : n * c].reshape(b, h, n, c, width)
-    apart = lambda x: x.reshape(b, h, m, width)
+
+    def apart(x):
+        return x.reshape(b, h, m, width)
+
     pending = jnp.zeros_like(start) if pending is None else apart(pending)
     ones = jnp.ones((b, h), F32)
     return (apart(after), pending, ones), jnp.moveaxis(y, 1, 3).astype(tokens.v.dtype)
@@ -134,7 +143,10 @@ def _heads(x: Inputs, exact: bool) -> int:
 
 def _head_bytes(block: int, slots: int, width: int, exact: bool) -> int:
     """What the backward kernel's blocks of one head take in VMEM, by estimate."""
-    lanes = lambda size: -(-size // 128) * 128
+
+    def lanes(size):
+        return -(-size // 128) * 128
+
     # Tokens with their gradients; memories before and after with theirs, and, where
     # C = 1, before every token of the block.
     tokens = 4 * block * (2 * lanes(slots) + lanes(width))
@@ -169,9 +181,10 @@ def _backward(static: Static, primals, kept, cotangents):
     x, _, empty = primals
     d_memory, d_y = cotangents
     n = x.q.shape[1]
-    like = lambda tree: jax.tree.map(
-        lambda a: varying.like(x.q, a.shape, a.dtype), tree
-    )
+
+    def like(tree):
+        return jax.tree.map(lambda a: varying.like(x.q, a.shape, a.dtype), tree)
+
     block, whole = _specs(static.heads, lambda i: n - 1 - i)
     shape = (static.heads, *empty.shape[1:])
     scratch = (x.q.shape[2], *shape) if static.exact else shape
@@ -191,15 +204,23 @@ def _in_xla(static: Static, x: Inputs, start, empty):
     """The function of the forward kernel, each head as a batch element."""
     if static.exact:
         # A block is as many chunks of one token.
-        in_chunks = lambda x: x.reshape(x.shape[0], -1, 1, x.shape[-1])
+        def in_chunks(x):
+            return x.reshape(x.shape[0], -1, 1, x.shape[-1])
+
         gates = in_chunks(x.gates)
         flags = [jnp.ones(gates.shape[:2], bool)]
     else:
-        in_chunks = lambda x: x
+
+        def in_chunks(x):
+            return x
+
         gates = x.gates.swapaxes(2, 3)
         flags = []
     flags += [gates[:, :, 0, i] > 0.5 for i in range(1, gates.shape[-1])]
-    one_head = lambda x: in_chunks(x)[:, :, :, None]
+
+    def one_head(x):
+        return in_chunks(x)[:, :, :, None]
+
     tokens = Chunks(
         q=one_head(x.q),
         k=one_head(x.k),

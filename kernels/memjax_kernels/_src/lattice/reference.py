@@ -104,7 +104,10 @@ def advance(
     y = jnp.einsum("bhmv,bhm->bhv", read, q)
     # An open chunk keeps its start, in which its next tokens take gradients.
     done = state.position + 1 == state.chunk_size
-    where = lambda x, y: jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    def where(x, y):
+        return jnp.where(done.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
     state = LatticeState(
         start=where(after, start),
         pending=where(jnp.zeros_like(pending), pending),

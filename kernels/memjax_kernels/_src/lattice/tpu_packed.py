@@ -100,7 +100,10 @@ def lattice_packed(
     # Batch elements of a program, each with its tokens in all packs.
     rows = min(TOKENS // (group * size), BLOCK_BYTES // (group * each))
     layout = Layout(divisor(b, rows), group, heads, tokens.cleared is not None)
-    flag = lambda x: None if x is None else x.astype(F32)
+
+    def flag(x):
+        return None if x is None else x.astype(F32)
+
     tokens = tokens._replace(
         gamma=tokens.gamma.astype(F32),
         complete=flag(tokens.complete),
@@ -113,11 +116,10 @@ def lattice_packed(
 
 
 def _arrange(static: Static, x: Chunks) -> Blocks:
-    flat = lambda t: t.reshape(*t.shape[:3], -1)
     gates = [gate_columns(x.gamma, static.layout.group, static.layout.heads)]
     flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
     gates += [flag_columns(flag, gates[0]) for flag in flags]
-    tokens = Tokens(*map(flat, (x.q, x.k, x.v)))
+    tokens = Tokens(*(t.reshape(*t.shape[:3], -1) for t in (x.q, x.k, x.v)))
     return Blocks(tokens, jnp.concatenate(gates, axis=-1))
 
 
@@ -137,7 +139,9 @@ def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
     memory, y, kept = _call(
         of,
         static,
-        *(tpu_packed_kernels.forward_kernel, "lattice_forward", blocks),
+        tpu_packed_kernels.forward_kernel,
+        "lattice_forward",
+        blocks,
         inputs=(start, empty),
         outputs=((after, after), y, kept),
         specs=(_specs(of, blocks), of.memories(start), of.memories(empty)),
@@ -156,7 +160,10 @@ def _backward(static: Static, primals, kept, cotangents):
     empty, d_memory = join(empty), jax.tree.map(join, d_memory)
     d_y = d_y.reshape(blocks.tokens.v.shape)
     like = functools.partial(varying.like, x.q)
-    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
+    def shaped(tree):
+        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
     n, memory = x.q.shape[1], shaped(empty)
     d_gates = like((*blocks.gates.shape[:4], heads * group), F32)
     # The backward pass goes through the chunks in reverse.
@@ -164,7 +171,9 @@ def _backward(static: Static, primals, kept, cotangents):
     d_tokens, d_gates, d_start, d_empty = _call(
         of,
         static,
-        *(tpu_packed_kernels.backward_kernel, "lattice_backward", blocks),
+        tpu_packed_kernels.backward_kernel,
+        "lattice_backward",
+        blocks,
         inputs=(empty, kept, d_memory, d_y),
         outputs=(shaped(blocks.tokens), d_gates, memory, memory),
         specs=(
@@ -196,7 +205,10 @@ def _backward(static: Static, primals, kept, cotangents):
 
 def _in_xla(static: Static, x: Chunks, start, empty):
     """The function of the forward kernel."""
-    flag = lambda f: None if f is None else f > 0.5
+
+    def flag(f):
+        return None if f is None else f > 0.5
+
     x = x._replace(complete=flag(x.complete), cleared=flag(x.cleared))
     (after, pending, _), y = lattice_xla(x, start, empty, static.rule)
     return (after, pending), y

@@ -99,7 +99,9 @@ def backward_kernel(
     found = packed_gradient.pull_back(
         block.chunk,
         _load(kept).astype(F32),
-        *(d_new, d_open, packs.load_rows(d_y, layout.group)),
+        d_new,
+        d_open,
+        packs.load_rows(d_y, layout.group),
         options,
     )
     d = found.start + (d_whole - d_new)

@@ -49,7 +49,10 @@ def lattice_xla_head(
 
 def _scan(step, tokens, memory, remat_every):
     """Scans [B, n, C, H, ...] as n items [B, H, C, ...] with flags [B]."""
-    chunk_first = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
+
+    def chunk_first(x):
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
     items = chunk.Tokens(
         *map(chunk_first, (tokens.q, tokens.k, tokens.v)),
         gamma=chunk_first(tokens.gamma[..., None]),

@@ -34,7 +34,10 @@ def advance(
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
     heads = len(x.total.column)
-    low = lambda y: y.astype(x.q.dtype)
+
+    def low(y):
+        return y.astype(x.q.dtype)
+
     dot = functools.partial(multiply, dtype=operand_dtype(x.q))
     since, until = x.since(x.q.shape[-1]), x.until(x.k.shape[-1])
     between = pack_decays.decays(x.total).between
@@ -53,9 +56,15 @@ def pull_back(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     heads = len(x.total.column)
-    low = lambda y: y.astype(x.q.dtype)
+
+    def low(y):
+        return y.astype(x.q.dtype)
+
     dot = functools.partial(multiply, dtype=operand_dtype(x.q))
-    rows = lambda *parts: jnp.concatenate([low(part) for part in parts], axis=1)
+
+    def rows(*parts):
+        return jnp.concatenate([low(part) for part in parts], axis=1)
+
     since, until = x.since(x.q.shape[-1]), x.until(x.k.shape[-1])
     between = pack_decays.decays(x.total).between
     d_y, d_memory = low(d_y), diagonal(low(d_after), heads)

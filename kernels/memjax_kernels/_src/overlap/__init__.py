@@ -77,5 +77,7 @@ def overlap_with_keys(
 
 
 def _xla(k, gamma, *, chunk_size):
-    split = lambda x: chunks.split(x, chunk_size, None)
+    def split(x):
+        return chunks.split(x, chunk_size, None)
+
     return k, chunks.join(in_chunks(split(k), split(gamma)), k.shape[1], None)

@@ -89,7 +89,10 @@ def overlap_tpu(
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """`overlap_with_keys` in kernels."""
-    split = lambda x: chunks.split(x, _block(chunk_size), None)
+
+    def split(x):
+        return chunks.split(x, _block(chunk_size), None)
+
     form = functools.partial(_on_device, chunk_size=chunk_size, interpret=interpret)
     _, found = partition.chunkwise(form)(Tokens(split(k), split(gamma)))
     keys, left = (chunks.join(x, k.shape[1], None) for x in found)
@@ -133,8 +136,9 @@ def _in_smaller_blocks(x, chunk_size):
     half = x.k.shape[2] // 2
     if half % math.lcm(chunk_size, ROWS) or not _heads(x.k, half):
         return x, 2 * half
-    cut = lambda y: y.reshape(y.shape[0], -1, half, *y.shape[3:])
-    return jax.tree.map(cut, x), half
+    return jax.tree.map(
+        lambda y: y.reshape(y.shape[0], -1, half, *y.shape[3:]), x
+    ), half
 
 
 def _arrange(static, x):
@@ -157,8 +161,9 @@ def _backward(static: Static, primals, kept, cotangents):
     (x,), (d_k, d_left) = primals, cotangents
     (b, n, size, number), heads = x.gamma.shape, static.heads
     d_left = d_left.swapaxes(2, 3).reshape(b, n, number // heads, 1, heads * size)
-    shaped = lambda y: varying.like(x.k, y.shape, y.dtype)
-    outputs = jax.tree.map(shaped, _arrange(static, x))
+    outputs = jax.tree.map(
+        lambda y: varying.like(x.k, y.shape, y.dtype), _arrange(static, x)
+    )
     given = (x, (d_k.reshape(*d_k.shape[:3], -1), d_left))
     d = _call(static, _backward_kernel, "overlap_backward", *given, outputs)
     d_gamma = gates_of_columns(d.gamma, static.group, heads)
@@ -167,7 +172,10 @@ def _backward(static: Static, primals, kept, cotangents):
 
 def _in_xla(static: Static, x: Tokens):
     """The function of the forward kernel."""
-    cut = lambda y: y.reshape(y.shape[0], -1, static.chunk_size, *y.shape[3:])
+
+    def cut(y):
+        return y.reshape(y.shape[0], -1, static.chunk_size, *y.shape[3:])
+
     left = in_chunks(cut(x.k), cut(x.gamma))
     return x.k, left.reshape(x.gamma.shape)
 
@@ -178,7 +186,10 @@ _blocks = gradients.of_kernels("overlap", _forward, _backward, _in_xla)
 def _call(static: Static, kernel, name, x: Tokens, more, outputs):
     groups = x.k.shape[3] // static.group // static.heads
     of = Specs(None, static.group, groups, lambda i: i)
-    both = lambda t: Tokens(of.tokens(t.k), of.gates(t.gamma))
+
+    def both(t):
+        return Tokens(of.tokens(t.k), of.gates(t.gamma))
+
     spec = both if isinstance(outputs, Tokens) else of.kept
     # Cotangents: of the keys, which lie as tokens do, and of what is left.
     specs = (of.tokens, of.kept)[: len(more)]
@@ -205,7 +216,10 @@ def _pairs(k, columns, static):
         columns[None], alike.shape[-1], static.group, static.heads
     )
     earlier, later = packs.sublane(alike.shape), packs.within(alike.shape, size)
-    chunk = lambda at: jax.lax.div(at, jnp.int32(static.chunk_size))
+
+    def chunk(at):
+        return jax.lax.div(at, jnp.int32(static.chunk_size))
+
     seen = (later > earlier) & (chunk(later) == chunk(earlier))
     alike = jnp.where(seen, alike, 0.0)
     return Pairs(alike, gamma, jnp.maximum(1 - gamma * alike * alike, LEAST))

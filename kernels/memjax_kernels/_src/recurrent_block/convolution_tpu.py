@@ -63,7 +63,10 @@ def short_convolution_tpu(
         seen = jnp.minimum(positions, filters.shape[0] - 1).astype(BF16)
         # A column for each head, as a mesh divides heads.
         seen = jnp.broadcast_to(seen[..., None], x.shape[:3])[:, None]
-    heads_first = lambda z: jnp.swapaxes(z, 1, 2)
+
+    def heads_first(z):
+        return jnp.swapaxes(z, 1, 2)
+
     form = partition.chunkwise(functools.partial(_on_device, interpret=interpret))
     _, y = form((x[:, None], seen), heads_first(filters[None]), heads_first(before))
     return y[:, 0]
@@ -72,7 +75,10 @@ def short_convolution_tpu(
 def _on_device(tokens, filters, before, *, interpret):
     """On a device's share: x [B, 1, T, H, K], filters [1, H, W, K]."""
     x, seen = tokens[0][:, 0], None if tokens[1] is None else tokens[1][:, 0]
-    heads_second = lambda z: jnp.swapaxes(z, 1, 2)
+
+    def heads_second(z):
+        return jnp.swapaxes(z, 1, 2)
+
     filters, before = heads_second(filters), heads_second(before).astype(x.dtype)
     given = varying.vary_alike((x, filters, before, seen))
     if tiles.fills_lanes(x):
@@ -106,7 +112,10 @@ def _backward(static: Static, primals, kept, cotangents):
     # What came before is seen by the first tokens alone. All heads are one axis when
     # they are cut off, or XLA would copy all tokens to another layout.
     few, flat = static.taps - 1, lambda z: z.reshape(*z.shape[:2], -1)
-    begin = lambda z: flat(z)[:, :few].reshape(z.shape[0], few, *z.shape[2:])
+
+    def begin(z):
+        return flat(z)[:, :few].reshape(z.shape[0], few, *z.shape[2:])
+
     seen_first = None if seen is None else seen[:, :few]
     form = functools.partial(_in_xla, static, begin(x), filters, seen=seen_first)
     (d_before,) = jax.vjp(lambda before: form(before=before)[1], before)[1](begin(d_y))
@@ -119,24 +128,33 @@ _op = gradients.of_kernels("short_convolution", _forward, _backward, _in_xla)
 
 def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     """One of the kernels on tokens [B, T, C]."""
-    flat = lambda z: z.reshape(*z.shape[:2], -1)
+
+    def flat(z):
+        return z.reshape(*z.shape[:2], -1)
+
     tokens = flat(x)
     of = tiles.blocks_of(*tokens.shape)
     (batch, time, channels), size, lanes = of
     blocks = time // size
-    at = lambda i: blocks - 1 - i if backward else i
+
+    def at(i):
+        return blocks - 1 - i if backward else i
+
     block = pl.BlockSpec((None, size, lanes), lambda b, c, i: (b, at(i), c))
     # The rows before a block: the last of the one before it.
     halo = pl.BlockSpec(
         (None, ROWS, lanes),
         lambda b, c, i: (b, jnp.maximum(at(i) * (size // ROWS) - 1, 0), c),
     )
-    fixed = lambda rows, one: pl.BlockSpec(
-        (None, rows, lanes), lambda b, c, i: (0 if one else b, 0, c)
-    )
-    pad = lambda z, rows, front: jnp.pad(
-        flat(z), ((0, 0), (rows, 0) if front else (0, rows), (0, 0))
-    )
+
+    def fixed(rows, one):
+        return pl.BlockSpec(
+            (None, rows, lanes), lambda b, c, i: (0 if one else b, 0, c)
+        )
+
+    def pad(z, rows, front):
+        return jnp.pad(flat(z), ((0, 0), (rows, 0) if front else (0, rows), (0, 0)))
+
     taps = static.taps
     given = {
         "x": (tokens, block),
@@ -164,7 +182,13 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     )
     arrays, specs = ({key: pair[i] for key, pair in given.items()} for i in (0, 1))
     return of.call(
-        *(kernel, name, (arrays,), (specs,), outputs, out_specs, scratch),
+        kernel,
+        name,
+        given=(arrays,),
+        specs=(specs,),
+        outputs=outputs,
+        out_specs=out_specs,
+        scratch=scratch,
         interpret=static.interpret,
     )
 
@@ -193,8 +217,11 @@ def _tile(given, inputs, rows, at, ones, static: Static):
     """Convolves the tokens of a tile, whose block and halo are `inputs`."""
     taps, count = static.taps, rows.size
     rows_before = inputs[pl.ds(rows.start + ROWS - SHARE, SHARE + count), at]
+
     # Turned as a whole: slices that begin inside a register take twice the operations.
-    turned = lambda back: pltpu.roll(rows_before, back, 0) if back else rows_before
+    def turned(back):
+        return pltpu.roll(rows_before, back, 0) if back else rows_before
+
     window = [turned(taps - 1 - w)[SHARE:] for w in range(taps)]
     filters = [given["filters"][w : w + 1, at] for w in range(taps)]
     masks: list[Any] = [None] * taps

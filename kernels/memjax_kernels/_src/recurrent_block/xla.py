@@ -21,7 +21,10 @@ def short_convolution(
 ) -> Float[Array, "B T H K"]:
     """`short_convolution` of the room, whose arguments are checked."""
     width, time = filters.shape[0], x.shape[1]
-    flat = lambda z: z.reshape(*z.shape[:-2], -1)
+
+    def flat(z):
+        return z.reshape(*z.shape[:-2], -1)
+
     inputs = jnp.concatenate([flat(before).astype(x.dtype), flat(x)], axis=1)
     weights = flat(filters)
 
@@ -45,5 +48,8 @@ def gated_norm(
 ) -> Float[Array, "B T H K"]:
     """`gated_norm` of the room, whose arguments are checked."""
     normed = rms_norm_heads(y, scale, epsilon).astype(gate.dtype)
-    flat = lambda z: z.reshape(*z.shape[:-2], -1)
+
+    def flat(z):
+        return z.reshape(*z.shape[:-2], -1)
+
     return (flat(normed) * jax.nn.gelu(flat(gate))).reshape(y.shape)

@@ -27,8 +27,9 @@ def _of_one(queries, keys):
 
     # Slicing the keys in the loop avoids the copy that a reshape to blocks makes.
     size = min(KEYS_AT_ONCE, len(keys))
-    block = lambda at: some(jax.lax.dynamic_slice_in_dim(keys, at, size))
     whole = len(keys) - len(keys) % size
     starts = jnp.arange(0, whole, size, dtype=jnp.int32)
-    found = jax.lax.map(block, starts).reshape(-1)
+    found = jax.lax.map(
+        lambda at: some(jax.lax.dynamic_slice_in_dim(keys, at, size)), starts
+    ).reshape(-1)
     return jnp.concatenate([found, some(keys[whole:])])

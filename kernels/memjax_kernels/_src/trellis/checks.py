@@ -28,8 +28,11 @@ def check_tokens(
     Raises:
         ValueError: on shapes that do not fit, and known gates outside their range.
     """
+
     # A gate of each pass has one axis more than one for both.
-    axes_of_gate = lambda gate: "B T H" if gate is None or gate.ndim < 4 else "B T H P"
+    def axes_of_gate(gate):
+        return "B T H" if gate is None or gate.ndim < 4 else "B T H P"
+
     sizes = arguments.check_shapes(
         q=(q, "B T H K"),
         k=(k, "B T H K"),

@@ -128,5 +128,6 @@ def _decay(total):
 def _choose(flag: Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where the flag [..., 1, 1] is 1."""
     # Flags are float32, as the TPU kernels get them in one array with the gates.
-    pick = lambda a, b: jnp.where(jnp.broadcast_to(flag, a.shape) > 0.5, a, b)
-    return jax.tree.map(pick, new, old)
+    return jax.tree.map(
+        lambda a, b: jnp.where(jnp.broadcast_to(flag, a.shape) > 0.5, a, b), new, old
+    )

@@ -122,7 +122,10 @@ def advance(
 ) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
     """The running memories after a chunk, and its reads."""
     dot, heads = options.multiply, len(gates[0].total.column)
-    low = lambda y: y.astype(x.q.dtype)
+
+    def low(y):
+        return y.astype(x.q.dtype)
+
     target, dq, dk, dv, scores, (first, second) = ready
     u = gates[0].gamma * error_gradient(options, dot(keys.start, dk, "nt"), target)
     reads = first.kept * dot(keys.running, dq, "nt") - dot(u, scores, "nt")

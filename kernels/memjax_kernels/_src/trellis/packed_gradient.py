@@ -67,8 +67,13 @@ def pull_back(
     target, dq, dk, dv, scores, left = ready
     until = until_end(gates[0].total), until_end(gates[1].total)
     mine = functools.partial(own, heads=heads)
-    low = lambda y: y.astype(x.q.dtype)
-    stack = lambda *rows: jnp.concatenate([low(row) for row in rows], axis=1)
+
+    def low(y):
+        return y.astype(x.q.dtype)
+
+    def stack(*rows):
+        return jnp.concatenate([low(row) for row in rows], axis=1)
+
     d_keys, d_values = d_after
 
     # The first pass again.

@@ -100,17 +100,27 @@ def trellis_tpu(
     if tpu_packed.fits(tokens):
         return tpu_packed.trellis_packed(*given, **options)
     b, n, c, h, key_dim = tokens.q.shape
+
     # [B, n, C, H, D] -> [G, n, C, D], and back.
-    heads_first = lambda x: jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])
-    back = lambda x: jnp.moveaxis(x.reshape(b, h, n, c, x.shape[-1]), 1, 3)
-    flat = lambda x: x.reshape(b * h, *x.shape[2:])
+    def heads_first(x):
+        return jnp.moveaxis(x, 3, 1).reshape(b * h, n, c, x.shape[-1])
+
+    def back(x):
+        return jnp.moveaxis(x.reshape(b, h, n, c, x.shape[-1]), 1, 3)
+
+    def flat(x):
+        return x.reshape(b * h, *x.shape[2:])
+
     flags = [f for f in (tokens.complete, tokens.cleared) if f is not None]
     # Flags travel as further rows of the gates: one small block instead of three.
     wide = [
         jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
         for f in flags
     ]
-    for_both = lambda gate: jnp.broadcast_to(gate, (b, n, c, h, 2))
+
+    def for_both(gate):
+        return jnp.broadcast_to(gate, (b, n, c, h, 2))
+
     gates = [for_both(tokens.gamma), for_both(tokens.g), *wide]
     gates = heads_first(jnp.concatenate(gates, axis=-1))
     arranged = Inputs(
@@ -123,21 +133,26 @@ def trellis_tpu(
     # As many heads as fit: they are independent, and one hides the latency of another.
     heads = max(1, min(HEADS, b * h, BLOCK_BYTES // needed))
     static = Static(phi, activation, heads, interpret)
-    flatten = lambda tree: jax.tree.map(flat, tree)
+
+    def flatten(tree):
+        return jax.tree.map(flat, tree)
+
     arguments = varying.vary_alike((arranged, flatten(memories), flatten(empty)))
     results: Any = _chunks(static, *arguments)
     memories, y = results
-    apart = lambda x: x.reshape(b, h, *x.shape[1:])
-    return jax.tree.map(apart, memories), back(y)
+    return jax.tree.map(lambda x: x.reshape(b, h, *x.shape[1:]), memories), back(y)
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     """What the backward kernel holds in VMEM for a head, roughly."""
+
     # In float32 with rows of whole lanes. Two buffers of each array in and out, and the
     # values in between: 16 and 8 of a memory, 4 of a token's array, 12 matrices of a
     # token's slots and 8 squares of a chunk in each pass.
     # VMEM pads rows to whole lanes of 128.
-    lanes = lambda width: -(-width // 128) * 128
+    def lanes(width):
+        return -(-width // 128) * 128
+
     widths = (key_dim, value_dim)
     tokens = 4 * size * sum(map(lanes, (key_dim, *widths, slots)))
     memories = 24 * slots * sum(map(lanes, widths))
@@ -149,8 +164,14 @@ def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool
     like = functools.partial(varying.like, x.q)
     y = like(x.inputs[1].shape, x.inputs[1].dtype)
     # In the tokens' dtype, to which the operands of products are rounded anyway.
-    at_start = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype)
-    kept = jax.tree.map(at_start, memories.start) if keep else None
+    kept = (
+        jax.tree.map(
+            lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype),
+            memories.start,
+        )
+        if keep
+        else None
+    )
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
     specs = functools.partial(_specs, static.heads, lambda i: i)
     after, y, kept = _call(
@@ -169,9 +190,10 @@ def _backward(static: Static, primals, kept, cotangents):
     x, (_, running), empty = primals
     d_after, d_y = cotangents
     n = x.q.shape[1]
-    like = lambda tree: jax.tree.map(
-        lambda a: varying.like(x.q, a.shape, a.dtype), tree
-    )
+
+    def like(tree):
+        return jax.tree.map(lambda a: varying.like(x.q, a.shape, a.dtype), tree)
+
     # The backward pass goes through the chunks in reverse.
     specs = functools.partial(_specs, static.heads, lambda i: n - 1 - i)
     before, fresh = like(Memories(running, running)), like(empty)
@@ -195,7 +217,10 @@ def _backward(static: Static, primals, kept, cotangents):
 
 def _in_xla(static: Static, x: Inputs, memories: Memories, empty):
     """The function of the forward kernel, each head as a batch element."""
-    one_head = lambda x: x[:, :, :, None]
+
+    def one_head(x):
+        return x[:, :, :, None]
+
     gates = one_head(x.gates.swapaxes(2, 3))
     flags = [x.gates[:, :, i, 0] > 0.5 for i in range(4, x.gates.shape[2])]
     tokens = Tokens(
@@ -208,7 +233,10 @@ def _in_xla(static: Static, x: Inputs, memories: Memories, empty):
         complete=flags[0],
         cleared=flags[1] if len(flags) > 1 else None,
     )
-    of_head = lambda tree: jax.tree.map(lambda m: m[:, None], tree)
+
+    def of_head(tree):
+        return jax.tree.map(lambda m: m[:, None], tree)
+
     after, y = trellis_xla(
         tokens,
         of_head(memories),
@@ -227,8 +255,9 @@ def _specs(heads, order, tree, axes):
 
     def spec(x):
         if axes == 4:
-            index = lambda g, i: (g, order(i), 0, 0)
-            return pl.BlockSpec((heads, None, *x.shape[2:]), index)
+            return pl.BlockSpec(
+                (heads, None, *x.shape[2:]), lambda g, i: (g, order(i), 0, 0)
+            )
         return pl.BlockSpec((heads, *x.shape[1:]), lambda g, i: (g, 0, 0))
 
     return jax.tree.map(spec, tree)

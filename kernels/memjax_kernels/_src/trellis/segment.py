@@ -119,7 +119,10 @@ def align(
 ) -> Tokens:
     """Splits tokens into chunks; `position` tokens of the first one came before."""
     batch, time = q.shape[:2]
-    cut = lambda x: chunks.split(x, size, position)
+
+    def cut(x):
+        return chunks.split(x, size, position)
+
     gamma = per_pass(gamma)
     # Implementations always take gates: g = 0 decays nothing.
     g = jnp.zeros_like(gamma[..., :1]) if g is None else per_pass(g)

@@ -39,6 +39,10 @@ from memjax_kernels._src.trellis.xla import trellis_xla
 F32 = jnp.float32
 
 
+def _no_scratch(layout, x):
+    return (), ()
+
+
 class Kernels(NamedTuple):
     """The two kernels, and what they need.
 
@@ -53,9 +57,7 @@ class Kernels(NamedTuple):
     forward: Callable[..., None]
     backward: Callable[..., None]
     kept: Any = None
-    scratch: Callable[[Layout, Tokens], tuple[Sequence[Any], Sequence[Any]]] = (
-        lambda layout, x: ((), ())
-    )
+    scratch: Callable[[Any, Any], tuple[Sequence[Any], Sequence[Any]]] = _no_scratch
 
 
 class Static(NamedTuple):
@@ -79,7 +81,10 @@ def run(
     interpret: Any,
 ) -> tuple[Memories, Array]:
     """Runs an `op_of` kernels in this layout; see `segment`."""
-    flag = lambda x: None if x is None else x.astype(F32)
+
+    def flag(x):
+        return None if x is None else x.astype(F32)
+
     tokens = tokens._replace(
         complete=flag(tokens.complete), cleared=flag(tokens.cleared)
     )
@@ -108,13 +113,12 @@ class Blocks(NamedTuple):
 
 def _arrange(layout: Layout, x: Tokens) -> Blocks:
     b, n, c = x.q.shape[:3]
-    flat = lambda t: t.reshape(b, n, c, -1)
     columns = functools.partial(gate_columns, group=layout.group, heads=layout.heads)
     gates = [columns(x.gamma), columns(x.g)]
     flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
     gates += [flag_columns(flag, gates[0]) for flag in flags]
     gates = jnp.concatenate(gates, axis=-1)
-    chunk = packed.Chunk(*map(flat, (x.q, x.k, x.v, x.alpha)))
+    chunk = packed.Chunk(*(t.reshape(b, n, c, -1) for t in (x.q, x.k, x.v, x.alpha)))
     return Blocks(chunk, gates)
 
 
@@ -123,7 +127,10 @@ def _in_blocks(layout: Layout, x: Tokens) -> Tokens:
     # Where the two memories may differ, chunks behind all tokens keep them so. Where
     # they do after the last chunk alone, that one has to stay the last.
     join = functools.partial(join_chunks, parts=layout.parts, front=not layout.apart)
-    of_tokens = lambda f: jnp.broadcast_to(f[..., None], x.q.shape[:3])
+
+    def of_tokens(f):
+        return jnp.broadcast_to(f[..., None], x.q.shape[:3])
+
     flags = [f if f is None else of_tokens(f) for f in (x.complete, x.cleared)]
     x = x._replace(complete=flags[0], cleared=flags[1])
     return jax.tree.map(join, x)
@@ -147,8 +154,14 @@ def _forward(
     y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
     dtype = kernels.kept or x.q.dtype
-    before = lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), dtype)
-    kept = jax.tree.map(before, memories.start) if keep else None
+    kept = (
+        jax.tree.map(
+            lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), dtype),
+            memories.start,
+        )
+        if keep
+        else None
+    )
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
     after, y, kept = _call(
         of,
@@ -156,15 +169,15 @@ def _forward(
         kernels.forward,
         "trellis_forward",
         blocks,
-        (memories, empty),
-        (after, y, kept),
-        (
+        inputs=(memories, empty),
+        outputs=(after, y, kept),
+        specs=(
             Blocks(of.tokens(blocks.tokens), of.gates(blocks.gates)),
             of.memories(memories),
             of.memories(empty),
         ),
-        (of.memories(after), of.tokens(y), of.kept(kept)),
-        kernels.scratch(layout, x)[0],
+        out_specs=(of.memories(after), of.tokens(y), of.kept(kept)),
+        scratch=kernels.scratch(layout, x)[0],
     )
     part = functools.partial(apart, heads=layout.heads)
     y = split_chunks(y.reshape(x.v.shape), layout.parts, not layout.apart, number)
@@ -186,7 +199,10 @@ def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
     running, empty, d_after = jax.tree.map(join, (memories.running, empty, d_after))
     d_y = d_y.reshape(b, n, c, -1)
     like = functools.partial(varying.like, x.q)
-    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
+    def shaped(tree):
+        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
     d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
     before, fresh = shaped(Memories(running, running)), shaped(empty)
     # The backward pass goes through the blocks in reverse.
@@ -198,9 +214,9 @@ def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
         kernels.backward,
         "trellis_backward",
         blocks,
-        (running, empty, kept, d_after, d_y),
-        (shaped(blocks.tokens), d_gates, before, fresh),
-        (
+        inputs=(running, empty, kept, d_after, d_y),
+        outputs=(shaped(blocks.tokens), d_gates, before, fresh),
+        specs=(
             Blocks(tokens, of.gates(blocks.gates)),
             of.memories(running),
             of.memories(empty),
@@ -208,8 +224,13 @@ def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
             of.memories(d_after),
             of.tokens(d_y),
         ),
-        (tokens, of.kept(d_gates), of.memories(before), of.memories(fresh)),
-        kernels.scratch(layout, x)[1],
+        out_specs=(
+            tokens,
+            of.kept(d_gates),
+            of.memories(before),
+            of.memories(fresh),
+        ),
+        scratch=kernels.scratch(layout, x)[1],
     )
     d_gamma, d_g = _gates_back(d_gates, x, of_pack)
     d_x = Tokens(
@@ -222,8 +243,9 @@ def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
         complete=None,
         cleared=None,
     )
-    split = lambda d: split_chunks(d, layout.parts, not layout.apart, number)
-    d_x = jax.tree.map(split, d_x)
+    d_x = jax.tree.map(
+        lambda d: split_chunks(d, layout.parts, not layout.apart, number), d_x
+    )
     d_x = d_x._replace(complete=no_flags[0], cleared=no_flags[1])
     part = functools.partial(apart, heads=of_pack)
     return d_x, *jax.tree.map(part, (d_memories, d_empty))
@@ -245,14 +267,17 @@ def _gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
 
 def _in_xla(static: Static, x: Tokens, memories: Memories, empty):
     """The function of the forward kernel."""
-    flag = lambda f: None if f is None else f > 0.5
+
+    def flag(f):
+        return None if f is None else f > 0.5
+
     x = x._replace(complete=flag(x.complete), cleared=flag(x.cleared))
     return trellis_xla(x, memories, empty, phi=static.phi, activation=static.activation)
 
 
-def _call(of: Specs, static: Static, kernel, name, x: Blocks, *blocks):
+def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
     dtype = products.operand_dtype(x.tokens.q)
     multiply = functools.partial(products.multiply, dtype=dtype)
     options = Options(static.phi, static.activation, multiply)
     kernel = functools.partial(kernel, layout=static.layout, options=options)
-    return of.call(kernel, name, x, *blocks, interpret=static.interpret)
+    return of.call(kernel, name, x, **blocks, interpret=static.interpret)

@@ -67,10 +67,8 @@ def trellis_packed(
         resets=tokens.cleared is not None,
         size=size,
     )
-    given = (tokens, memories, empty)
-    return run(
-        *(_op, layout, *given), phi=phi, activation=activation, interpret=interpret
-    )
+    options = {"phi": phi, "activation": activation, "interpret": interpret}
+    return run(_op, layout, tokens, memories, empty, **options)
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:

@@ -87,7 +87,10 @@ def flags(x, layout: Layout) -> tuple[Array, Array | None]:
 def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
     """Gates of both passes, of a block [rows, C, R] of gammas and gates."""
     steps, totals = zip(*(_gates_of_row(row, layout) for row in block), strict=True)
-    join = lambda *parts: jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    def join(*parts):
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
     steps, totals = ([join(*x) for x in zip(*y, strict=True)] for y in (steps, totals))
     return Gates(steps[0], totals[0]), Gates(steps[-1], totals[-1])
 

@@ -73,7 +73,9 @@ def backward_kernel(
 ):
     """Cotangents of one chunk, after those of the chunks behind it."""
     step, last = pl.program_id(2), pl.num_programs(2) - 1
-    add = lambda a, b: jax.tree.map(jnp.add, a, b)
+
+    def add(a, b):
+        return jax.tree.map(jnp.add, a, b)
 
     @pl.when(step == 0)
     def _():

@@ -47,9 +47,13 @@ def trellis_xla(
         return x if x is None else x.T.astype(jnp.float32)[..., None, None, None]
 
     # [B, n, C, H, D] -> [n, B, H, C, D]
-    chunks_first = lambda x: jnp.moveaxis(x, (1, 3), (0, 2))
+    def chunks_first(x):
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
     # One gate may be for both.
-    of_each_pass = lambda x: (chunks_first(x[..., 0]), chunks_first(x[..., -1]))
+    def of_each_pass(x):
+        return (chunks_first(x[..., 0]), chunks_first(x[..., -1]))
+
     chunk = one_chunk.Chunk(
         chunks_first(tokens.q),
         (chunks_first(tokens.k), chunks_first(tokens.v)),

@@ -138,15 +138,24 @@ class Specs(NamedTuple):
 
     def tokens(self, tree):
         """[B, n, C, H D]."""
-        index = lambda b, g, i: (b, self.order(i), 0, g)
-        width = lambda x: x.shape[3] // self.groups
-        block = lambda x: (self.rows, None, x.shape[2], width(x))
-        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+
+        def width(x):
+            return x.shape[3] // self.groups
+
+        def block(x):
+            return (self.rows, None, x.shape[2], width(x))
+
+        return jax.tree.map(
+            lambda x: pl.BlockSpec(block(x), lambda b, g, i: (b, self.order(i), 0, g)),
+            tree,
+        )
 
     def gates(self, x):
         """[B, n, groups, C, R]."""
-        index = lambda b, g, i: (b, self.order(i), g, 0, 0)
-        return pl.BlockSpec((self.rows, None, None, *x.shape[3:]), index)
+        return pl.BlockSpec(
+            (self.rows, None, None, *x.shape[3:]),
+            lambda b, g, i: (b, self.order(i), g, 0, 0),
+        )
 
     def kept(self, tree):
         """[B, n, P, ...]."""
@@ -160,9 +169,13 @@ class Specs(NamedTuple):
 
     def memories(self, tree):
         """[B, P, M, DD], for all chunks."""
-        index = lambda b, g, i: (b, g, 0, 0)
-        block = lambda x: (self.rows, self.group, *x.shape[2:])
-        return jax.tree.map(lambda x: pl.BlockSpec(block(x), index), tree)
+
+        def block(x):
+            return (self.rows, self.group, *x.shape[2:])
+
+        return jax.tree.map(
+            lambda x: pl.BlockSpec(block(x), lambda b, g, i: (b, g, 0, 0)), tree
+        )
 
     def call(
         self,

@@ -42,7 +42,10 @@ def decays(g: Float[Array, "P C DD"], parts: int) -> Decays:
     count, size, width = g.shape
     halves = [1 << level for level in range(size.bit_length() - 1)]
     i, t = (axis((size, size)) for axis in (packs.sublane, packs.lane))
-    late = lambda half: (i & half) > 0
+
+    def late(half):
+        return (i & half) > 0
+
     chosen = [
         ((i ^ t) < half) & (((t <= i) & late(half)) | ((t > i) & ~late(half)))
         for half in halves

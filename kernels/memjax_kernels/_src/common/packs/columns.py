@@ -40,8 +40,9 @@ def sum_lanes(
 
 def _choose(x: Array, ones: Array) -> Array:
     """A product with zeros and ones."""
-    multiply = lambda part: jax.lax.dot(part, ones, preferred_element_type=F32)
-    return packs.in_parts(multiply, x)
+    return packs.in_parts(
+        lambda part: jax.lax.dot(part, ones, preferred_element_type=F32), x
+    )
 
 
 def _of_heads(shape, axis: int, width: int, packing: tuple[int, int]):

@@ -68,7 +68,10 @@ def _seen(number: int, size: int | None) -> Float[Array, "C C"]:
     other = jax.lax.broadcasted_iota(jnp.int32, (number, number), 1)
     seen = token >= other
     if size is not None:
-        chunk = lambda x: jax.lax.div(x, jnp.int32(size))
+
+        def chunk(x):
+            return jax.lax.div(x, jnp.int32(size))
+
         seen &= chunk(token) == chunk(other)
     return seen.astype(F32)
 

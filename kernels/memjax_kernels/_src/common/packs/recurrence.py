@@ -102,8 +102,9 @@ def recur(
         at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
         g = jnp.where(at, FORGETS_ALL, g)
     # Tokens of zeros, gate and rate included, leave the memory as it is.
-    split = lambda x: chunks.split(x, CHUNK_SIZE, None)
-    tokens = Tokens(*jax.tree.map(split, (q, k, v, g, beta)))
+    tokens = Tokens(
+        *jax.tree.map(lambda x: chunks.split(x, CHUNK_SIZE, None), (q, k, v, g, beta))
+    )
     form = partition.chunkwise(functools.partial(_on_device, op))
     state, y = form(tokens, state, interpret=interpret)
     return state, chunks.join(y, time, None)
@@ -139,7 +140,9 @@ def _block_bytes(key_dim: int, value_dim: int) -> int:
 
 
 def _arrange(static: Static, x: Tokens) -> Blocks:
-    flat = lambda t: t.reshape(*t.shape[:3], -1)
+    def flat(t):
+        return t.reshape(*t.shape[:3], -1)
+
     tokens = flat(x.q), flat(x.k), flat(x.v)
     if x.g.ndim == x.q.ndim:
         return Blocks((*tokens, flat(x.g)), None)
@@ -176,11 +179,15 @@ def _forward(static: Static, x: Tokens, state: Array, *, keep: bool):
     after = like(state.shape, F32)
     of = _specs_for(static, x, lambda i: i)
     after, y, kept = _call(
-        *(of, static),
-        *(recurrence_kernels.forward_kernel, "forward", blocks, (state,)),
-        (after, y, kept),
-        (_specs(of, blocks), of.memories(state)),
-        (of.memories(after), of.tokens(y), of.kept(kept)),
+        of,
+        static,
+        recurrence_kernels.forward_kernel,
+        "forward",
+        blocks,
+        inputs=(state,),
+        outputs=(after, y, kept),
+        specs=(_specs(of, blocks), of.memories(state)),
+        out_specs=(of.memories(after), of.tokens(y), of.kept(kept)),
     )
     return (apart(after, static.heads), y.reshape(x.v.shape)), kept
 
@@ -191,18 +198,24 @@ def _backward(static: Static, primals, kept, cotangents):
     blocks, d_after = _arrange(static, x), side_by_side(d_after, static.heads)
     d_y = d_y.reshape(blocks.tokens[2].shape)
     like = functools.partial(varying.like, x.q)
-    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
+    def shaped(tree):
+        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
     n = x.q.shape[1]
     # The backward pass goes through the chunks in reverse.
     of = _specs_for(static, x, lambda i: n - 1 - i)
     specs, memories = _specs(of, blocks), of.memories(d_after)
     d_x, d_state = _call(
-        *(of, static),
-        *(recurrence_kernels.backward_kernel, "backward", blocks),
-        (kept, d_after, d_y),
-        (shaped(blocks), shaped(d_after)),
-        (specs, of.kept(kept), memories, of.tokens(d_y)),
-        (specs, memories),
+        of,
+        static,
+        recurrence_kernels.backward_kernel,
+        "backward",
+        blocks,
+        inputs=(kept, d_after, d_y),
+        outputs=(shaped(blocks), shaped(d_after)),
+        specs=(specs, of.kept(kept), memories, of.tokens(d_y)),
+        out_specs=(specs, memories),
     )
     return _undo(static, d_x, x), apart(d_state, static.heads)
 
@@ -210,14 +223,18 @@ def _backward(static: Static, primals, kept, cotangents):
 @functools.cache
 def _chunks(op: Op) -> Any:
     """The op of two kernels, and its gradient."""
-    form = lambda static, x, state: _in_xla(op, x, state)
-    return gradients.of_kernels(op.name, _forward, _backward, form)
+    return gradients.of_kernels(
+        op.name, _forward, _backward, lambda static, x, state: _in_xla(op, x, state)
+    )
 
 
 def _in_xla(op: Op, x: Tokens, state: Array):
     """The function of the forward kernel."""
-    join = lambda y: y.reshape(y.shape[0], -1, *y.shape[3:])
-    state, y = op.in_xla(*jax.tree.map(join, x), state, chunk_size=CHUNK_SIZE)
+    state, y = op.in_xla(
+        *jax.tree.map(lambda y: y.reshape(y.shape[0], -1, *y.shape[3:]), x),
+        state,
+        chunk_size=CHUNK_SIZE,
+    )
     return state, y.reshape(x.v.shape)
 
 
@@ -226,9 +243,7 @@ def _specs(of: Specs, x: Blocks) -> Blocks:
     return Blocks(of.tokens(x.tokens), columns)
 
 
-def _call(
-    of: Specs, static: Static, kernel, name, x, inputs, outputs, specs, out_specs
-):
-    kernel, name = functools.partial(kernel, static=static), f"{static.op.name}_{name}"
-    given = (x, inputs, outputs, specs, out_specs)
-    return of.call(kernel, name, *given, interpret=static.interpret)
+def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
+    kernel = functools.partial(kernel, static=static)
+    name = f"{static.op.name}_{name}"
+    return of.call(kernel, name, x, **blocks, interpret=static.interpret)

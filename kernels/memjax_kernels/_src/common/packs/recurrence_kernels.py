@@ -152,8 +152,11 @@ def backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static):
     start, given = kept[...].astype(F32), packs.load(d_y, static.group)
     found = static.op.pull_back(_read(x, static), start, d_memory[...], given)
     d_memory[...] = found.start
+
     # What is raised to the lowest gate has no gradient.
-    raised = lambda g, d: jnp.where(g > FORGETS_ALL, d, 0.0)
+    def raised(g, d):
+        return jnp.where(g > FORGETS_ALL, d, 0.0)
+
     d_q, d_k, d_v, *d_g = found.tokens
     if d_g:
         d_g = [raised(packs.load(x.tokens[-1], static.group), d) for d in d_g]
@@ -199,7 +202,10 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
         return of_width
 
     return Chunk(
-        *(q, k, v, total),
+        q=q,
+        k=k,
+        v=v,
+        total=total,
         since=in_lanes(lambda: coarse + fine, jnp.exp),
         until=in_lanes(lambda: until, jnp.exp),
         beta=in_lanes(lambda: given[:, number:]),

@@ -99,9 +99,10 @@ class Blocks(NamedTuple):
 
 def blocks_of(batch: int, time: int, channels: int) -> Blocks:
     """The largest blocks of tokens [B, T, C] that fit."""
-    fitting = lambda size, step, most: max(
-        n for n in range(step, most + 1, step) if size % n == 0
-    )
+
+    def fitting(size, step, most):
+        return max(n for n in range(step, most + 1, step) if size % n == 0)
+
     size, lanes = fitting(time, ROWS, BLOCK), fitting(channels, LANES, MOST_LANES)
     return Blocks((batch, time, channels), size, lanes)
 
@@ -138,8 +139,13 @@ def by_tiles(
 def same_head(width: int) -> Any:
     """1 where two lanes are of one head, [128, 128]."""
     shape = (LANES, LANES)
-    lane = lambda axis: jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-    head = lambda axis: jax.lax.div(lane(axis), jnp.int32(width))
+
+    def lane(axis):
+        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def head(axis):
+        return jax.lax.div(lane(axis), jnp.int32(width))
+
     return (head(0) == head(1)).astype(F32)
 
 
@@ -163,9 +169,14 @@ def eights(x: Float32[Array, "N 128"]) -> Float32[Array, "8 128"]:
 
 def _traffic(given: Any, outputs: Any) -> pl.CostEstimate:
     """What a kernel moves at least: every array once, padded to whole registers."""
-    width = lambda x: -(-x.shape[-1] // LANES) * LANES
-    padded = lambda x: math.prod(x.shape[:-1]) * width(x) * x.dtype.itemsize
+
+    def width(x):
+        return -(-x.shape[-1] // LANES) * LANES
+
     # An array may be given twice, in blocks of two kinds.
     once = {id(x): x for x in jax.tree.leaves(given)}
-    moved = sum(map(padded, (*once.values(), *jax.tree.leaves(outputs))))
+    moved = sum(
+        math.prod(x.shape[:-1]) * width(x) * x.dtype.itemsize
+        for x in (*once.values(), *jax.tree.leaves(outputs))
+    )
     return pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved)

@@ -46,9 +46,16 @@ def backward(
 ) -> Gradients:
     """Runs the backward kernel on what `forward` kept, and cotangents."""
     m, width = x.start.shape[2:]
-    like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
-    outputs = Gradients(*map(like, (x.q, x.k, x.v, x.gamma, x.start, x.empty)))
-    work = lambda *shape, dtype=x.q.dtype: mosaic.tile(*shape, dtype=dtype)
+    outputs = Gradients(
+        *(
+            None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
+            for a in (x.q, x.k, x.v, x.gamma, x.start, x.empty)
+        )
+    )
+
+    def work(*shape, dtype=x.q.dtype):
+        return mosaic.tile(*shape, dtype=dtype)
+
     scratch = shared(x) | {
         "d_y": work(ROWS, width),
         "d_memory": work(m, width, dtype=F32),

@@ -57,8 +57,11 @@ def lattice_gpu(
     static = Static(rule, interpret)
     if tokens.q.shape[2] == 1:
         return lattice_gpu_exact(tokens, start, empty, static)
+
     # Flags are floats, so that everything has a gradient.
-    as_floats = lambda flags: jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+    def as_floats(flags):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+
     arguments = (tokens[:4], as_floats(tokens[5:]), start, empty)
     results: Any = _chunks(static, *varying.vary_alike(arguments))
     (after, pending), y = results

@@ -57,8 +57,12 @@ class Gradients(NamedTuple):
 def backward(static: Static, x: TokenInputs, kept, d_y, d_after) -> Gradients:
     """Runs the backward kernel on what `forward` kept, and cotangents."""
     m, width = x.start.shape[2:]
-    like = lambda a: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
-    outputs = Gradients(*map(like, (x.q, x.k, x.v, x.q, x.start, x.empty)))
+    outputs = Gradients(
+        *(
+            None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
+            for a in (x.q, x.k, x.v, x.q, x.start, x.empty)
+        )
+    )
     scratch = shared(x) | {
         "arrived": plgpu.Barrier(num_arrivals=5),
         "d_y": mosaic.vectors(GROUP, width),
@@ -122,7 +126,9 @@ class _Backward(Program):
     def group(self, first, j):
         (row, head), scratch, i = self.at, self.scratch, first + j
         self.fetch(i)
-        before = lambda t: jnp.where(t == 0, j, GROUPS + t - 1)
+
+        def before(t):
+            return jnp.where(t == 0, j, GROUPS + t - 1)
 
         def again(t, _):
             self.recompute(i, t, before(t), GROUPS + t)

@@ -20,7 +20,10 @@ from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
 def shared(x: ChunkInputs):
     """Scratch of both kernels."""
     m, width, dtype = x.q.shape[-1], x.v.shape[-1], x.q.dtype
-    work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
+
+    def work(width):
+        return mosaic.tile(ROWS, width, dtype=dtype)
+
     return {
         "q": work(m),
         "k": work(m),

@@ -108,7 +108,10 @@ def lattice_tokens(
 
 def _in_blocks(static: Static, x: Chunks) -> Blocks:
     join = functools.partial(join_chunks, parts=ROWS, front=False)
-    flat = lambda t: join(t).reshape(t.shape[0], -1, ROWS, t.shape[3] * t.shape[4])
+
+    def flat(t):
+        return join(t).reshape(t.shape[0], -1, ROWS, t.shape[3] * t.shape[4])
+
     gates = gate_columns(join(x.gamma), static.layout.group, static.layout.heads)
     if x.cleared is not None:
         flags = flag_columns(join(x.cleared[..., None]), gates)
@@ -135,7 +138,9 @@ def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
     after, y, kept = _call(
         of,
         static,
-        *(forward_kernel, "lattice_token_forward", blocks),
+        forward_kernel,
+        "lattice_token_forward",
+        blocks,
         inputs=(start, empty),
         outputs=(after, y, kept),
         specs=(_specs(of, blocks), of.memories(start), of.memories(empty)),
@@ -153,7 +158,10 @@ def _backward(static: Static, primals, kept, cotangents):
     empty, d_after = join(empty), join(d_after)
     d_y = join_chunks(d_y, ROWS, front=False).reshape(blocks.tokens[2].shape)
     like = functools.partial(varying.like, x.q)
-    shaped = lambda tree: jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
+    def shaped(tree):
+        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
+
     n, memory = blocks.gates.shape[1], shaped(empty)
     d_gates = like((*blocks.gates.shape[:4], layout.heads * layout.group), F32)
     # The backward pass goes through the blocks in reverse.
@@ -165,7 +173,9 @@ def _backward(static: Static, primals, kept, cotangents):
     (d_q, d_k, d_v), d_gates, d_start, d_empty = _call(
         of,
         static,
-        *(backward_kernel, "lattice_token_backward", blocks),
+        backward_kernel,
+        "lattice_token_backward",
+        blocks,
         inputs=(empty, kept, d_after, d_y),
         outputs=(shaped(blocks.tokens), d_gates, memory, memory),
         specs=(

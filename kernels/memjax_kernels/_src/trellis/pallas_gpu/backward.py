@@ -53,7 +53,10 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
     """
     b, n, _, h, _ = x.q.shape
     sizes = x.sizes
-    like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+    def like(a):
+        return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
     memory = tuple(map(like, x.running))
     outputs = Gradients(
         q=like(x.q),
@@ -91,7 +94,10 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
 
 def _scratch(sizes: Sizes, dtype, aligned: bool):
     slots, widths = sizes.slots, sizes.widths
-    work = lambda width, dtype=dtype: mosaic.tile(ROWS, width, dtype=dtype)
+
+    def work(width, dtype=dtype):
+        return mosaic.tile(ROWS, width, dtype=dtype)
+
     scratch = {
         "q": work(widths[0]),
         "alpha": work(slots),

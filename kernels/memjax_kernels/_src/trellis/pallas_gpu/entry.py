@@ -58,8 +58,11 @@ def trellis_gpu(
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
     aligned = not may_differ(memories)
     static = Static(phi, activation, stages, interpret, aligned)
+
     # Flags are floats, so that everything has a gradient.
-    as_floats = lambda flags: jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+    def as_floats(flags):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), flags)
+
     arguments = (tokens[:6], as_floats(tokens[6:]), memories, empty)
     results: Any = _chunks(static, *varying.vary_alike(arguments))
     return results
@@ -93,7 +96,9 @@ def _backward(static: Static, primals, kept, cotangents):
     zeros = varying.vary_alike((jax.tree.map(jnp.zeros_like, x.running), primals))[0]
     through_after = jax.vjp(
         lambda x, *kernel: memories_after(x._replace(**indices), *kernel),
-        *(floats, zeros, zeros),
+        floats,
+        zeros,
+        zeros,
     )[1]
     d_inputs, d_after, d_middle = through_after(d_memories)
     d = _kernel_gradients(x, backward(static, x, kept, d_y, d_after, d_middle))

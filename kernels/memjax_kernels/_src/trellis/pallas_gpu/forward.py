@@ -51,8 +51,12 @@ def forward(static: Static, x: Inputs, *, keep: bool):
         x, outputs = jax.tree.unflatten(tree, refs)
         _Program(static, sizes, x, outputs, scratch).all_chunks()
 
-    work = lambda width: mosaic.tile(ROWS, width, dtype=dtype)
-    staged = lambda width: mosaic.tile(stages, ROWS, width, dtype=dtype)
+    def work(width):
+        return mosaic.tile(ROWS, width, dtype=dtype)
+
+    def staged(width):
+        return mosaic.tile(stages, ROWS, width, dtype=dtype)
+
     scratch = {
         "q": staged(sizes.widths[0]),
         "alpha": staged(sizes.slots),

@@ -178,7 +178,9 @@ def memories_after(x: Inputs, after: tuple[Array, ...], middle: tuple[Array, ...
 
 
 def _gates(tokens: Tokens) -> Array:
-    for_both = lambda gate: jnp.broadcast_to(gate, (*gate.shape[:4], 2))
+    def for_both(gate):
+        return jnp.broadcast_to(gate, (*gate.shape[:4], 2))
+
     total = jnp.cumsum(jnp.maximum(for_both(tokens.g), FORGETS_ALL), axis=2)
     tail = [(0, 0)] * total.ndim
     tail[2] = (0, ROWS - total.shape[2])

@@ -90,10 +90,8 @@ def trellis_small(
         resets=tokens.cleared is not None,
         size=size,
     )
-    given = (tokens, memories, empty)
-    return run(
-        *(_op, layout, *given), phi=phi, activation=activation, interpret=interpret
-    )
+    options = {"phi": phi, "activation": activation, "interpret": interpret}
+    return run(_op, layout, tokens, memories, empty, **options)
 
 
 def _scratch(layout: Layout, x: Tokens) -> tuple[list[Any], list[Any]]:

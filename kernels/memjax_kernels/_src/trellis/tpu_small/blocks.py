@@ -95,7 +95,10 @@ def _decay(refs: Decays, of_sums: list[list[Array]], layout: Layout) -> None:
         rows = size * heads
         shape = (sums[0].shape[0], rows, rows)
         row, lane = packs.sublane(shape), packs.lane(shape)
-        of = lambda x: jax.lax.div(x, jnp.int32(size))
+
+        def of(x):
+            return jax.lax.div(x, jnp.int32(size))
+
         seen = (of(row) == of(lane)) & (row >= lane)
         between = jnp.zeros(shape, F32)
         for x in sums:

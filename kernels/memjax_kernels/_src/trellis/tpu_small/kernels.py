@@ -107,13 +107,24 @@ def backward_kernel(
     """Cotangents of one block, after those of the blocks behind it."""
     step, last = pl.program_id(2), pl.num_programs(2) - 1
     rules = Rules(options, layout.heads, layout.size)
-    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
-    outer = lambda left, right: rules.dot(left, right, "tn")
-    stack = lambda *rows: jnp.concatenate(rows, axis=1)
-    of_start = lambda d: outer(*d.start)
-    of_running = lambda d: d.decayed + outer(*d.running)
+
+    def zeros(tree):
+        return jax.tree.map(jnp.zeros_like, tree)
+
+    def outer(left, right):
+        return rules.dot(left, right, "tn")
+
+    def of_start(d):
+        return outer(*d.start)
+
+    def of_running(d):
+        return d.decayed + outer(*d.running)
+
     # Of one memory that is both: one product.
-    of_both = lambda d: d.decayed + outer(*map(stack, d.start, d.running))
+    def of_both(d):
+        return d.decayed + outer(
+            *map(lambda *rows: jnp.concatenate(rows, axis=1), d.start, d.running)
+        )
 
     @pl.when(step == 0)
     def _():
