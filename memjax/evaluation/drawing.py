@@ -183,9 +183,16 @@ def apart(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
     """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     groups: list[list[int]] = []
-    half = lambda group: sum(sizes[i] for i in group) / 2
-    middle = lambda group: sum(wanted[i] for i in group) / len(group)
-    touch = lambda low, high: middle(high) - half(high) < middle(low) + half(low)
+
+    def half(group):
+        return sum(sizes[i] for i in group) / 2
+
+    def middle(group):
+        return sum(wanted[i] for i in group) / len(group)
+
+    def touch(low, high):
+        return middle(high) - half(high) < middle(low) + half(low)
+
     for i in order:
         groups.append([i])
         while len(groups) > 1 and touch(*groups[-2:]):

@@ -81,7 +81,10 @@ def recall_summary(
         for searches that pick any memory alike. `searches`: how many. NaN for none.
     """
     many = held >= 2
-    mean = lambda x: float(np.mean(x)) if len(x) else float("nan")
+
+    def mean(x):
+        return float(np.mean(x)) if len(x) else float("nan")
+
     return {
         "searches": len(distances),
         "previous": mean(distances == 1),

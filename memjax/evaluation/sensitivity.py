@@ -103,7 +103,9 @@ def _layer(model, i, h, limits=None):
 # Layers of one kind share a program, which is compiled once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(config, mechanism, parameters, h):
-    mix = lambda params, memory, x: (memory, read_whole(mechanism, params, x))
+    def mix(params, memory, x):
+        return memory, read_whole(mechanism, params, x)
+
     return run_block(config, mix, parameters, None, h)[1]
 
 

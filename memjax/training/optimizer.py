@@ -106,8 +106,11 @@ def with_rates(
 
     def update(updates, state, params=None):
         updates, state = transform.update(updates, state, params)
+
         # After the transformation: scaled gradients would make no difference to Adam.
-        scale = lambda path, x: x * rate(path)
+        def scale(path, x):
+            return x * rate(path)
+
         return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(transform.init, update)

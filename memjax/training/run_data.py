@@ -149,23 +149,32 @@ def batches(
         sources: the documents of each source, from `load_sources`.
         part: of each batch that this host reads, and of how many: `host_part`.
     """
-    data = config.data
-    sizes = (data.context_length, data.batch_size, config.seed)
+    data, vocab_size = config.data, config.language_model.vocab_size
     shard = {"shard_index": part[0], "shard_count": part[1]}
-    vocab_size, multiple = config.language_model.vocab_size, None
+    multiple = None
     if data.mode == "packed":
         multiple = start_multiple(config.language_model.mechanisms)
     if data.mixture:
-        weights = [weight for _, weight in data.mixture]
         return mixed_batches(
-            *(sources, weights, *sizes),
+            sources,
+            [weight for _, weight in data.mixture],
+            data.context_length,
+            data.batch_size,
+            config.seed,
             start_multiple=multiple,
             vocab_size=vocab_size,
             **shard,
         )
     (documents,) = sources
     return make_batches(
-        *(data.mode, documents, *sizes, vocab_size), packed_at=multiple or 1, **shard
+        data.mode,
+        documents,
+        data.context_length,
+        data.batch_size,
+        config.seed,
+        vocab_size,
+        start_multiple=multiple or 1,
+        **shard,
     )
 
 
@@ -177,17 +186,17 @@ def make_batches(
     seed: int,
     vocab_size: int,
     *,
-    packed_at: int = 1,
+    start_multiple: int = 1,
     shard_index: int,
     shard_count: int,
 ) -> BatchIterator:
     """The batches of a mode: `chunked_batches`, `packed_batches`, `streamed_batches`.
 
-    Documents of packed rows begin at multiples of `packed_at` tokens.
+    Documents of packed rows begin at multiples of `start_multiple` tokens.
     """
     make = {
         "chunked": chunked_batches,
-        "packed": functools.partial(packed_batches, start_multiple=packed_at),
+        "packed": functools.partial(packed_batches, start_multiple=start_multiple),
         "streamed": streamed_batches,
     }[mode]
     return make(

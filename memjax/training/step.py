@@ -269,8 +269,11 @@ def _gradients(graph, config, state, memory, batch):
     else:
         # Microbatch i takes rows i, i + n, ...: every microbatch keeps the batch's
         # sharding, where consecutive rows would lie on some devices only.
-        split = lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
-        merge = lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+        def split(x):
+            return x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+        def merge(x):
+            return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
         def add_microbatch(total, inputs):
             (nll, (tokens, memory)), gradients = grad(state.params, *inputs)
@@ -331,7 +334,10 @@ def _total_loss(graph, config, frozen, params, memory, batch):
             f"bptt_blocks={config.bptt_blocks} of {model.window} tokens must "
             f"divide the context of {t}"
         )
-    split = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, window), 1, 0)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, window), 1, 0)
+
     memory, sums = jax.lax.scan(block_loss, memory, jax.tree.map(split, inputs))
     nll, tokens = (x.sum() for x in sums)
     return nll, (tokens, jax.lax.stop_gradient(memory))

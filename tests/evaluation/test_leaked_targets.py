@@ -51,8 +51,13 @@ def test_what_is_scored_has_not_been_seen():
     """Changing a token changes nothing that it, or one before it, is scored from."""
     mask = evaluation.scored_mask(6 * L, L, CONFIG.summary)
     state = model().init_state(1)
-    read = lambda tokens: tiny.method(model(), "features", state, tokens[None])[1][0]
-    features = lambda tokens: np.asarray(read(tokens))
+
+    def read(tokens):
+        return tiny.method(model(), "features", state, tokens[None])[1][0]
+
+    def features(tokens):
+        return np.asarray(read(tokens))
+
     before = features(TOKENS[:-1])
     leaks = 0
     for at in range(1, 6 * L):

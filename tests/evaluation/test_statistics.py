@@ -63,7 +63,10 @@ def losses(saved, targets, kinds=None, texts=1):
     nll = np.random.default_rng(1).uniform(1, 5, mask.shape).astype(np.float32) * mask
     names = tuple(f"document {i}" for i in range(count))
     nll, mask = (np.repeat(x, texts, axis=0) for x in (nll, mask))
-    many = lambda x: tuple(name for name in x for _ in range(texts))
+
+    def many(x):
+        return tuple(name for name in x for _ in range(texts))
+
     base = TokenLosses(nll, mask, many(kinds), many(names))
     less = np.repeat(np.asarray(saved, np.float32)[:, None], texts, axis=0)
     return base, base._replace(nll=(base.nll - less * base.mask))

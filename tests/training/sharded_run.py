@@ -149,8 +149,13 @@ def sequences() -> None:
 def divided(mechanism, config, devices):
     model = dataclasses.replace(MODEL, mechanisms=(mechanism,))
     length, chunks, descent = 32, StepConfig(), optax.sgd(1.0)
-    fresh = lambda: LanguageModel(model, key=jax.random.key(0))
-    create = lambda: init_train_state(fresh(), descent, chunks, B)
+
+    def fresh():
+        return LanguageModel(model, key=jax.random.key(0))
+
+    def create():
+        return init_train_state(fresh(), descent, chunks, B)
+
     update = make_train_step(pretrain.abstract_model(model), descent, chunks)
     tokens = np.random.default_rng(0).integers(0, V, (B, length + 1)).astype(np.int32)
     ones = np.ones((B, length), np.float32)
@@ -278,9 +283,15 @@ def memory() -> None:
         step = jax.jit(read, out_shardings=(layout["memory"], None))
         program = step.lower(*placed.values(), texts[0]).compile()
         divided = results(program, *placed.values())
-    apart = lambda a, b: float(np.abs(np.asarray(a, np.float64) - b).max())
+
+    def apart(a, b):
+        return float(np.abs(np.asarray(a, np.float64) - b).max())
+
     differences = jax.tree.leaves(jax.tree.map(apart, divided, alone))
-    share = lambda x: x.size // x.addressable_shards[0].data.size
+
+    def share(x):
+        return x.size // x.addressable_shards[0].data.size
+
     leaves = jax.tree_util.tree_leaves_with_path(divided[0])
     kinds = "all-gather|all-reduce|all-to-all|collective-permute"
     lines = re.findall(rf"= (.*) (?:{kinds})(?:-start)?\(", str(program.as_text()))
@@ -322,7 +333,10 @@ def largest(family, mesh):
     # The third layer of four has the memory, where one alone has it.
     config = dataclasses.replace(config, mechanisms=config.layers[2:3], num_layers=1)
     chunks = StepConfig()
-    fresh = lambda: LanguageModel(config, key=jax.random.key(0))
+
+    def fresh():
+        return LanguageModel(config, key=jax.random.key(0))
+
     state = jax.eval_shape(lambda: init_train_state(fresh(), OPTIMIZER, chunks, rows))
     layout = sharding.shardings(mesh, state, config)
     update = make_train_step(pretrain.abstract_model(config), OPTIMIZER, chunks)

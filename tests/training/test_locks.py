@@ -23,12 +23,15 @@ RUNNING = {"steps": 400, "save_every": 5, "log_every": 1, "sleep": 0.02}
 def test_a_second_process_is_refused_before_it_writes_anything(tmp_path: Path) -> None:
     first = processes.toy(tmp_path, RUNNING)
     first.read_until("step 12/")
-    content = lambda: {
-        path.relative_to(tmp_path)
-        for path in tmp_path.glob("*")
-        # The first process is still writing.
-        if path.is_file() and path.suffix != ".tmp"
-    }
+
+    def content():
+        return {
+            path.relative_to(tmp_path)
+            for path in tmp_path.glob("*")
+            # The first process is still writing.
+            if path.is_file() and path.suffix != ".tmp"
+        }
+
     before, metrics = content(), (tmp_path / "metrics.jsonl").stat().st_ino
     message = f"in use: process {first.pid} on {socket.gethostname()} trains there"
     with pytest.raises(LockedError, match=message):
@@ -81,7 +84,10 @@ def test_a_claim_of_another_host_is_stale_when_it_stays_as_it_is(
     FolderLock(tmp_path).close()
     leave(tmp_path, host="elsewhere")
     beats = iter(range(4, 100))
-    alive = lambda _: leave(tmp_path, host="elsewhere", beat=next(beats))
+
+    def alive(_):
+        return leave(tmp_path, host="elsewhere", beat=next(beats))
+
     monkeypatch.setattr(disk_lock.time, "sleep", alive)
     with pytest.raises(LockedError, match="process 1 on elsewhere"):
         FolderLock(tmp_path)
@@ -97,7 +103,10 @@ def test_a_process_that_lives_shows_it(
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
     with FolderLock(tmp_path):
-        beat = lambda: json.loads((tmp_path / ".lock").read_text())["beat"]
+
+        def beat():
+            return json.loads((tmp_path / ".lock").read_text())["beat"]
+
         while beat() < 3:
             pass
         with pytest.raises(LockedError, match="in use"):

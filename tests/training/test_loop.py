@@ -414,7 +414,10 @@ def test_data_positions_that_differ_between_processes_are_refused(
 ) -> None:
     other = np.zeros(32, np.uint8)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    gather = lambda mine: np.stack([mine, other])
+
+    def gather(mine):
+        return np.stack([mine, other])
+
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
     with pytest.raises(ValueError, match='same on every process.*"row": 3'):
         agreement.same_everywhere({"row": 3})

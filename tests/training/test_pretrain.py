@@ -119,7 +119,10 @@ def test_memory_is_carried_from_batch_to_batch(config, whole):
 def test_runs_of_other_texts_share_the_programs_and_of_other_sizes_do_not(config):
     mesh = sharding.make_mesh(config.mesh)
     state, step = run.build_step(config, mesh)
-    changed = lambda **data: dataclasses.replace(config.data, **data)
+
+    def changed(**data):
+        return dataclasses.replace(config.data, **data)
+
     other = dataclasses.replace(
         config,
         seed=1,
@@ -148,7 +151,10 @@ def test_a_run_is_read_back_and_read_with_another_sampling(config, whole):
     assert found == config
     changed = run.with_sampling(model, sampling="exponential", decay=0.5)
     tokens = np.random.default_rng(0).integers(0, 256, (1, 32), np.int32)
-    read = lambda m: tiny.method(m, "__call__", m.init_state(1), jnp.asarray(tokens))[1]
+
+    def read(m):
+        return tiny.method(m, "__call__", m.init_state(1), jnp.asarray(tokens))[1]
+
     plain, sampled = np.asarray(read(model)), np.asarray(read(changed))
     # Nothing is remembered in the first block, so nothing is sampled.
     np.testing.assert_allclose(plain[:, :8], sampled[:, :8], atol=1e-5)
@@ -219,7 +225,10 @@ def test_presets_of_every_size_read_tokens():
         )
         language_model = run.abstract_model(model)
         tokens = jax.ShapeDtypeStruct((2, 64), "int32")
-        read = lambda m, t: m(m.init_state(2), t)[1]
+
+        def read(m, t):
+            return m(m.init_state(2), t)[1]
+
         logits = nnx.eval_shape(read, language_model, tokens)
         assert logits.shape == (2, 64, config.model.vocab_size), name
 

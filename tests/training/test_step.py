@@ -77,7 +77,10 @@ def plain():
 
 
 leaves = jax.tree.leaves
-subtract = lambda a, b: np.asarray(a) - np.asarray(b)
+
+
+def subtract(a, b):
+    return np.asarray(a) - np.asarray(b)
 
 
 def close(actual, expected, tolerance=1e-6):
@@ -149,11 +152,14 @@ def test_truncation_cuts_the_gradient_at_the_block_and_not_the_memory(plain):
 
 def test_as_many_blocks_as_there_are_is_no_truncation():
     state = init_train_state(MODEL, DESCENT, StepConfig(), B)
-    program = lambda blocks: str(
-        jax.make_jaxpr(make_train_step(MODEL, DESCENT, StepConfig(bptt_blocks=blocks)))(
-            state, BATCH
+
+    def program(blocks):
+        return str(
+            jax.make_jaxpr(
+                make_train_step(MODEL, DESCENT, StepConfig(bptt_blocks=blocks))
+            )(state, BATCH)
         )
-    )
+
     assert program(2) == program(3) == program(0) != program(1)
 
 
@@ -235,7 +241,10 @@ def test_carried_memory_makes_two_batches_one_text_and_reset_rows_start_empty(st
     close(first["loss"], nll[:, :T].mean(), 1e-5)
     close(second["loss"], nll[:, T:].mean(), 1e-5)
     mask = np.array([False, True, False, False])
-    select = lambda a, b: np.where(mask.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+
+    def select(a, b):
+        return np.where(mask.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+
     close(state.memory, jax.tree.map(select, memory, fresh), 1e-5)
 
 

@@ -64,7 +64,10 @@ def train_step(state: State, x: jax.Array, rate: float, compile_sleep: float) ->
         state.params, state.memory, x, key
     )
     finite = jnp.isfinite(loss)
-    choose = lambda new, old: jnp.where(finite, new, old)
+
+    def choose(new, old):
+        return jnp.where(finite, new, old)
+
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state.momentum, grads)
     params = jax.tree.map(lambda p, m: p - rate * m, state.params, momentum)
     new = State(

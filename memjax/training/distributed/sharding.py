@@ -188,7 +188,10 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
 
 def _mechanism_specs(model: ModelConfig) -> dict[tuple[int, str], P]:
     """By layer and name, as in (0, "cell/rate")."""
-    is_axes = lambda node: type(node) is tuple
+
+    def is_axes(node):
+        return type(node) is tuple
+
     return {
         (layer, leaf_name(path)): P(*(MESH_AXES[axis] for axis in axes))
         for layer, mechanism in enumerate(model.layers)

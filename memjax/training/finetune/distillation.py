@@ -48,7 +48,9 @@ def make_distillation_steps(
         transform: of the trained parameters.
     """
     graph = nnx.graphdef(model)
-    student_of = lambda params, frozen: nnx.merge(graph, params, frozen)
+
+    def student_of(params, frozen):
+        return nnx.merge(graph, params, frozen)
 
     def read(state: TrainState, batch: Batch) -> tuple[TrainState, Taught]:
         student = student_of(state.params, state.frozen)

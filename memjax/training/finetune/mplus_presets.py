@@ -47,9 +47,12 @@ def _stages(
     )
     early = dataclasses.replace(tasks, replace=1.0, multi_chunk=0.9)
     shorter = dataclasses.replace(early, chunks=(1, 2, 4), shortest_chunk=short)
-    without = lambda tasks: dataclasses.replace(
-        stage, memory=alone, tasks=tasks, retriever_documents=0
-    )
+
+    def without(tasks):
+        return dataclasses.replace(
+            stage, memory=alone, tasks=tasks, retriever_documents=0
+        )
+
     return MPlusStages(
         stage1=without(shorter),
         stage2=without(early),

@@ -84,9 +84,12 @@ class RetrofitStages(RetrofitSettings):
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(RetrofitSettings)
         }
+
         # A part has no settings of the other: a finished alignment serves tunings of
         # all kinds.
-        of_part = lambda part: {**shared, **OTHERS[part], **vars(getattr(self, part))}
+        def of_part(part):
+            return {**shared, **OTHERS[part], **vars(getattr(self, part))}
+
         tune = RetrofitStage(**of_part("tune"), part="tune")
         if not self.has_new:
             return (("", tune),)
@@ -185,9 +188,10 @@ def presets() -> dict[str, RetrofitStages]:
 def _tiny() -> RetrofitStages:
     """In minutes on a CPU, for a backbone of `memjax train`."""
     default = RetrofitStages()
-    shorter = lambda part, steps: PartConfig(
-        part.optimizer, LoopConfig(steps=steps, save_every=50)
-    )
+
+    def shorter(part, steps):
+        return PartConfig(part.optimizer, LoopConfig(steps=steps, save_every=50))
+
     return dataclasses.replace(
         default,
         window=64,

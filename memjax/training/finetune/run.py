@@ -174,7 +174,10 @@ class FinetuneRun:
 @functools.lru_cache(maxsize=8)
 def _structure(stage: AnyStage, model: ModelConfig) -> tuple[Any, Any]:
     key = jax.random.key(0)
-    wrapped = lambda: stage.wrap(LanguageModel(model, key=key), key)
+
+    def wrapped():
+        return stage.wrap(LanguageModel(model, key=key), key)
+
     return nnx.split(nnx.eval_shape(wrapped))
 
 

@@ -106,7 +106,10 @@ def _size(count: int) -> str:
 
 def _model(model: Model) -> str:
     """Parameters, those that stay as they are, and layers."""
-    count = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+
+    def count(tree):
+        return sum(x.size for x in jax.tree.leaves(tree))
+
     _, trained, fixed = nnx.split(model, nnx.Param, ...)
     said = f"{count(trained):,} parameters"
     if frozen := count(fixed):

@@ -96,8 +96,11 @@ class EventsFile:
         # The name that TensorBoard looks for, and sorts by.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._file = Appender(folder / name)
+
         # Imported late: it imports torch where that is installed, which takes seconds.
-        part = lambda name: importlib.import_module(f"tensorboardX.{name}")
+        def part(name):
+            return importlib.import_module(f"tensorboardX.{name}")
+
         self._events, self._summary = part("proto.event_pb2"), part("summary")
         self._checksum = part("record_writer").masked_crc32c
         log = self._events.SessionLog
@@ -122,7 +125,10 @@ class EventsFile:
     def _append(self, **fields: Any) -> None:
         event = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         size = struct.pack("<Q", len(event))
-        checksum = lambda content: struct.pack("<I", self._checksum(content))
+
+        def checksum(content):
+            return struct.pack("<I", self._checksum(content))
+
         self._file.append(size + checksum(size) + event + checksum(event))
 
 

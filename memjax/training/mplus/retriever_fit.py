@@ -91,11 +91,12 @@ def _collect(graph, params, batch, key, made, asking, rows):
     chosen = jax.random.choice(key, made, (rows,), replace=False)
     # The newest rows are the document's: the memory was empty before it.
     pool = state.pool[:, :, state.pool.shape[2] - made + chosen]
-    normed = lambda x: jnp.stack(
-        [model.weights.normed(i, x[:, i]) for i in range(model.layers)],
-        axis=1,
-        # Kept for hundreds of documents, in half the room.
-    ).astype(jnp.bfloat16)
+
+    def normed(x):
+        rows = [model.weights.normed(i, x[:, i]) for i in range(model.layers)]
+        # Hundreds of documents are stored: half the memory of float32.
+        return jnp.stack(rows, axis=1).astype(jnp.bfloat16)
+
     times = jnp.arange(asking, dtype=jnp.int32)[None]
     return Bank(
         asking=normed(jnp.moveaxis(trace.hidden[:-1], 0, 1)),

@@ -130,7 +130,10 @@ def task_loss(
     memory = jax.lax.stop_gradient(memory)
     read = functools.partial(_read_memory, model, prompt=prompt)
     state, cached = memory
-    document = lambda after: Cached(batch.target, memory.state.clock, after.clock)
+
+    def document(after):
+        return Cached(batch.target, memory.state.clock, after.clock)
+
     match task:
         case "full_context":
             losses = Losses(read(state, batch.target)[0], None)
@@ -157,9 +160,9 @@ def task_loss(
                 losses = Losses(language, None)
     if task in ("two_chunk", "multi_chunk"):
         # Some targets are kept to be revisited once the memory has moved on.
-        keep = lambda new, old: jnp.where(
-            batch.keep.reshape(-1, *[1] * (old.ndim - 1)), new, old
-        )
+        def keep(new, old):
+            return jnp.where(batch.keep.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
         cached = jax.tree.map(keep, document(state), cached)
     after = jax.lax.stop_gradient(TaskMemory(state, cached))
     return losses.total, (after, losses)

@@ -65,7 +65,10 @@ def leaves(folder):
 def _whole(base, tmp_path_factory, interrupted):
     """Both stages; the second was interrupted in the middle, and resumed."""
     folder = tmp_path_factory.mktemp("whole")
-    train = lambda: finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
+
+    def train():
+        return finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
+
     with interrupted(4):
         train()
     stage = finetune.load(folder / "stage2")[0].config
@@ -215,7 +218,10 @@ def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
     # Not the same parameters: the embedding's scale goes into the embedding.
     tokens = jnp.arange(2 * SEGMENT + 3, dtype=jnp.int32)[None]
     assert isinstance(trained, HMT)
-    read = lambda m: tiny.method(m, "__call__", m.init_state(1), tokens)[1]
+
+    def read(m):
+        return tiny.method(m, "__call__", m.init_state(1), tokens)[1]
+
     answers = [read(model) for model in (loaded, trained)]
     chex.assert_trees_all_close(*answers, atol=1e-4)
 

@@ -103,7 +103,10 @@ def newest(folder):
 def _whole(base, tmp_path_factory, interrupted):
     """All stages; the last was interrupted in the middle, and resumed."""
     folder = tmp_path_factory.mktemp("whole")
-    train = lambda: finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
+
+    def train():
+        return finetune.finetune_stages(stages(base[1]).stages(), base[0], folder)
+
     with interrupted(7) as given:
         train()
     # What was kept before the interruption is what is revisited after it.
@@ -303,9 +306,10 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
 @pytest.mark.slow
 def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
     third = stages(base[1]).stage3
-    memory = lambda **changes: dataclasses.replace(
-        third, memory=dataclasses.replace(MEMORY, **changes)
-    )
+
+    def memory(**changes):
+        return dataclasses.replace(third, memory=dataclasses.replace(MEMORY, **changes))
+
     hmt = SegmentStage(
         hmt=HMTConfig(segment_length=8, num_sensory_tokens=2), data=base[1]
     )

@@ -114,8 +114,11 @@ def test_each_part_trains_what_is_its_own(base, trained):
             if same is None:
                 same = found.get(inside + ".0")
             np.testing.assert_array_equal(same, value)
+
     # The gate has moved in both parts, by a rate ten times that of the rest.
-    gate = lambda model: model.blocks[0].mechanism.balance.amount.get_value()
+    def gate(model):
+        return model.blocks[0].mechanism.balance.amount.get_value()
+
     assert 0.05 < np.abs(gate(aligned)).max() < 0.21
     assert np.abs(gate(tuned) - gate(aligned)).max() > 0.01
     trainable = {n for n in arrays(tuned)} - {
@@ -156,9 +159,12 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     assert model_type(model) == "memjax"
     exported: Any = memjax.load(tmp_path / "exported").model
     assert exported.config == model.config
-    logits = lambda model: tiny.method(
-        model, "__call__", model.init_state(1), jnp.asarray(tokens)
-    )[1]
+
+    def logits(model):
+        return tiny.method(model, "__call__", model.init_state(1), jnp.asarray(tokens))[
+            1
+        ]
+
     tiny.assert_close(logits(exported), logits(model))
     tiny.assert_equal(arrays(exported), arrays(merge_lora(model)))
     table = tabulate(exported, exported.init_state(1), jnp.asarray(tokens))
@@ -181,9 +187,12 @@ def test_it_is_evaluated_as_any_model_in_any_segments(trained):
 
 def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     teacher = tiny.llama()
-    fit = lambda window, sinks: add_memory(
-        teacher, memory="deltanet", layers=(0,), window=window, sinks=sinks, key=KEY
-    )
+
+    def fit(window, sinks):
+        return add_memory(
+            teacher, memory="deltanet", layers=(0,), window=window, sinks=sinks, key=KEY
+        )
+
     tokens = tiny.tokens(1, 2, 16)
     student = fit(WINDOW, 0)
     found, alone = tiny_loss(student, tokens)
@@ -214,7 +223,10 @@ def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
     )
     tokens = tiny.tokens(1, 2, 8)
     other = tokens.at[:, 0].add(1) % tiny.LLAMA.vocab_size
-    read = lambda tokens: teacher_outputs(student, teacher.config, tokens)
+
+    def read(tokens):
+        return teacher_outputs(student, teacher.config, tokens)
+
     one, two = read(tokens), read(other)
     # A window of 2 below; full attention in the layer itself.
     chex.assert_trees_all_equal(one["x"][0][:, 2:], two["x"][0][:, 2:])
@@ -224,7 +236,10 @@ def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
 def test_what_is_kept_of_a_sample_teaches_as_what_is_read_again():
     """Three updates with one sample read once, and read each time: the same bits."""
     stage = RetrofitStage(
-        *("deltanet", MemoryOptions(), (0,), WINDOW, 1),
+        memory="deltanet",
+        layers=(0,),
+        window=WINDOW,
+        sinks=1,
         part="distill",
         context_length=12,
     )

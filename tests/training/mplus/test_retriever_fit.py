@@ -111,7 +111,9 @@ def test_each_document_asks_among_the_rows_of_all():
     params = retriever_fit.query_and_key(build())
     loss = jax.jit(retriever_fit.bank_loss)(params, bank)
     params, bank = jax.tree.map(np.asarray, (params, bank))
-    silu = lambda x: x / (1 + np.exp(-x))
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
 
     def project(part, layer, x):
         down, up = (np.asarray(w[layer], np.float64) for w in part)
@@ -159,7 +161,10 @@ def crowd(documents=8):
     """Documents with a direction each, in a stream with large axes and large means."""
     rng = np.random.default_rng(0)
     own = rng.normal(size=(documents, L, 1, WIDTH))
-    seen = lambda n: own + 0.4 * rng.normal(size=(documents, L, n, WIDTH))
+
+    def seen(n):
+        return own + 0.4 * rng.normal(size=(documents, L, n, WIDTH))
+
     stretched = np.exp(rng.normal(size=WIDTH))
     means = 5 * rng.normal(size=(2, WIDTH)) * stretched
     asking, rows = (

@@ -73,7 +73,10 @@ def task_batch(chunks, tokens):
 def gradients(model, loss):
     """Of a function of the model, by its parameters."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    run = lambda params: loss(nnx.merge(graph, params, rest))
+
+    def run(params):
+        return loss(nnx.merge(graph, params, rest))
+
     return jax.jit(jax.value_and_grad(run, has_aux=True))(params)
 
 
@@ -180,7 +183,10 @@ def small(retrieved):
 
 def small_batch(seed, chunks):
     random = np.random.default_rng(seed)
-    draw = lambda *shape: random.integers(0, 64, shape, dtype=np.int32)
+
+    def draw(*shape):
+        return random.integers(0, 64, shape, dtype=np.int32)
+
     text = draw(2, 13)
     made = TaskBatch(
         chunks=draw(2, chunks, 8),
@@ -275,7 +281,10 @@ def test_a_memory_that_is_not_finite_is_emptied_alone(told):
     memory = told.after.state
     memory = memory._replace(pool=memory.pool.at[1, 0, 3].set(jnp.nan))
     ruined = state._replace(memory=told.after._replace(state=memory))
-    rows = lambda state: state.memory.state.num_valid.tolist()
+
+    def rows(state):
+        return state.memory.state.num_valid.tolist()
+
     after, metrics = step(ruined, batch)
     assert metrics["finite"] == 1 and rows(after) == [16, 4]
     assert not after.memory.cached.target.mask[1].any()
