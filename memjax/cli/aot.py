@@ -1,4 +1,4 @@
-"""The command `memjax aot`: does a step fit on a TPU, and what does it cost?"""
+"""The command `memjax aot`: memory and cost of a step on TPUs, without one."""
 
 import dataclasses
 import json
@@ -29,11 +29,10 @@ from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import RunConfig
 from memjax.training.config import presets as train_presets
-from memjax.training.finetune.retrofit_stages import RetrofitStages
 from memjax.training.finetune.run import AnyStage, FinetuneRun
 
-#: The most units that a search tries.
-MOST = 2**24
+#: Maximum number of units that a search tries.
+MAX_UNITS = 2**24
 
 
 def presets() -> dict[str, Any]:
@@ -42,7 +41,7 @@ def presets() -> dict[str, Any]:
 
 
 def read(file: Path) -> tuple[Any, dict[str, Any]]:
-    """The configuration of any run, and the options that follow from it."""
+    """The configuration of any run, and the options that it implies."""
     if config_files.is_finetuning(file):
         return config_files.read_finetuning(file)
     return config_files.read_training(file)
@@ -59,28 +58,28 @@ def aot(
     cycles: bool = True,
     output: Path | None = None,
 ) -> int:
-    """Compiles a run's steps for TPUs, without one: do they fit, what do they cost?
+    """Compiles a run's steps for TPUs, without one, and reports memory and cost.
 
-    Exit code 1 where one does not fit. Counted cycles leave out waiting for memory and
-    for other devices: tokens a second are an upper bound.
+    Exit code 1 if one does not fit. Counted cycles do not include waiting for memory
+    and for other devices: tokens per second are an upper bound.
 
     Args:
         config: the preset, of `memjax train` or `memjax finetune`.
         topology: the chips, such as v5e:16x16, v5p:4x4x4 or v6e:8x8; the mesh must fit
             them.
-        slices: so many of them, joined by the data-center network.
-        what: the steps: train, evaluate, decode (a token of each sequence).
-        backbone: of a fine-tuning: a preset of `memjax train`, or the config.json of
+        slices: number of topologies, joined by the data-center network.
+        what: the steps: train, evaluate, decode (one token of each sequence).
+        backbone: for a fine-tuning, a preset of `memjax train`, or the config.json of
             any model that memjax reads.
-        search: also the largest batch or context that fits, by compiling several.
+        search: also find the largest batch or context that fits, by compiling several.
         cycles: count them, which takes longer to compile.
-        output: a file for the report, as JSON.
+        output: file for the report, as JSON.
     """
     chip_of(topology)
     require_libtpu()
-    # Before anything is compiled: files may change while it goes on.
+    # Before compiling: files may change meanwhile.
     made_by = version()._asdict()
-    # Shapes alone are computed here: no device is asked for, where there is one.
+    # Only shapes are computed here, without a device.
     jax.config.update("jax_platforms", "cpu")
     results: dict[str, Any] = {}
     for name, run in _runs(config, backbone).items():
@@ -101,23 +100,24 @@ def aot(
 
 
 def _runs(config: RunConfig | Finetuning, backbone: str | None) -> Mapping[str, Run]:
-    """The runs of a configuration, by the name of their stage."""
-    if isinstance(config, RunConfig):
+    """The runs of a configuration, by stage."""
+    if not hasattr(config, "stages"):
         if backbone is not None:
-            raise ValueError(f"backbone={backbone!r} is of a fine-tuning alone")
-        return {"": config}
+            raise ValueError(f"backbone={backbone!r} is for a fine-tuning only")
+        return {"": cast(RunConfig, config)}
+    config = cast(Finetuning, config)
     if backbone is None:
         raise ValueError(
             "backbone=None must be a preset of `memjax train` or a config.json"
         )
-    if isinstance(config, RetrofitStages) and config.layers == "auto":
+    if getattr(config, "layers", None) == "auto":
         raise ValueError("layers='auto' must be numbers here: nothing is measured")
     model = _backbone(backbone)
 
-    def of(stage):
-        return FinetuneRun(cast(AnyStage, stage), model, "bytes", "", "")
-
-    return {name: of(stage) for name, stage in config.stages()}
+    return {
+        name: FinetuneRun(cast(AnyStage, stage), model, "bytes", "", "")
+        for name, stage in config.stages()
+    }
 
 
 def _backbone(name: str) -> ModelConfig:
@@ -138,10 +138,10 @@ def _backbone(name: str) -> ModelConfig:
 
 
 def _search(request: Request, name: str) -> dict[str, Any]:
-    """The largest batch or context that fits, and what was compiled to find it."""
-    run = request.run
-    if not isinstance(run, RunConfig):
-        raise ValueError(f"search={name!r} is of `memjax train` presets alone")
+    """The largest batch or context that fits, and the sizes that were compiled."""
+    if request.run.kind != "train":
+        raise ValueError(f"search={name!r} is for presets of `memjax train` only")
+    run = cast(RunConfig, request.run)
     field = {"batch": "batch_size", "context": "context_length"}[name]
     now = getattr(run.data, field)
     unit = _unit(request, name)
@@ -155,8 +155,8 @@ def _search(request: Request, name: str) -> dict[str, Any]:
         size = memory["memory"]
         return Probe(memory["fits"], size["total"], size["capacity"])
 
-    start = min(max(1, now // unit), MOST)
-    edge = largest(probe, start, MOST)
+    start = min(max(1, now // unit), MAX_UNITS)
+    edge = largest(probe, start, MAX_UNITS)
     return _edge(edge, name, unit)
 
 
@@ -167,9 +167,8 @@ def _edge(edge: Edge, name: str, unit: int) -> dict[str, Any]:
 
 
 def _unit(request: Request, name: str) -> int:
-    """By how much a batch or a context grows: what the mesh and the model divide."""
-    run = request.run
-    assert isinstance(run, RunConfig)
+    """The increment of a batch or a context, divisible by the mesh and the model."""
+    run = cast(RunConfig, request.run)
     require_known("search", name, ("batch", "context"))
     if name == "batch":
         rows = _devices(request) // (run.mesh.tensor * run.mesh.sequence)
@@ -179,7 +178,7 @@ def _unit(request: Request, name: str) -> int:
 
 
 def _devices(request: Request) -> int:
-    """The devices of all slices."""
+    """Number of devices of all slices."""
     grid = request.topology.partition(":")[2]
     sizes = [int(size) for size in grid.split("x")]
     count = request.slices
@@ -189,7 +188,7 @@ def _devices(request: Request) -> int:
 
 
 def _show(results: Mapping[str, Any]) -> None:
-    """The table of the step that was compiled last."""
+    """Prints the table of the last step."""
     name, found = list(results.items())[-1]
     table = Table(name, f"{found['topology']}", show_header=True)
     for row in lines(found):

@@ -23,7 +23,7 @@ from memjax.training.loading import (
     save_model,
 )
 
-#: Who reads a folder, by its model type; transformers reads the others.
+#: Programs that load a folder, by its model type; transformers loads the others.
 READERS = {
     hmt_checkpoint.MODEL_TYPE: "under HMT's official names; memjax loads it, and "
     "transformers refuses it",
@@ -39,14 +39,14 @@ def import_model(
     dtype: Dtype = "float32",
     tokenizer: bool = True,
 ) -> int:
-    """Turns a pretrained model into a folder that loads quickly, here and elsewhere.
+    """Converts a pretrained model to a folder of safetensors, which loads quickly.
 
     Args:
-        source: a Hugging Face folder of safetensors, a GGUF file, or a model of the hub
+        source: folder of a run or of safetensors, a GGUF file, or a model of the hub
             ("owner/name", "owner/name/file.gguf", with "@revision").
-        destination: folder that is written; must not exist, or be empty.
-        dtype: of the saved numbers; float32 holds all that the source held.
-        tokenizer: take the tokenizer too; --no-tokenizer for one that cannot be read.
+        destination: folder to write; must not exist, or be empty.
+        dtype: of the saved tensors; float32 represents all others exactly.
+        tokenizer: convert the tokenizer too; --no-tokenizer if it cannot be read.
     """
     place = as_path(destination)
     _require_empty(place)
@@ -62,16 +62,16 @@ def export_model(
     dtype: Dtype = "float32",
     backbone_only: bool = False,
 ) -> int:
-    """Writes a model as a folder of safetensors, which transformers loads if it can.
+    """Exports a model as a folder of safetensors; transformers loads it if it can.
 
-    A model card, README.md, says what it was made of. HMT and M+ go under the names of
+    The model card, README.md, describes its origin. HMT and M+ have the tensor names of
     their official programs, and transformers refuses them.
 
     Args:
-        source: a run's folder, or any model that `memjax import` takes.
-        destination: folder that is written; must not exist, or be empty.
-        dtype: of the saved numbers.
-        backbone_only: without the memory: the plain model inside, adapters merged.
+        source: as for `memjax import`.
+        destination: folder to write; must not exist, or be empty.
+        dtype: of the saved tensors.
+        backbone_only: export the backbone without its memory, adapters merged.
     """
     # Before the model is read, which may take minutes.
     place = as_path(destination)

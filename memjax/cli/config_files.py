@@ -1,4 +1,4 @@
-"""Configurations of runs from the files that the runs wrote: `--config FILE`."""
+"""Configurations from the files of earlier runs, for `--config FILE`."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ FINETUNING = "backbone_digest"
 
 
 def read_training(file: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration of a training run; no further options follow from it.
+    """The configuration of a training run, and no further options.
 
     Raises:
         ValueError: the file is no configuration of one, or of another version.
@@ -27,7 +27,7 @@ def read_training(file: Path) -> tuple[RunConfig, dict[str, Any]]:
 
 
 def read_finetuning(file: Path) -> tuple[Stage, dict[str, Any]]:
-    """The stage of a fine-tuning run, and its backbone where it began with one.
+    """The stage of a fine-tuning run, and its backbone if it began with one.
 
     Raises:
         ValueError: the file is no configuration of one, or of another version.
@@ -36,7 +36,7 @@ def read_finetuning(file: Path) -> tuple[Stage, dict[str, Any]]:
     if "optimizer" in record and FINETUNING not in record:
         raise ValueError(f"--config {file} is of a training run: use memjax train")
     run: FinetuneRun = _built(FinetuneRun, record, file)
-    # A stage that followed another needs that stage's folder: --start.
+    # A later stage needs the folder of the stage before: --start.
     known = run.origin and not run.start_digest
     return run.config, {"backbone": run.origin} if known else {}
 

@@ -1,4 +1,4 @@
-"""`memjax tell`, `ask` and `chat`: a model with a memory that lasts."""
+"""The commands `memjax tell`, `ask` and `chat`: a model with a lasting memory."""
 
 import contextlib
 import signal
@@ -16,14 +16,14 @@ from memjax.conversation import Conversation
 from memjax.models import Sampling
 from memjax.models.language_model.config import Dtype
 
-HELP = """/help  these lines
+HELP = """/help  shows this help
 /exit  ends the conversation; so does Ctrl-D
-Ctrl-C ends an answer, and keeps the conversation"""
+Ctrl-C ends an answer, and not the conversation"""
 PROMPT = "> "
-#: Characters of a message; a pipe may have no line breaks, and no end.
+#: Characters of a message; a pipe may be endless.
 LONGEST_LINE = 2**20
 with contextlib.suppress(ImportError):
-    # With it `input` edits lines and knows those before; it is not on every system.
+    # Gives `input` line editing and history; not on every system.
     import readline as _readline  # noqa: F401
 Model = Annotated[str, tyro.conf.Positional]
 
@@ -38,10 +38,10 @@ def tell(
     """Reads text files into a memory.
 
     Args:
-        model: a run's folder (its newest checkpoint), a folder of safetensors, a GGUF
-            file, or a model of the hub ("owner/name").
-        files: texts, in this order; each is saved when it is read.
-        memory: folder of the memory, which goes on if there is one.
+        model: folder of a run (its newest checkpoint) or of safetensors, a GGUF file,
+            or a model of the hub ("owner/name").
+        files: texts, in this order; the memory is saved after each.
+        memory: folder of the memory; created, or continued.
         dtype: of the activations of a model without a run; None is float32.
     """
     if not files:
@@ -69,21 +69,21 @@ def ask(
     template: bool = True,
     dtype: Dtype | None = None,
 ) -> int:
-    """Answers a question from a memory, which stays as it is.
+    """Answers a question from a memory, without changing it.
 
     Args:
-        model: as in `memjax tell`: the one whose memory it is.
-        question: to be answered.
+        model: the model of the memory, as in `memjax tell`.
+        question: in plain words.
         memory: folder of the memory.
-        begin: words that the answer begins with; a model that has learned to complete
-            sentences answers better.
-        tokens: most tokens of the answer.
-        temperature: 0 is the likeliest token; None draws as the model's makers do,
-            and where they do not say takes the likeliest.
+        begin: first words of the answer: a base model, trained to complete text,
+            answers better with them.
+        tokens: maximum tokens of the answer.
+        temperature: 0 takes the likeliest token; None is the makers' sampling, or else
+            the likeliest.
         top_k: with a temperature, keep the k likeliest tokens; 0 keeps all.
         top_p: with a temperature, keep the likeliest tokens that reach p.
-        seed: of the draws.
-        template: ask by the model's chat template, where it has one.
+        seed: of the sampling.
+        template: use the model's chat template, if it has one.
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
@@ -117,21 +117,21 @@ def chat(
     template: bool = True,
     dtype: Dtype | None = None,
 ) -> int:
-    """Talks with a model; each turn is saved, and the next call goes on from there.
+    """Chats with a model; the memory is saved after each turn, and continued later.
 
-    Reads a message a line, from a pipe too. /help lists what else it understands.
+    Reads one message per line, from a pipe too. /help lists its commands.
 
     Args:
-        model: a run's folder (its newest checkpoint), a folder of safetensors, a GGUF
-            file, or a model of the hub ("owner/name").
-        memory: folder of the memory, which goes on if there is one.
-        tokens: most tokens of an answer.
-        temperature: 0 is the likeliest token; None draws as the model's makers do,
-            and where they do not say takes the likeliest.
+        model: folder of a run (its newest checkpoint) or of safetensors, a GGUF file,
+            or a model of the hub ("owner/name").
+        memory: folder of the memory; created, or continued.
+        tokens: maximum tokens of an answer.
+        temperature: 0 takes the likeliest token; None is the makers' sampling, or else
+            the likeliest.
         top_k: with a temperature, keep the k likeliest tokens; 0 keeps all.
         top_p: with a temperature, keep the likeliest tokens that reach p.
-        seed: of the draws.
-        template: talk by the model's chat template, where it has one.
+        seed: of the sampling.
+        template: use the model's chat template, if it has one.
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
@@ -140,20 +140,27 @@ def chat(
         _recall(talk)
         for message in _messages():
             with _interrupts() as interrupted:
-                options = dict(limit=tokens, sampling=sampling, seed=seed)
-                _answer(talk, message, write=_write, interrupted=interrupted, **options)
+                _answer(
+                    talk,
+                    message,
+                    limit=tokens,
+                    sampling=sampling,
+                    seed=seed,
+                    write=_write,
+                    interrupted=interrupted,
+                )
     return 0
 
 
 def _show_progress(done: int, total: int) -> None:
-    """One line of a terminal, which the next one writes over."""
+    """Overwrites one line of a terminal."""
     if sys.stderr.isatty():
         end = "\r" if done < total else "\r\033[K"
         print(f"{done:,} of {total:,} tokens", end=end, file=sys.stderr, flush=True)
 
 
 def _answer(talk, message, **options):
-    """A turn; what is refused is said in one line, and the conversation goes on."""
+    """One turn; a refusal is one line, and the conversation continues."""
     try:
         answer = talk.chat(message, **options)
     except ValueError as error:
@@ -163,7 +170,7 @@ def _answer(talk, message, **options):
 
 
 def _recall(talk: Conversation) -> None:
-    """Prints where a conversation goes on."""
+    """Prints the last turn of a conversation that continues."""
     if not talk.tokens:
         return
     count = f"{talk.tokens:,} tokens read, {talk.record.turns} answers so far"
@@ -182,7 +189,7 @@ def _messages() -> Iterator[str]:
         if message == "/help":
             print(HELP)
         elif message.startswith("/") and message.split()[0][1:].isalpha():
-            print(f"{message.split()[0]} is not known; /help lists what is")
+            print(f"{message.split()[0]} is not known; /help lists the commands")
         elif message:
             yield message
 

@@ -1,8 +1,8 @@
-"""One line a preset: what remembers, how large the model is, how much it reads.
+"""Summaries of all presets: mechanism, sizes, context, steps.
 
-    python -m memjax.cli.describe    # writes `preset_lines.py` anew
+    python -m memjax.cli.describe    # rewrites `preset_lines.py`
 
-The lines are kept in a file, because building all presets takes seconds.
+They are generated, because building all presets takes seconds.
 """
 
 import dataclasses
@@ -13,15 +13,9 @@ from typing import Any
 from memjax.models import ModelConfig
 from memjax.training.config import RunConfig
 from memjax.training.config import presets as train_presets
-from memjax.training.finetune.curricula import HMTStages, MPlusStages
 from memjax.training.finetune.hmt_presets import presets as hmt_presets
 from memjax.training.finetune.mplus_presets import presets as mplus_presets
-from memjax.training.finetune.mplus_stage import MPlusStage
-from memjax.training.finetune.retrofit_stage import RetrofitStage
-from memjax.training.finetune.retrofit_stages import RetrofitStages
 from memjax.training.finetune.retrofit_stages import presets as retrofit_presets
-from memjax.training.finetune.segment_stage import SegmentStage
-from memjax.training.finetune.stage import NO_MEMORY
 
 FILE = Path(__file__).with_name("preset_lines.py")
 
@@ -41,19 +35,17 @@ def finetunings(presets: Mapping[str, Any]) -> str:
     """The lines of `memjax finetune`: memory, its sizes, context, steps."""
     rows = [("preset", "memory", "sizes", "context", "steps")]
     for name, config in presets.items():
-        if isinstance(config, RetrofitStages):
-            # Which layers is not known yet, and makes no difference here.
+        if getattr(config, "layers", None) == "auto":
+            # Any layers do: the line does not name them.
             config = dataclasses.replace(config, layers=(0,))
         stages = [stage for _, stage in config.stages()]
         steps = " + ".join(f"{stage.loop.steps:,}" for stage in stages)
-        last = stages[-1]
-        context = f"{last.context_length:,}"
-        rows.append((name, _memory(config), _sizes(last), context, steps))
+        rows.append((name, *config.summary(), f"{stages[-1].context_length:,}", steps))
     return _aligned(rows)
 
 
 def _mechanism(model: ModelConfig) -> str:
-    """The mechanisms: one that stands alone by its layer, a few by their order."""
+    """The mechanisms of the layers, in short."""
     kinds = [mechanism.name for mechanism in model.mechanisms]
     first = model.mechanisms[0]
     if len(kinds) == 1:
@@ -72,48 +64,6 @@ def _mechanism(model: ModelConfig) -> str:
     return ", ".join(kinds)
 
 
-def _memory(config: Any) -> str:
-    """The system, and which of its stages."""
-    match config:
-        case RetrofitStages():
-            return f"{config.memory} in {config.count} layers"
-        case HMTStages():
-            return "HMT, both stages"
-        case MPlusStages():
-            return "M+, all three stages"
-        case SegmentStage() if config.memory_name == NO_MEMORY:
-            return "none: a window"
-        case SegmentStage() if config.memory == "reread":
-            return "none: the last tokens again"
-        case SegmentStage() if config.hmt.retrieval:
-            return "HMT, stage 2"
-        case SegmentStage():
-            return "HMT, stage 1" if config.hmt.num_sensory_tokens else "RMT"
-        case MPlusStage() if config.memory.num_retrieved:
-            return "M+, stage 3"
-    return "MemoryLLM"
-
-
-def _sizes(stage: SegmentStage | MPlusStage | RetrofitStage) -> str:
-    if isinstance(stage, RetrofitStage):
-        return f"window {stage.window:,}, {stage.sinks} sinks"
-    if isinstance(stage, MPlusStage):
-        memory = stage.memory
-        store = f", store {memory.store_size:,}" if memory.num_retrieved else ""
-        return (
-            f"{memory.num_memory_tokens:,} rows a {memory.chunk_size:,}, "
-            f"pool {memory.pool_size:,}{store}"
-        )
-    if stage.memory_name == NO_MEMORY:
-        sinks = f", {stage.sinks} sinks" if stage.sinks else ""
-        return f"window {stage.window:,}{sinks}"
-    if stage.memory == "reread":
-        return f"{stage.reread:,} before segments of {stage.window:,}"
-    bank = f", bank {stage.hmt.num_memories:,}" if stage.hmt.retrieval else ""
-    trained = ", LoRA" if stage.train == "lora" else ""
-    return f"segments of {stage.segment:,}{bank}{trained}"
-
-
 def _aligned(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
@@ -124,10 +74,10 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 
 def content() -> str:
-    """What `preset_lines.py` holds."""
+    """The content of `preset_lines.py`."""
     train = trainings(train_presets())
     finetune = finetunings(hmt_presets() | mplus_presets() | retrofit_presets())
-    head = "A line a preset, for help; `python -m memjax.cli.describe` writes them."
+    head = "Summaries of the presets, written by `python -m memjax.cli.describe`."
     return (
         f'# ruff: noqa: E501\n"""{head}"""\n\n'
         f'TRAIN = """\\\n{train}"""\n\nFINETUNE = """\\\n{finetune}"""\n'

@@ -1,7 +1,7 @@
 """The command `memjax finetune`."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from memjax.buckets.bucket import as_path
 from memjax.cli import cluster
@@ -20,7 +20,7 @@ from memjax.training.finetune.retrofit_stages import (
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.monitoring.curves import draw_curves
 
-#: What a preset, or the record of a run, may be.
+#: Types of a preset or of a run's record.
 Config = (
     SegmentStage | MPlusStage | RetrofitStage | HMTStages | MPlusStages | RetrofitStages
 )
@@ -45,23 +45,24 @@ def finetune(
         config: the preset; "hmt" trains both stages, in stage1 and stage2 of the
             folder, "mplus" all three, "retrofit" chooses the layers and then trains
             both.
-        backbone: folder of a run, Hugging Face folder, GGUF file, or a model of the hub
+        backbone: folder of a run or of safetensors, a GGUF file, or a model of the hub
             ("owner/name").
-        run_dir: folder of the run, or its URL on gs:// or s3://; the same command on
+        run_dir: folder of the run, or its URL on gs:// or s3://; the same command with
             the same folder resumes it.
-        start: of a later stage: folder of the stage before, instead of the backbone.
-        compilation_cache: folder where compiled programs are kept for the next run, or
-            "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
-        distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
-            GKE, Slurm or Open MPI name several.
+        start: for a later stage, the folder of the stage before, instead of the
+            backbone.
+        compilation_cache: folder for compiled programs, or "off"; None is
+            JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
+        distributed: join the other hosts: "on" for a TPU pod; "auto" if GKE, Slurm or
+            Open MPI name several.
     """
     enable_compilation_cache(compilation_cache)
     folder = as_path(run_dir)
     with cluster.joined(distributed):
-        if isinstance(config, RetrofitStages):
-            config = _with_layers(config, backbone, folder)
+        if getattr(config, "layers", None) == "auto":
+            config = _with_layers(cast(RetrofitStages, config), backbone, folder)
         stages = config.stages()
-        # A curriculum begins with the backbone; each later stage finds its own start.
+        # A curriculum begins with the backbone; later stages follow the one before.
         if len(stages) > 1 and (backbone is None or start is not None):
             raise ValueError(
                 "all stages need --backbone and take no --start, got "
@@ -80,8 +81,6 @@ def _with_layers(
     config: RetrofitStages, backbone: str | None, run_dir: AnyPath
 ) -> RetrofitStages:
     """The configuration with numbers for layers."""
-    if config.layers != "auto":
-        return config
     if backbone is None:
         raise ValueError("--layers auto needs --backbone, got none")
     with Progress("choosing layers", "layers") as progress:

@@ -1,4 +1,4 @@
-"""`memjax generate`: a text that goes on, printed as it is drawn."""
+"""The command `memjax generate`."""
 
 import functools
 import sys
@@ -31,18 +31,18 @@ def generate_text(
     ignore_eos: bool = False,
     dtype: Dtype | None = None,
 ) -> int:
-    """Reads a prompt of any length into the memory and writes on.
+    """Reads a prompt of any length into the memory, and continues it.
 
     Args:
-        model: a run's folder (its newest checkpoint), a folder of safetensors, a GGUF
-            file, or a model of the hub ("owner/name").
+        model: folder of a run (its newest checkpoint) or of safetensors, a GGUF file,
+            or a model of the hub ("owner/name").
         prompt: text to continue; this or `prompt_file`.
         prompt_file: a text file, of any length.
-        tokens: how many to draw at most.
-        sampling: how.
-        seed: of the draws.
+        tokens: maximum number to sample.
+        sampling: temperature, top-k and top-p.
+        seed: of the sampling.
         stop: texts that end the output, and are not printed.
-        ignore_eos: write on where the model ends its text.
+        ignore_eos: continue after the model's end of text.
         dtype: of the activations of a model without a run; None is float32.
     """
     if (prompt_file is None) == (not prompt):
@@ -55,7 +55,7 @@ def generate_text(
     enable_compilation_cache()
     opened = memjax.load(model, dtype=dtype)
     tokenizer, ends = opened.tokenizer, opened.text.generation.eos_ids
-    # With the first token, so that what is refused prints nothing.
+    # The prompt is printed with the first token: refused input prints nothing.
     write = functools.partial(_write, [prompt])
     generate(
         opened.model,
@@ -72,7 +72,7 @@ def generate_text(
 
 
 def read_text(file: Path) -> str:
-    """The text of a file; of a pipe too, but not of one without an end.
+    """The text of a file, or of a pipe of bounded length.
 
     Raises:
         ValueError: if it is not UTF-8, or too long. OSError: it cannot be read.
@@ -88,7 +88,7 @@ def read_text(file: Path) -> str:
 
 
 def _write(before: list[str], text: str) -> None:
-    """Prints what stands before the text, once, and the text."""
+    """Prints the prompt before the first text, and the text."""
     while before:
         sys.stdout.write(before.pop())
     sys.stdout.write(text)

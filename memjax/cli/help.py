@@ -1,45 +1,43 @@
-"""What the command line answers without JAX: version, commands and presets."""
+"""Version, commands and presets, printed without JAX."""
 
 from memjax import __version__
 from memjax.cli.preset_lines import FINETUNE, TRAIN
 
 #: The commands, each with the first sentence of its help.
 COMMANDS = {
-    "train": "Trains a preset, every field of which can be overridden, or resumes a "
-    "run.",
+    "train": "Trains a model from a preset, or resumes a run.",
     "finetune": "Fine-tunes a pretrained model with a memory, or resumes a run.",
-    "aot": "Compiles a run's steps for TPUs, without one: do they fit, what do they "
-    "cost?",
-    "eval": "Perplexity of a model, by kind of text and by position.",
-    "generate": "Reads a prompt of any length into the memory and writes on.",
+    "aot": "Compiles a run's steps for TPUs, without one, and reports memory and cost.",
+    "eval": "Evaluates the perplexity of a model, by kind of text and by position.",
+    "generate": "Reads a prompt of any length into the memory, and continues it.",
     "tell": "Reads text files into a memory.",
-    "ask": "Answers a question from a memory, which stays as it is.",
-    "chat": "Talks with a model; each turn is saved, and the next call goes on from "
-    "there.",
+    "ask": "Answers a question from a memory, without changing it.",
+    "chat": "Chats with a model; the memory is saved after each turn, and continued "
+    "later.",
     "data": "Lists a source's documents, or prepares their tokens for training.",
-    "import": "Turns a pretrained model into a folder that loads quickly, here and "
-    "elsewhere.",
-    "export": "Writes a model as a folder of safetensors, which transformers loads if "
-    "it can.",
+    "import": "Converts a pretrained model to a folder of safetensors, which loads "
+    "quickly.",
+    "export": "Exports a model as a folder of safetensors; transformers loads it if it "
+    "can.",
 }
 _COMMON = """\
-  --config FILE   instead of a preset: the config.json of any run, whose fields are
-                  options here too
-  --run-dir PATH  folder of the run; the same command on the same folder resumes it
+  --config FILE   the config.json of any run, instead of a preset; its fields are
+                  options too
+  --run-dir PATH  folder of the run; the same command with the same folder resumes it
                   (default: {run_dir})
   --compilation-cache PATH
-                  folder where compiled programs are kept for the next run, or "off"
-                  (default: JAX_COMPILATION_CACHE_DIR, or the user's cache folder)
+                  folder for compiled programs, or "off" (default:
+                  JAX_COMPILATION_CACHE_DIR, or the user's cache folder)
   --distributed {{auto,on,off}}
-                  join the other hosts: "on" for a TPU pod; "auto" does so where
-                  GKE, Slurm or Open MPI name several (default: auto)
+                  join the other hosts: "on" for a TPU pod; "auto" if GKE, Slurm or
+                  Open MPI name several (default: auto)
 """
 _HELP = {
     "train": """\
 usage: memjax train PRESET [options]
        memjax train --config FILE [options]
 
-Trains a preset, every field of which can be overridden, or resumes a run.
+Trains a model from a preset, or resumes a run.
 
 """
     + _COMMON.format(run_dir="runs/latest")
@@ -59,13 +57,13 @@ Fine-tunes a pretrained model with a memory, or resumes a run.
     + _COMMON.format(run_dir="runs/finetuned")
     + """\
   --backbone MODEL
-                  folder of a run, Hugging Face folder, GGUF file, or a model of the
-                  hub ("owner/name"); that of the file with --config
-  --start PATH    of a later stage: folder of the stage before, instead of the
+                  folder of a run or of safetensors, a GGUF file, or a model of the
+                  hub ("owner/name"); with --config that of the file
+  --start PATH    for a later stage, the folder of the stage before, instead of the
                   backbone
 
 memjax finetune PRESET --help lists every field, such as --loop.steps or --data.source;
-those of a training in stages begin with its name: --stage1.loop.steps.
+fields of a stage begin with its name: --stage1.loop.steps.
 
 """
     + FINETUNE,
@@ -73,20 +71,20 @@ those of a training in stages begin with its name: --stage1.loop.steps.
 usage: memjax aot PRESET --topology CHIPS [options]
        memjax aot --config FILE --topology CHIPS [options]
 
-Compiles a run's steps for TPUs, without one: do they fit, what do they cost?
-Exit code 1 where one does not fit.
+Compiles a run's steps for TPUs, without one, and reports memory and cost.
+Exit code 1 if one does not fit.
 
   --topology CHIPS
                   such as v5e:16x16, v5p:4x4x4 or v6e:8x8; --mesh.* must fit them
-  --slices N      so many of them, joined by the data-center network (default: 1)
+  --slices N      number of topologies, joined by the data-center network (default: 1)
   --what {train,evaluate,decode} ...
                   the steps (default: train)
   --backbone MODEL
-                  of a fine-tuning: a preset of memjax train, or a config.json
+                  for a fine-tuning, a preset of memjax train or a config.json
   --search {batch,context}
-                  also the largest that fits, by compiling several
-  --no-cycles     do not count cycles: compiles faster
-  --output FILE   the report as JSON
+                  also find the largest that fits, by compiling several
+  --no-cycles     do not count cycles, which compiles faster
+  --output FILE   file for the report, as JSON
 
 The presets are those of memjax train and memjax finetune: their --help lists them.
 memjax aot PRESET --help lists every field.
@@ -95,7 +93,7 @@ memjax aot PRESET --help lists every field.
 
 
 def quick_answer(argv: list[str]) -> str | None:
-    """What needs no JAX: the version, and lists of commands and of presets."""
+    """The version, or a list of commands or presets; None for any other line."""
     if argv == ["--version"]:
         return f"memjax {__version__}"
     if argv[:1] in (["--help"], ["-h"]):
@@ -104,7 +102,7 @@ def quick_answer(argv: list[str]) -> str | None:
 
 
 def help_text() -> str:
-    """The commands, and how to ask on."""
+    """The list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {said}" for name, said in COMMANDS.items()]
     return "\n".join(
@@ -124,7 +122,7 @@ def help_text() -> str:
 
 
 def help_of(argv: list[str]) -> str | None:
-    """What `memjax train --help` and `memjax finetune --help` print; None of others."""
+    """The list of presets for a command that takes one; None for any other line."""
     if len(argv) == 2 and argv[1] in ("--help", "-h"):
         return _HELP.get(argv[0])
     return None

@@ -1,4 +1,4 @@
-"""The command line: train, finetune, aot, eval, generate, tell, ask, chat and more.
+"""The commands train, finetune, aot, eval, generate, tell, ask, chat and more.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to resume); 1 anything else.
@@ -42,7 +42,7 @@ from memjax.training.monitoring.curves import draw_curves
 from memjax.training.resume import NonFiniteError
 from memjax.training.run_data import load_sources
 
-#: Characters of an error; ten names of 200 fit.
+#: Characters of an error message; ten names of 200 fit.
 MAX_MESSAGE = 3000
 
 
@@ -52,18 +52,18 @@ def train(
     distributed: Literal["auto", "on", "off"] = "auto",
     compilation_cache: str | None = None,
 ) -> int:
-    """Trains a preset, every field of which can be overridden, or resumes a run.
+    """Trains a model from a preset, or resumes a run.
 
-    A vocabulary that is not given is that of --data.tokenizer.
+    The vocabulary is that of --data.tokenizer unless given.
 
     Args:
-        config: the preset.
-        run_dir: folder of the run, or its URL on gs:// or s3://; the same command on
+        config: the preset; each of its fields is an option.
+        run_dir: folder of the run, or its URL on gs:// or s3://; the same command with
             the same folder resumes it.
-        distributed: join the other hosts: "on" for a TPU pod; "auto" does so where
-            GKE, Slurm or Open MPI name several.
-        compilation_cache: folder where compiled programs are kept for the next run, or
-            "off"; None is JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
+        distributed: join the other hosts: "on" for a TPU pod; "auto" if GKE, Slurm or
+            Open MPI name several.
+        compilation_cache: folder for compiled programs, or "off"; None is
+            JAX_COMPILATION_CACHE_DIR, or else the user's cache folder.
     """
     enable_compilation_cache(compilation_cache)
     folder = as_path(run_dir)
@@ -71,7 +71,7 @@ def train(
         tokenizer = load_tokenizer(config.data.tokenizer)
         outcome = run.train(run.with_vocabulary(config, tokenizer), folder)
     print(f"{outcome.reason} at step {outcome.step}; run folder {folder}")
-    # A run that was asked to stop has no time for it.
+    # A stopped run has no time for it.
     if outcome.reason != "preempted" and (curves := draw_curves(folder)):
         print(f"wrote {curves}")
     return outcome.exit_code
@@ -89,31 +89,31 @@ def evaluate(
     dtype: Dtype | None = None,
     output: Path | None = None,
 ) -> int:
-    """Perplexity of a model, by kind of text and by position.
+    """Evaluates the perplexity of a model, by kind of text and by position.
 
-    Writes `eval-<split>.json` and a plot of loss by position. Of HMT no target counts
-    that a summary has read before; beside stands "all_targets", the perplexity of all,
-    as the official program scores.
+    Writes `eval-<split>.json` and a plot of loss by position. With HMT, targets that a
+    summary has read before are left out; "all_targets" is the perplexity of all, as the
+    official program scores.
 
     Args:
-        model: a run's folder (its newest checkpoint), a folder of safetensors, a GGUF
-            file, or a model of the hub ("owner/name").
-        split: which documents.
-        source: where they come from, as in `memjax data`; None is the run's own
-            source, "embedded" of a model without a run.
-        context_length: cut documents into texts of so many tokens, each read with an
-            empty memory; 0 reads every document as one stream.
-        segment: tokens read at a time; 0 is the training context, or the window of a
-            model without a run.
-        batch_size: texts read side by side.
-        sampling: read an Elastic Memory at other points than in training.
+        model: folder of a run (its newest checkpoint) or of safetensors, a GGUF file,
+            or a model of the hub ("owner/name").
+        split: of the documents.
+        source: of the documents, as in `memjax data`; None is that of the run, or
+            "embedded" without one.
+        context_length: cut documents into texts of this length, each read with an empty
+            memory; 0 reads every document as one stream.
+        segment: tokens per call; 0 is the training context, or the window of a model
+            without a run.
+        batch_size: texts per batch.
+        sampling: sampling points of Elastic Memory; None as in training.
         decay: of the exponential sampling.
         dtype: of the activations of a model without a run; None is float32.
-        output: folder of what is written; None is the run's own, or `eval` here.
+        output: folder of the results; None is that of the run, or `eval`.
     """
     enable_compilation_cache()
     opened = memjax.load(model, dtype=dtype)
-    found, data = opened.model, opened.run and opened.run.data
+    found, data = opened.model, opened.run.data if opened.run else None
     if sampling is not None:
         found = run.with_sampling(found, sampling=sampling, decay=decay)
     own = data or DataConfig()
@@ -166,23 +166,22 @@ def data(
     """Lists a source's documents, or prepares their tokens for training.
 
     `memjax data prepare` writes tokens to ArrayRecord files, which
-    `--data.source prepared:FOLDER` reads where they lie. The same command on the same
-    folder goes on where it was stopped.
+    `--data.source prepared:FOLDER` reads in place. The same command with the same
+    folder resumes an interrupted preparation.
 
     Args:
-        what: to do.
-        source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME"; of what is
-            prepared already, "prepared:FOLDER".
-        tokenizer: whose tokens.
-        destination: the folder that is prepared.
-        workers: processes that tokenise, for prepare; None is one a core.
+        what: list documents, or prepare their tokens.
+        source: "embedded", "folder:PATH", "tfds:NAME", "hf:NAME", or "prepared:FOLDER".
+        tokenizer: "bytes", "bpe4k", or a file or model of the hub.
+        destination: folder to prepare.
+        workers: processes that tokenise; None is one per core.
     """
     if what == "prepare":
         return _prepare(source, tokenizer, destination, workers)
     for name, value in {"destination": destination, "workers": workers}.items():
         if value is not None:
             raise ValueError(
-                f"--{name} is of memjax data prepare, got {value} without it"
+                f"--{name} is an option of memjax data prepare, got {value} without it"
             )
     table = Table("document", "kind", "split", "tokens")
     splits: tuple[Split, ...] = ("train", "validation", "test")
@@ -230,7 +229,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "import": cli_interop.import_model,
     "export": cli_interop.export_model,
 }
-#: Those that take a configuration.
+#: Commands that take a configuration.
 CONFIGURED = {
     "train": Configured(train, run.presets, config_files.read_training),
     "finetune": Configured(
@@ -249,9 +248,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = parse(argv, COMMANDS, CONFIGURED)()
     except BrokenPipeError:
-        # `entry` ends the program without a word: nobody reads.
+        # `entry` ends the program silently: the reader has ended.
         raise
-    # An optional package that is missing is named by its ImportError.
+    # An ImportError names a missing optional package.
     except (ValueError, OSError, ImportError, NonFiniteError) as error:
         print(f"memjax: {_one_line(str(error))}", file=sys.stderr)
         code = 2
@@ -275,7 +274,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _one_line(message: str) -> str:
-    """Drops line breaks, and all beyond some lines."""
+    """The message without line breaks, shortened."""
     words = " ".join(message.split())
     return words if len(words) <= MAX_MESSAGE else f"{words[:MAX_MESSAGE]}..."
 

@@ -1,4 +1,4 @@
-"""How far a command is, on stderr, so that what it prints can be redirected."""
+"""Progress of a command, on stderr: stdout can be redirected."""
 
 import sys
 import time
@@ -8,18 +8,18 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
-#: Seconds between lines where no terminal shows a bar.
+#: Seconds between lines without a terminal.
 PAUSE = 30.0
 
 
 class Progress:
-    """A bar on a terminal, else a line every half minute; gone when the block ends.
+    """A bar on a terminal until the block ends, else a line every half minute.
 
-    Called with how much is done and how much there is in all.
+    Called with the amount done and the total.
 
     Args:
-        what: is being done.
-        unit: that is counted.
+        what: the work.
+        unit: of the amounts.
         pause: seconds between lines, and before the first one.
     """
 
@@ -30,7 +30,7 @@ class Progress:
         self._bar = Bar(
             TextColumn(what),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[text]}"),
             console=Console(stderr=True),
             transient=True,
         )
@@ -38,16 +38,16 @@ class Progress:
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        said = f"{done:,} of {total:,} {self._unit}"
+        text = f"{done:,} of {total:,} {self._unit}"
         if seconds := now - self._start:
-            said += f", {done / seconds:,.0f} a second"
+            text += f", {done / seconds:,.0f} a second"
         if self._on_terminal:
             if self._task is None:
-                self._task = self._bar.add_task("", said=said)
-            self._bar.update(self._task, completed=done, total=total, said=said)
+                self._task = self._bar.add_task("", text=text)
+            self._bar.update(self._task, completed=done, total=total, text=text)
         elif now - self._last >= self._pause:
             self._last = now
-            print(f"{self._what}: {said}", file=sys.stderr, flush=True)
+            print(f"{self._what}: {text}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":
         if self._on_terminal:

@@ -55,7 +55,7 @@ def call(*words):
         ),
         ("train elastic-tinny", "no preset 'elastic-tinny' (did you mean 'elastic-tin"),
         ("train --run-dir x", "a preset is missing"),
-        ("eval", "eval lacks an argument: a run's folder"),
+        ("eval", "eval lacks an argument: folder of a run"),
         ("ask m q", "ask lacks an argument: --memory, folder of the memory"),
         ("finetune retrofit --layers x", "--layers must be whole numbers or auto, got"),
         ("eval --splitt test", "no option '--splitt' (did you mean --split"),

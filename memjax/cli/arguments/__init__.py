@@ -1,1 +1,1 @@
-"""From words to the call of a command, or to what is wrong with them."""
+"""Parsing of command lines."""

@@ -1,7 +1,4 @@
-"""Options of the mechanisms on the command line: --model.mechanisms.0.window 64.
-
-A preset says which mechanisms a model has; each of their fields is an option.
-"""
+"""Options of a model's mechanisms, such as --model.mechanisms.0.window 64."""
 
 import dataclasses
 import typing

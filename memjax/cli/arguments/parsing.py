@@ -1,7 +1,7 @@
-"""From words to a call of a command, or to an error that says what is wrong.
+"""Parsing of a command line into the call of a command, or an error.
 
-`train` and `finetune` take a configuration: a preset by its name, or with `--config`
-the file of any run. Its fields are their options, so the parser is built for that one.
+`train`, `finetune` and `aot` take a configuration: a preset by its name, or the file of
+any run with `--config`. Its fields are their options, so the parser is built for it.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ class Configured(NamedTuple):
     """A command that takes a configuration.
 
     Attributes:
-        function: its argument `config` is the configuration.
+        function: takes the configuration as its argument `config`.
         presets: configurations by name.
-        read: the configuration of a file, and further options that it implies.
+        read: returns the configuration of a file, and further options that it implies.
     """
 
     function: Callable[..., int]
@@ -37,9 +37,9 @@ class Configured(NamedTuple):
 
 
 def deferred(function: Callable[..., int]) -> Callable[..., Call]:
-    """A command whose parsing returns the call instead of making it.
+    """The command as a function that returns the call instead of making it.
 
-    So a wrong option can be told from an error while the command runs.
+    This separates a refused option from an error while the command runs.
     """
 
     @functools.wraps(function)
@@ -120,7 +120,7 @@ def _parsed(call: Callable[..., Call], words: list[str], command: str) -> Call:
 
 
 def taken(words: list[str], option: str) -> tuple[str | None, list[str]]:
-    """The value of an option, None if it is not there, and the other words."""
+    """The value of an option, or None, and the other words."""
     for i, word in enumerate(words):
         if word.startswith(f"{option}="):
             return word.partition("=")[2], words[:i] + words[i + 1 :]
@@ -132,7 +132,7 @@ def taken(words: list[str], option: str) -> tuple[str | None, list[str]]:
 
 
 def _preset(words: list[str]) -> tuple[str | None, list[str]]:
-    """The first word that is neither an option nor its value, and the others."""
+    """The first word that is neither an option nor a value, and the other words."""
     before = ["", *words]
     for i, word in enumerate(words):
         value = before[i].startswith("-") and "=" not in before[i]
@@ -156,9 +156,9 @@ def _require_preset(command: str, preset: str | None, known: tuple[str, ...]) ->
 def _with_config(
     function: Callable[..., int], config: Any, implied: Mapping[str, Any]
 ) -> Callable[..., Call]:
-    """The command with this configuration, and other defaults of some options."""
+    """The command with this configuration, and the implied defaults."""
     call = deferred(function)
-    # Else the parser would ask the command itself for its types.
+    # Otherwise the parser takes the types of the command itself.
     del call.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
     kind = Annotated[type(config), tyro.conf.arg(name="")]
     given = {"config": config, **implied}

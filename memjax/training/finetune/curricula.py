@@ -29,6 +29,10 @@ class HMTStages:
                     f"memory={stage.memory!r} and {stage.hmt.retrieval}"
                 )
 
+    def summary(self) -> tuple[str, str]:
+        """The memory and its sizes, for a list of presets."""
+        return "HMT, both stages", self.stage2.summary()[1]
+
     def stages(self) -> tuple[tuple[str, SegmentStage], ...]:
         """The stages in order, by their folders."""
         return (("stage1", self.stage1), ("stage2", self.stage2))
@@ -57,6 +61,10 @@ class MPlusStages:
                     f"{name} must have memory.num_retrieved {allowed}, "
                     f"got {stage.memory.num_retrieved}"
                 )
+
+    def summary(self) -> tuple[str, str]:
+        """The memory and its sizes, for a list of presets."""
+        return "M+, all three stages", self.stage3.summary()[1]
 
     def stages(self) -> tuple[tuple[str, MPlusStage], ...]:
         """The stages in order, by their folders."""

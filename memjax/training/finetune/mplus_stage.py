@@ -143,6 +143,14 @@ class MPlusStage(SampleStage):
         """The model's memory, for messages."""
         return MPLUS
 
+    def summary(self) -> tuple[str, str]:
+        """The memory and its sizes, for a list of presets."""
+        memory, name, store = self.memory, "MemoryLLM", ""
+        if memory.num_retrieved:
+            name, store = "M+, stage 3", f", store {memory.store_size:,}"
+        per_chunk = f"{memory.num_memory_tokens:,} tokens per {memory.chunk_size:,}"
+        return name, f"{per_chunk}, pool {memory.pool_size:,}{store}"
+
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> MPlus:
         """The frozen backbone with a new memory."""
         _, memory_key = jax.random.split(key)

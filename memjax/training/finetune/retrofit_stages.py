@@ -72,6 +72,11 @@ class RetrofitStages(RetrofitSettings):
         super().__post_init__()
         check_sizes(count=self.count, choose_texts=self.choose_texts)
 
+    def summary(self) -> tuple[str, str]:
+        """The memory and its sizes, for a list of presets."""
+        sizes = f"window {self.window:,}, {self.sinks} sinks"
+        return f"{self.memory} in {self.count} layers", sizes
+
     def stages(self) -> tuple[tuple[str, RetrofitStage], ...]:
         """The stages in order, by their folders.
 

@@ -134,6 +134,22 @@ class SegmentStage(SampleStage):
                 return REREAD
         return WITH_RETRIEVAL if self.hmt.retrieval else WITHOUT_RETRIEVAL
 
+    def summary(self) -> tuple[str, str]:
+        """The memory and its sizes, for a list of presets."""
+        match self.memory:
+            case "window":
+                sinks = f", {self.sinks} sinks" if self.sinks else ""
+                return "none: a window", f"window {self.window:,}{sinks}"
+            case "reread":
+                sizes = f"{self.reread:,} before segments of {self.window:,}"
+                return "none: the last tokens again", sizes
+        hmt, bank = self.hmt, ""
+        name = "HMT, stage 1" if hmt.num_sensory_tokens else "RMT"
+        if hmt.retrieval:
+            name, bank = "HMT, stage 2", f", bank {hmt.num_memories:,}"
+        trained = ", LoRA" if self.train == "lora" else ""
+        return name, f"segments of {self.segment:,}{bank}{trained}"
+
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> Model:
         """The backbone with its memory or window, and with adapters if any."""
         # Two keys in any case: the memory starts alike with adapters and without.
