@@ -30,18 +30,6 @@ KNOWN = {
     "memjax.mechanisms.CellConfig",
     "memjax.mechanisms.HeadsConfig",
     "memjax.mechanisms.RecurrentConfig",
-    "memjax.models.Model",
-    "memjax.models.Generated",
-    "memjax.models.MemoryOptions",
-    "memjax.models.calibrate",
-    "memjax.models.HMT",
-    "memjax.models.limit_attention",
-    "memjax.models.MPlus",
-    "memjax.models.ReadOptions",
-    "memjax.models.save_pretrained",
-    "memjax.models.LoraConfig",
-    "memjax.models.add_lora",
-    "memjax.models.merge_lora",
 }
 
 

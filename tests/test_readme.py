@@ -12,7 +12,6 @@ import pytest
 from memjax.cli.finetune import presets as finetune_presets
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel
-from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model import presets
 from memjax.nnx import Memory
@@ -70,7 +69,7 @@ def test_the_examples_run(tmp_path, monkeypatch, compiled):
     size = dataclasses.replace(presets.TINY, num_layers=1)
     config = size.model("attention", vocab_size=4096)
     small = LanguageModel(config, key=jax.random.key(0))
-    save_pretrained(small, tmp_path / "HuggingFaceTB" / "SmolLM2-135M")
+    small.save(tmp_path / "HuggingFaceTB" / "SmolLM2-135M")
     monkeypatch.chdir(tmp_path)
     run(PRETRAINED.replace("2000", "20"), scope)
     assert scope["logits"].shape == (2, 1000, 4096)

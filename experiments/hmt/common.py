@@ -21,9 +21,9 @@ from experiments.lab.results import RESULTS, settings, write_report
 from memjax.config_io import to_record
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel, ReReadWindow
+from memjax.models.adapters import merge_lora
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model import presets
-from memjax.models.lora import merge_lora
 from memjax.training import LoopConfig, OptimizerConfig, StepConfig
 from memjax.training import pretrain as run
 from memjax.training.config import Outcome

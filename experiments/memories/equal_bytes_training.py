@@ -21,7 +21,7 @@ from memjax import evaluation
 from memjax.checks import check_sizes
 from memjax.data import TokenisedDocument
 from memjax.models import LanguageModel
-from memjax.models.lora import merge_lora
+from memjax.models.adapters import merge_lora
 from memjax.training import Outcome
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.finetune import finetune

@@ -27,7 +27,8 @@ from memjax.data.batches.batch import Batch
 from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import TaskBatch
 from memjax.models import LanguageModel
-from memjax.models.lora import LoraConfig, add_lora, merge_lora
+from memjax.models.adapters import merge_lora
+from memjax.models.lora import LoraConfig, add_lora
 from memjax.training import LoopConfig, loop
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.config import Outcome

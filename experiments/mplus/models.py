@@ -19,7 +19,7 @@ from memjax.data import (
 )
 from memjax.data.documents.sources import open_documents
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
-from memjax.models.lora import Frozen
+from memjax.models.adapters import Frozen
 from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus

@@ -24,7 +24,7 @@ from memjax.cli.finetune import presets as finetune_presets
 from memjax.config_io import read_json
 from memjax.evaluation.provenance import version
 from memjax.models import ModelConfig
-from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints import own_format, own_model
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import RunConfig
@@ -133,7 +133,7 @@ def _backbone(name: str) -> ModelConfig:
         )
     record = read_json(file)
     if record.get("model_type") == own_format.MODEL_TYPE:
-        return own_format.read_config(record, None, str(file))
+        return own_model.read_config(record, None, str(file))
     return from_hf_config(record)
 
 

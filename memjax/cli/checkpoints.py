@@ -13,21 +13,16 @@ from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf.safetensors_write import require_free
-from memjax.models.hmt import checkpoint as hmt_checkpoint
+from memjax.models.hmt import saving as hmt_saving
 from memjax.models.language_model.config import Dtype
-from memjax.models.mplus.checkpoints import checkpoint as mplus_checkpoint
+from memjax.models.mplus.checkpoints import saving as mplus_saving
 from memjax.training.finetune.model_card import model_card
-from memjax.training.loading import (
-    model_type,
-    plain_model,
-    save_model,
-)
 
 #: Programs that load a folder, by its model type; transformers loads the others.
 READERS = {
-    hmt_checkpoint.MODEL_TYPE: "under HMT's official names; memjax loads it, and "
+    hmt_saving.MODEL_TYPE: "under HMT's official names; memjax loads it, and "
     "transformers refuses it",
-    mplus_checkpoint.MODEL_TYPE: "under M+'s official names; memjax loads it, and "
+    mplus_saving.MODEL_TYPE: "under M+'s official names; memjax loads it, and "
     "transformers refuses it",
     own_format.MODEL_TYPE: "memjax loads it; transformers has no such model",
 }
@@ -52,8 +47,10 @@ def import_model(
     _require_empty(place)
     with Progress("reading", "tensors") as progress, written_here(place) as folder:
         loaded = memjax.load(source, with_tokenizer=tokenizer, progress=progress)
-        save_model(loaded.model, folder, loaded.text, origin=loaded.origin, dtype=dtype)
-    return _report(model_type(loaded.model), place)
+        written = loaded.model.save(
+            folder, loaded.text, origin=loaded.origin, dtype=dtype
+        )
+    return _report(written, place)
 
 
 def export_model(
@@ -77,24 +74,17 @@ def export_model(
     place = as_path(destination)
     _require_empty(place)
     opened = memjax.load(source)
-    model = plain_model(opened.model) if backbone_only else opened.model
+    model = opened.model.plain() if backbone_only else opened.model
     command = ["export", source, str(place)]
     command += ["--backbone-only"] if backbone_only else []
     # The scores of a run are those of the model with its memory.
     run_dir = None if backbone_only or opened.run is None else as_path(source)
-    card = model_card(opened, run_dir, model_type(model), command)
+    card = model_card(opened, run_dir, model.model_type, command)
     with written_here(place) as folder:
-        save_model(
-            model,
-            folder,
-            opened.text,
-            origin=opened.origin,
-            readme=card,
-            dtype=dtype,
-        )
+        model.save(folder, opened.text, origin=opened.origin, readme=card, dtype=dtype)
     if not isinstance(opened.text.tokenizer, JsonTokenizer):
         print("no tokenizer.json: the model has none")
-    return _report(model_type(model), place)
+    return _report(model.model_type, place)
 
 
 def _require_empty(destination: AnyPath) -> None:

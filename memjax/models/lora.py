@@ -7,17 +7,16 @@ adapted model starts as the model it was made from. Everything else is frozen: t
 embedding, the head, norms, biases, and the mechanisms that are no attention. (HMT's
 program adapts the embedding too; its paper does not say so.)
 
-An adapted matrix W stands in its layer as `Adapted(W, A, B, alpha / r)`. A trained
-parameter is an `nnx.Param`, as everywhere; a frozen one is `Frozen`, another kind of
-variable. So what asks for `nnx.Param`, as the optimizer does, never sees it.
+An adapted matrix W is `Adapted(W, A, B, alpha / r)` in its layer; `adapters.py` freezes
+a model and merges its adapters.
 
 Shapes: I input axes, O output axes, R rank.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +26,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.hybrid import attention_params
 from memjax.mechanisms.layers.projections import Adapted, AttentionParams
+from memjax.models.adapters import freeze
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import FeedForwardParams
 from memjax.models.language_model.model import LanguageModel
-from memjax.nnx.params import as_arrays, as_params, copy, is_variable
+from memjax.nnx.params import as_params
 
 Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
-Model = TypeVar("Model", bound=nnx.Module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +54,6 @@ class LoraConfig:
         check_positive(alpha=self.alpha)
         for target in self.targets:
             require_known("targets", target, get_args(Target))
-
-
-class Frozen(nnx.Variable):
-    """A parameter that is not trained."""
 
 
 class LowRank(NamedTuple):
@@ -108,55 +103,6 @@ def add_lora(
     return model
 
 
-def thaw(model: LanguageModel, is_trained: Callable[[str], bool]) -> LanguageModel:
-    """The same model with some of its frozen parameters to train; shares the arrays.
-
-    Args:
-        model: of `freeze` or `add_lora`.
-        is_trained: whether to train the parameter of a name, as in
-            `blocks.0.mechanism.balance.amount`.
-    """
-
-    def thawed(path, leaf):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found = type(leaf) is Frozen and is_trained(name)
-        return nnx.Param(leaf.get_value()) if found else leaf
-
-    return jax.tree_util.tree_map_with_path(thawed, copy(model), is_leaf=is_variable)
-
-
-def freeze(model: Model) -> Model:
-    """The same model with nothing to train; shares the arrays.
-
-    Raises:
-        ValueError: the model has adapters.
-    """
-    if any(map(_is_adapted, jax.tree.leaves(model, is_leaf=_is_adapted))):
-        raise ValueError("model has LoRA adapters already; merge_lora joins them")
-
-    def frozen(leaf):
-        return Frozen(leaf.get_value()) if type(leaf) is nnx.Param else leaf
-
-    return jax.tree.map(frozen, copy(model), is_leaf=is_variable)
-
-
-def merge_lora(model: Model) -> Model:
-    """The same function as a plain model: changes added in, nothing frozen.
-
-    A model without adapters comes back equal. The result shares the arrays that were
-    not adapted.
-    """
-
-    def merged(leaf):
-        if _is_adapted(leaf):
-            weight, down, up, scale = as_arrays(leaf)
-            return nnx.Param(weight + scale * jnp.tensordot(down, up, axes=1))
-        return nnx.Param(leaf.get_value()) if type(leaf) is Frozen else leaf
-
-    either = lambda node: _is_adapted(node) or is_variable(node)
-    return jax.tree.map(merged, copy(model), is_leaf=either)
-
-
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
     """The parameters of a mechanism or feed-forward, whose matrices know a change."""
     own = _with_matrices(params)
@@ -203,7 +149,3 @@ def _low_rank(params, rank, name, key):
         # from.
         up=jnp.zeros((rank, *outputs), jnp.float32),
     )
-
-
-def _is_adapted(node):
-    return isinstance(node, Adapted)

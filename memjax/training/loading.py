@@ -6,31 +6,23 @@ loaded = memjax.load("runs/one")                      a run, trained or fine-tun
 """
 
 import dataclasses
-from pathlib import Path
+from typing import Any
 
 from memjax.buckets.bucket import as_path
 from memjax.config_io import AnyPath
 from memjax.data import Tokenizer
-from memjax.models import LanguageModel
-from memjax.models.base import Model
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf import hub
 from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, read_model_config
 from memjax.models.checkpoints.pretrained import (
     Progress,
     read_pretrained,
-    save_pretrained,
-    saved_type,
     unseen,
 )
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt import checkpoint as hmt_checkpoint
-from memjax.models.hmt.model import HMT
 from memjax.models.language_model.config import Dtype
-from memjax.models.language_model.reread import ReReadWindow
-from memjax.models.lora import merge_lora
 from memjax.models.mplus.checkpoints import checkpoint as mplus_checkpoint
-from memjax.models.mplus.model import MPlus
 from memjax.training.finetune.run import later_stage, load_model
 from memjax.training.launch import Run
 from memjax.training.run_folder import CHECKPOINTS
@@ -48,7 +40,7 @@ class Loaded:
         run: the configuration of the run that trained it; None without one.
     """
 
-    model: Model
+    model: Any
     text: TextInterface
     origin: str
     run: Run | None = None
@@ -141,63 +133,3 @@ def is_run(path: AnyPath) -> bool:
     file = path / CONFIG
     text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else ""
     return '"loop"' in text and '"model_type"' not in text
-
-
-def save_model(
-    model: Model,
-    folder: Path,
-    text: TextInterface,
-    *,
-    origin: str = "",
-    readme: str | None = None,
-    dtype: Dtype = "float32",
-) -> None:
-    """Writes a model as a folder of safetensors; see `save_pretrained`.
-
-    HMT and M+ go under the names of their official programs. Adapters are merged.
-
-    Raises:
-        ValueError: if the folder is not empty, or the model is none of the library's.
-    """
-    if isinstance(model, HMT):
-        hmt_checkpoint.save_hmt(
-            model, folder, text, origin=origin, readme=readme, dtype=dtype
-        )
-    elif isinstance(model, MPlus):
-        mplus_checkpoint.save_mplus(
-            model, folder, text, origin=origin, readme=readme, dtype=dtype
-        )
-    else:
-        save_pretrained(
-            _plain(model), folder, text, origin=origin, readme=readme, dtype=dtype
-        )
-
-
-def model_type(model: Model) -> str:
-    """The model_type under which `save_model` writes a model."""
-    if isinstance(model, HMT):
-        return hmt_checkpoint.MODEL_TYPE
-    if isinstance(model, MPlus):
-        return mplus_checkpoint.MODEL_TYPE
-    return saved_type(_plain(model))
-
-
-def plain_model(model: Model) -> LanguageModel:
-    """The model without its memory: the backbone alone, adapters merged."""
-    if isinstance(model, HMT):
-        return hmt_checkpoint.plain_backbone(model)
-    wraps = isinstance(model, MPlus | ReReadWindow)
-    return merge_lora(model.backbone if wraps else _plain(model))
-
-
-def _plain(model: Model) -> LanguageModel:
-    if isinstance(model, ReReadWindow):
-        raise ValueError(
-            "model must be a LanguageModel, HMT or MPlus, got a ReReadWindow, which is "
-            "a way of reading: export its backbone alone (--backbone-only)"
-        )
-    if not isinstance(model, LanguageModel):
-        raise ValueError(
-            f"model must be a LanguageModel, HMT or MPlus, got {type(model).__name__}"
-        )
-    return model

@@ -15,7 +15,6 @@ from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
-from memjax.training.loading import save_model
 from tests import tiny
 from tests.buckets.stores import Store
 from tests.cli.test_main import MODEL, SIZES, command, refused
@@ -98,4 +97,5 @@ def test_fine_tuning_starts_from_a_bucket_and_stays_there(
     names = Bucket(tuned).entries()
     assert {"stage1/config.json", "stage2/metrics.jsonl"} <= set(names)
     assert isinstance(memjax.load(tuned).model, HMT)
-    save_model(memjax.load(tuned).model, tmp_path / "exported", memjax.load(tuned).text)
+    loaded = memjax.load(tuned)
+    loaded.model.save(tmp_path / "exported", loaded.text)

@@ -13,7 +13,6 @@ from flax import nnx
 import memjax
 from memjax.cli import main as cli
 from memjax.data import load_tokenizer
-from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.training import pretrain as run
 from tests import tiny
@@ -108,7 +107,7 @@ def test_any_model_writes_on_and_is_scored(tmp_path):
     """A folder as other programs write it: `generate`, `eval` and `export` take it."""
     folder, texts = tmp_path / "model", tmp_path / "texts"
     text = TextInterface(tiny.tokenizer(), generation=GenerationConfig((0,)))
-    save_pretrained(tiny.llama(), folder, text, origin="owner/name@abc")
+    tiny.llama().save(folder, text, origin="owner/name@abc")
     words = ["generate", folder, "--prompt", "abc", "--tokens", "3"]
     code, out, err = command(*words, "--temperature", "0")
     assert (code, err) == (0, "") and out.startswith("abc") and len(out) > 4

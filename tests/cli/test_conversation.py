@@ -10,7 +10,6 @@ from memjax.cli import conversation as cli
 from memjax.cli.main import main
 from memjax.conversation import MemoryFolder
 from memjax.models.checkpoints.memory_state import read_note
-from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.checkpoints.text_interface import TextInterface
 from tests import tiny
 
@@ -31,7 +30,7 @@ def saved(folder) -> str:
 @pytest.mark.slow
 def test_a_text_is_told_and_talked_about(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    save_pretrained(tiny.llama(), tmp_path / "model", TextInterface(tiny.tokenizer()))
+    tiny.llama().save(tmp_path / "model", TextInterface(tiny.tokenizer()))
     (tmp_path / "book.txt").write_text("a short book")
     options = ["--memory", "memory", "--dtype", "float32"]
     assert run("tell", "model", "book.txt", *options) == 0
@@ -54,7 +53,7 @@ def test_a_text_is_told_and_talked_about(tmp_path, monkeypatch, capsys):
     assert "1 answers so far\n> who\n" in capsys.readouterr().out
 
     other = tiny.drawn(tiny.llama)
-    save_pretrained(other, tmp_path / "other", TextInterface(tiny.tokenizer()))
+    other.save(tmp_path / "other", TextInterface(tiny.tokenizer()))
     assert run("ask", "other", "who", *options) == 2
     err = capsys.readouterr().err
     assert "is the memory of 'model', and not of 'other'" in err

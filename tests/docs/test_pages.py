@@ -14,7 +14,6 @@ import yaml
 
 import memjax_kernels
 from memjax.cli.finetune import presets as finetune_presets
-from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.training.config import presets as training_presets
 from tests import tiny
@@ -58,7 +57,7 @@ def test_programs_run(name, tmp_path, monkeypatch):
     if name == "pretrained.md":
         model = run_once("systems/hmt.md")["backbone"]
         text = TextInterface(tiny.tokenizer())
-        save_pretrained(model, tmp_path / "HuggingFaceTB" / "SmolLM2-135M", text)
+        model.save(tmp_path / "HuggingFaceTB" / "SmolLM2-135M", text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scope = run_once(name)

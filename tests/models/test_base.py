@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from memjax.models import LanguageModel, add_hmt, add_mplus, add_rmt
+from memjax.models.adapters import freeze, merge_lora
 from memjax.models.base import Model
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
@@ -20,7 +21,7 @@ from memjax.models.language_model.windowed import (
     limit_length,
     set_capacity,
 )
-from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora
+from memjax.models.lora import LoraConfig, add_lora
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from tests.tiny import LLAMA, llama

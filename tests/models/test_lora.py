@@ -14,8 +14,9 @@ from memjax.data.batches.batch import Batch
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.mechanisms.layers.projections import Adapted
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.adapters import Frozen, merge_lora
 from memjax.models.language_model.config import Architecture
-from memjax.models.lora import Frozen, LoraConfig, add_lora, merge_lora
+from memjax.models.lora import LoraConfig, add_lora
 from memjax.nnx import as_arrays
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 

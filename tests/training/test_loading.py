@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import memjax
-from memjax.models import HMTConfig, MPlusConfig, add_hmt, add_mplus
+from memjax.models import HMTConfig, MPlusConfig, ReReadWindow, add_hmt, add_mplus
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.hmt.model import HMT
 from memjax.models.lora import LoraConfig, add_lora
@@ -18,11 +18,6 @@ from memjax.training.finetune import finetune, hmt_presets
 from memjax.training.finetune.model_card import model_card
 from memjax.training.finetune.run import read_run
 from memjax.training.finetune.start import starting_point
-from memjax.training.loading import (
-    model_type,
-    plain_model,
-    save_model,
-)
 from memjax.training.run_folder import RunFolder, record_config
 from tests import tiny
 
@@ -51,19 +46,19 @@ def build(name: str) -> Any:
 @pytest.mark.parametrize("name, kind", [("hmt", HMT), ("memoryllm", MPlus)])
 def test_a_memory_is_opened_as_what_it_is(name, kind, tmp_path):
     model, plain = build(name), tiny.parameters(tiny.llama())
-    save_model(model, tmp_path / "a", TEXT, origin="owner/name@abc")
+    model.save(tmp_path / "a", TEXT, origin="owner/name@abc")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     # The backbone's own type would have other programs draw all of it anew.
-    assert config["model_type"] == model_type(model) == name
+    assert config["model_type"] == model.model_type == name
     assert config["backbone_model_type"] == "llama"
     opened = memjax.load(tmp_path / "a")
     assert isinstance(opened.model, kind)
     assert (opened.text, opened.origin) == (TEXT, "owner/name@abc")
     assert opened.tokenizer == TEXT.tokenizer
     # The plain model inside, which other programs load, without adapters.
-    save_model(plain_model(opened.model), tmp_path / "b", opened.text)
+    opened.model.plain().save(tmp_path / "b", opened.text)
     alone = memjax.load(tmp_path / "b").model
-    for found in (plain_model(model), plain_model(opened.model)):
+    for found in (model.plain(), opened.model.plain()):
         tiny.assert_equal(tiny.parameters(found), plain)
     tiny.assert_equal(tiny.parameters(alone)["blocks"], plain["blocks"])
     with pytest.raises(ValueError, match=f"model_type must be one of.*got '{name}'"):
@@ -71,7 +66,7 @@ def test_a_memory_is_opened_as_what_it_is(name, kind, tmp_path):
 
 
 def test_a_run_keeps_what_came_with_its_backbone(tmp_path):
-    save_model(tiny.llama(), tmp_path / "a", TEXT, origin="owner/name@abc")
+    tiny.llama().save(tmp_path / "a", TEXT, origin="owner/name@abc")
     (_, stage), *_ = hmt_presets.presets()["window"].stages()
     described, _, stored, _ = starting_point(stage, str(tmp_path / "a"), None)
     assert described.origin == "owner/name@abc"
@@ -96,13 +91,13 @@ def test_a_run_keeps_what_came_with_its_backbone(tmp_path):
 def test_transformers_refuses_a_memory(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     for name in ("hmt", "memoryllm"):
-        save_model(build(name), tmp_path / name, TEXT)
+        build(name).save(tmp_path / name, TEXT)
         with pytest.raises(ValueError, match=name):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
 
 
 def test_the_card_says_what_a_model_was_made_of(tmp_path):
-    save_model(tiny.llama(), tmp_path / "a", TEXT, origin="owner/name@abc")
+    tiny.llama().save(tmp_path / "a", TEXT, origin="owner/name@abc")
     (tmp_path / "a" / "eval-test.json").write_text(
         '{"split": "test", "perplexity": {"all": '
         '{"perplexity": 7.25, "beyond_window": 8.5}}}'
@@ -122,8 +117,10 @@ def test_the_card_says_what_a_model_was_made_of(tmp_path):
 
 @pytest.mark.slow  # Fast tests are also run with all annotations checked.
 def test_what_is_missing_is_named(tmp_path):
-    save_model(tiny.llama(), tmp_path / "a", TextInterface())
+    tiny.llama().save(tmp_path / "a", TextInterface())
     with pytest.raises(ValueError, match="has no tokenizer: put its tokenizer.json"):
         _ = memjax.load(tmp_path / "a").tokenizer
-    with pytest.raises(ValueError, match="must be a LanguageModel, HMT or MPlus"):
-        save_model(object(), tmp_path / "b", TEXT)  # pyright: ignore[reportArgumentType]
+    again = ReReadWindow(tiny.llama(), reread=4, segment=4)
+    for refused in (lambda: again.save(tmp_path / "b", TEXT), lambda: again.model_type):
+        with pytest.raises(ValueError, match="must be a LanguageModel, HMT or MPlus"):
+            refused()

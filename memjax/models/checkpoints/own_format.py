@@ -4,20 +4,17 @@
 path of its parameter, as in `blocks.0.mechanism.query`.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from memjax.checks import joined, short
-from memjax.config_io import from_record, to_record
-from memjax.models.language_model.config import Dtype, ModelConfig
-from memjax.models.language_model.model import LanguageModel
+from memjax.config_io import to_record
+from memjax.models.language_model.config import ModelConfig
 
 MODEL_TYPE = "memjax"
 #: Key of `config.json`: the model that a folder was made from.
@@ -26,63 +23,15 @@ ORIGIN = "memjax_origin"
 BACKBONE_TYPE = "backbone_model_type"
 
 
-def to_config(model: LanguageModel) -> dict[str, Any]:
+def to_config(config: ModelConfig) -> dict[str, Any]:
     """The content of `config.json`."""
-    return {"model_type": MODEL_TYPE, "memjax": to_record(model.config)}
+    return {"model_type": MODEL_TYPE, "memjax": to_record(config)}
 
 
-def named_tensors(model: LanguageModel) -> Iterator[tuple[str, np.ndarray]]:
+def named_tensors(model: nnx.Module) -> Iterator[tuple[str, np.ndarray]]:
     """Names and values of all parameters, one at a time."""
     for path, value in leaves_of(nnx.to_pure_dict(nnx.state(model, nnx.Param))):
         yield leaf_name(path), np.asarray(value)
-
-
-def read_config(
-    config: Mapping[str, Any], dtype: Dtype | None, where: str
-) -> ModelConfig:
-    """The model's configuration in `config.json`; see `build_model`."""
-    saved: ModelConfig = from_record(
-        ModelConfig, config.get("memjax"), f"{where}: memjax"
-    )
-    return saved if dtype is None else dataclasses.replace(saved, dtype=dtype)
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors."""
-    pure = nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Param))
-    return {leaf_name(path): leaf.shape for path, leaf in leaves_of(pure)}
-
-
-def build_model(
-    config: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    get: Callable[[str], np.ndarray],
-    dtype: Dtype | None,
-    where: str,
-) -> LanguageModel:
-    """The model that a folder describes.
-
-    Args:
-        config: content of `config.json`.
-        shapes: of the folder's tensors, by name.
-        get: reads a tensor by name, in the dtype that the parameter is to have.
-        dtype: of the activations; None is the saved one.
-        where: the folder's name in errors.
-
-    Raises:
-        ValueError: if the configuration is not a `ModelConfig`, or names or shapes
-            differ from those of its model.
-    """
-    model_config = read_config(config, dtype, where)
-    model = _abstract(model_config)
-    state = nnx.state(model, nnx.Param)
-    pure = nnx.to_pure_dict(state)
-    # All at once and before anything is read: one message names every wrong tensor.
-    require_tensors(parameter_shapes(model_config), shapes, where)
-    read = lambda path, _: jnp.asarray(get(leaf_name(path)))
-    nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(read, pure))
-    nnx.update(model, state)
-    return model
 
 
 def require_tensors(
@@ -103,7 +52,7 @@ def require_tensors(
 
 
 def around_backbone(
-    backbone: Mapping[str, Any], model_type: str, memory: Mapping[str, Any], origin: str
+    backbone: Mapping[str, Any], model_type: str, memory: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The `config.json` of a memory around a backbone.
 
@@ -113,7 +62,7 @@ def around_backbone(
     # The class that transformers would build.
     plain = {name: value for name, value in backbone.items() if name != "architectures"}
     own = {"model_type": model_type, BACKBONE_TYPE: backbone["model_type"]}
-    return plain | dict(memory) | own | origin_entry(origin)
+    return plain | dict(memory) | own
 
 
 def origin_entry(origin: str) -> dict[str, str]:
@@ -131,10 +80,6 @@ def of_backbone(described: Mapping[str, Any]) -> Mapping[str, Any]:
     if BACKBONE_TYPE not in described:
         return described
     return dict(described) | {"model_type": described[BACKBONE_TYPE]}
-
-
-def _abstract(config: ModelConfig) -> LanguageModel:
-    return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
 def leaves_of(tree: Any) -> list[tuple[Any, Any]]:

@@ -1,8 +1,4 @@
-"""Read pretrained models, and save them as folders that other programs read.
-
-    loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")
-    ids = loaded.tokenizer.encode("It was")
-    save_pretrained(loaded.model, "mine", loaded.text)
+"""Read pretrained models of Hugging Face folders, GGUF files and memjax's folders.
 
 Nothing that is read is executed; `hf.safetensors_file`, `hf.safetensors_folder` and
 `gguf.file` check every name, size and offset before it is used.
@@ -13,14 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from flax import nnx
-
 from memjax.checks import require_known
-from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints import own_format, own_model
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from memjax.models.checkpoints.hf import hub, tensor_names
+from memjax.models.checkpoints.hf import hub, parameters
 from memjax.models.checkpoints.hf.config import from_hf_config, require_family
-from memjax.models.checkpoints.hf.export import to_hf_config
 from memjax.models.checkpoints.hf.safetensors_folder import (
     SafetensorsFolder,
     read_model_config,
@@ -28,7 +21,6 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
 )
 from memjax.models.checkpoints.hf.safetensors_write import (
     SAVED_DTYPES,
-    write_folder,
 )
 from memjax.models.checkpoints.text_interface import (
     TextInterface,
@@ -36,9 +28,7 @@ from memjax.models.checkpoints.text_interface import (
 )
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.lora import merge_lora
 
-SHARD_BYTES = 5 * 10**9
 #: Called with how many tensors were read, and how many there are.
 Progress = Callable[[int, int], None]
 
@@ -80,71 +70,6 @@ def read_pretrained(
     return model, text, str(made_from) if made_from else found.origin
 
 
-def save_pretrained(
-    model: nnx.Module,
-    folder: Path | str,
-    text: TextInterface | None = None,
-    *,
-    origin: str = "",
-    readme: str | None = None,
-    dtype: Dtype = "float32",
-    shard_bytes: int = SHARD_BYTES,
-) -> str:
-    """Writes a folder that transformers loads, if it has such a model.
-
-    Models of the families of `from_hf_config` have their tensor names. Others, as all
-    with recurrent layers, are written for `memjax.load` alone. LoRA adapters are
-    merged.
-
-    Args:
-        model: a LanguageModel; of HMT and M+ save the backbone.
-        folder: must not exist, or be empty; it appears whole or not at all.
-        text: tokenizer, chat template, and how to draw; None is none.
-        origin: the model that this one was made from; of a path the last part is
-            written.
-        readme: the model card, `README.md`; None is none.
-        dtype: of the saved tensors.
-        shard_bytes: size of the largest file; more tensors go to several files.
-
-    Returns:
-        The model_type: that of the family, or "memjax" for a model that transformers
-        does not have.
-
-    Raises:
-        ValueError: if the folder is not empty, or the model is no LanguageModel.
-    """
-    if not isinstance(model, LanguageModel):
-        raise ValueError(
-            f"model must be a LanguageModel, got {type(model).__name__}: a memory "
-            "around a backbone is not part of these folders; save its backbone"
-        )
-    text = text or TextInterface()
-    # No other program knows where our adapters are.
-    model = merge_lora(model)
-    if saved_type(model) == own_format.MODEL_TYPE:
-        config, tensors = own_format.to_config(model), own_format.named_tensors(model)
-    else:
-        config = to_hf_config(model.config) | text.generation.token_ids
-        tensors = tensor_names.tensors_from_parameters(model)
-    write_folder(
-        Path(folder),
-        config | own_format.origin_entry(origin),
-        tensors,
-        text.files(readme),
-        dtype=dtype,
-        shard_bytes=shard_bytes,
-    )
-    return config["model_type"]
-
-
-def saved_type(model: LanguageModel) -> str:
-    """The model_type under which a model is saved."""
-    try:
-        return to_hf_config(model.config)["model_type"]
-    except ValueError:
-        return own_format.MODEL_TYPE
-
-
 def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:
     if path.is_dir():
         return SafetensorsFolder(path)
@@ -183,7 +108,7 @@ def _build(
     get = _counted(get, len(shapes), progress)
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
         config = checkpoint.config
-        return own_format.build_model(config, shapes, get, dtype, where)
+        return own_model.build_model(config, shapes, get, dtype, where)
     layers = checkpoint.config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(shapes):
         # Checked before a model of so many layers is built.
@@ -195,5 +120,4 @@ def _build(
         config = from_hf_config(checkpoint.config, dtype or "float32")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    read = tensor_names.parameters_from_tensors
-    return read(config, shapes, get, where)
+    return parameters.parameters_from_tensors(config, shapes, get, where)

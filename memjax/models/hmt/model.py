@@ -30,6 +30,8 @@ Shapes: B batch, T time, E width of the backbone's embeddings, V vocabulary, L s
 k sensory tokens, N memories, d_h retrieval width.
 """
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -37,12 +39,18 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
 from memjax.models import ragged
+from memjax.models.adapters import merge_lora
+from memjax.models.checkpoints.saving import write_contents
+from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.models.hmt import saving
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.decode import open_last_segment, read_tokens
 from memjax.models.hmt.segment import join_open_segment, read_segments
 from memjax.models.hmt.state import HMTState, SegmentTrace, init_state
 from memjax.models.hmt.weights import RetrievalWeights, Weights, init_weights
+from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.windowed import limit_length
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import params_key
@@ -126,6 +134,39 @@ class HMT(nnx.Module):
             learned = (self.summary_prompt, self.query, self.key)
             retrieval = RetrievalWeights(*(param.get_value() for param in learned))
         return Weights(self.backbone, self.initial_memory.get_value(), retrieval)
+
+    @property
+    def model_type(self) -> str:
+        """The model_type under which it is saved."""
+        return saving.MODEL_TYPE
+
+    def plain(self) -> LanguageModel:
+        """The backbone as it came, without the memory, adapters merged."""
+        # The memory shortened the caches and may have changed remat.
+        own = self.pretrained
+        return replace_config(
+            merge_lora(self.backbone), mechanisms=own.mechanisms, remat=own.remat
+        )
+
+    def save(
+        self,
+        folder: Path | str,
+        text: TextInterface | None = None,
+        *,
+        origin: str = "",
+        readme: str | None = None,
+        dtype: Dtype = "float32",
+    ) -> str:
+        """Writes a folder for `memjax.load`, with the official program's tensor names.
+
+        LoRA adapters are merged. The model_type is "hmt", which transformers refuses:
+        by the backbone's it would load the folder and draw every parameter anew.
+        Arguments and errors are those of `LanguageModel.save`.
+        """
+        contents = saving.contents(self.config, self.weights, self.plain())
+        return write_contents(
+            contents, folder, text, origin=origin, readme=readme, dtype=dtype
+        )
 
     def init_state(
         self, batch: int, capacity: int | None = None, *, masked: bool = False

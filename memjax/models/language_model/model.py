@@ -11,6 +11,7 @@ Shapes: B batch, T time, D model, E embedding (D but in OPT 350m), V vocabulary.
 """
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,16 @@ from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.projections import linear
 from memjax.mechanisms.layers.ragged import apply_ragged
 from memjax.models import ragged
+from memjax.models.adapters import merge_lora
+from memjax.models.checkpoints.saving import (
+    SHARD_BYTES,
+    plain_contents,
+    saved_type,
+    write_contents,
+)
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model import caches, inputs
-from memjax.models.language_model.config import ModelConfig, build_once
+from memjax.models.language_model.config import Dtype, ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
 from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
@@ -127,6 +136,58 @@ class LanguageModel(nnx.Module):
     def backbone(self) -> "LanguageModel":
         """The model itself."""
         return self
+
+    @property
+    def model_type(self) -> str:
+        """The model_type under which it is saved: of its family, or "memjax"."""
+        return saved_type(self.config)
+
+    def plain(self) -> "LanguageModel":
+        """The model with its adapters merged."""
+        return merge_lora(self)
+
+    def save(
+        self,
+        folder: Path | str,
+        text: TextInterface | None = None,
+        *,
+        origin: str = "",
+        readme: str | None = None,
+        dtype: Dtype = "float32",
+        shard_bytes: int = SHARD_BYTES,
+    ) -> str:
+        """Writes a folder that transformers loads, if it has such a model.
+
+        Models of the families of `from_hf_config` have their tensor names. Others, as
+        all with recurrent layers, are written for `memjax.load` alone. LoRA adapters
+        are merged.
+
+        Args:
+            folder: must not exist, or be empty; it appears whole or not at all.
+            text: tokenizer, chat template, and the makers' sampling; None is none.
+            origin: the model that this one was made from; of a path the last part is
+                written.
+            readme: the model card, `README.md`; None is none.
+            dtype: of the saved tensors.
+            shard_bytes: size of the largest file; more tensors go to several files.
+
+        Returns:
+            The model_type: that of the family, or "memjax" for a model that
+            transformers does not have.
+
+        Raises:
+            ValueError: if the folder is not empty.
+        """
+        return write_contents(
+            # No other program knows where our adapters are.
+            plain_contents(self.config, self.plain()),
+            folder,
+            text,
+            origin=origin,
+            readme=readme,
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+        )
 
     @property
     def vocab_size(self) -> int:

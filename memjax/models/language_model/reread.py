@@ -19,6 +19,7 @@ Shapes: B batch, T time, E width of the features, V vocabulary, n tokens that ar
 again, s segment, m segments.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -29,11 +30,17 @@ from jaxtyping import Array, Bool, Float, Int
 from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged
+from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.remat import cond_with_remat
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import copy
 
+NOT_SAVED = (
+    "model must be a LanguageModel, HMT or MPlus, got a ReReadWindow, which is a way "
+    "of reading: export its backbone alone (--backbone-only)"
+)
 #: Tokens that are read side by side; more segments take turns, to bound the memory.
 TOGETHER = 2**13
 
@@ -87,6 +94,35 @@ class ReReadWindow(nnx.Module):
         self.backbone = copy(backbone)
         self.reread = reread
         self.segment = segment
+
+    @property
+    def model_type(self) -> str:
+        """None of its own.
+
+        Raises:
+            ValueError: always; see `save`.
+        """
+        raise ValueError(NOT_SAVED)
+
+    def plain(self) -> LanguageModel:
+        """The backbone with its adapters merged."""
+        return self.backbone.plain()
+
+    def save(
+        self,
+        folder: Path | str,
+        text: TextInterface | None = None,
+        *,
+        origin: str = "",
+        readme: str | None = None,
+        dtype: Dtype = "float32",
+    ) -> str:
+        """Refuses: this is a way to read with the backbone, without files of its own.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(NOT_SAVED)
 
     @property
     def vocab_size(self) -> int:

@@ -21,6 +21,7 @@ Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, 
 V vocabulary.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +32,12 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged
+from memjax.models.checkpoints.saving import write_contents
+from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.models.language_model.config import Dtype
+from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus import kv_cache, read, write
+from memjax.models.mplus.checkpoints import saving
 from memjax.models.mplus.read import ReadOptions, ReadTrace
 from memjax.models.mplus.state import Initial, KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
@@ -81,6 +87,42 @@ class MPlus(nnx.Module):
     def replace(self, **changes: Any) -> "MPlus":
         """The same model with these `changes` to its weights or its config."""
         return MPlus(self.weights._replace(**changes), self.initial)
+
+    @property
+    def model_type(self) -> str:
+        """The model_type under which it is saved: the official program's."""
+        return saving.MODEL_TYPE
+
+    def plain(self) -> LanguageModel:
+        """The backbone without the memory, adapters merged."""
+        return self.backbone.plain()
+
+    def save(
+        self,
+        folder: Path | str,
+        text: TextInterface | None = None,
+        *,
+        origin: str = "",
+        readme: str | None = None,
+        dtype: Dtype = "float32",
+    ) -> str:
+        """Writes a folder that `memjax.load` and the official program read.
+
+        The model_type is "memoryllm", the program's own, which transformers refuses.
+        What was injected is in the state, see `memjax.save_memory`. The program's R is
+        a multiple of K, and rounded up for it where ours is none. Arguments are those
+        of `LanguageModel.save`.
+
+        Raises:
+            ValueError: if the folder holds something, dtype cannot hold the initial
+                store's ages, or attention finds the rows of the store, which no model
+                of the program's does.
+        """
+        saving.require_official(self.config, str(folder))
+        contents = saving.contents(self.weights, self.initial, self.plain(), dtype)
+        return write_contents(
+            contents, folder, text, origin=origin, readme=readme, dtype=dtype
+        )
 
     @property
     def vocab_size(self) -> int:

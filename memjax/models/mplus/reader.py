@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
 from memjax.models import ragged
-from memjax.models.lora import Frozen
+from memjax.models.adapters import Frozen
+from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus import attention_retrieval, kv_cache, read
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions
@@ -40,6 +41,11 @@ class MemoryReader(nnx.Module):
         # Attention searches the store for every token, the learned retriever once.
         searched = state.store if model.config.by_attention else None
         self.store = nnx.data(jax.tree.map(Frozen, searched))
+
+    @property
+    def backbone(self) -> LanguageModel:
+        """The language model that the memory is around."""
+        return self.model.backbone
 
     @property
     def vocab_size(self) -> int:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from memjax.models.lora import Frozen
+from memjax.models.adapters import Frozen
 from memjax.models.offload import near
 
 

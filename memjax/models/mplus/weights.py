@@ -17,17 +17,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from memjax.models.adapters import freeze
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import BlockParams, normalize
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.lora import (
-    LowRank,
-    Target,
-    adapted,
-    freeze,
-    init_changes,
-    targets_in,
-)
+from memjax.models.lora import LowRank, Target, adapted, init_changes, targets_in
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.layers import write_layer
 from memjax.models.mplus.retriever import Retriever, init_retriever, project

@@ -17,6 +17,7 @@ from memjax.checks import require_known
 from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.data.batches.repeated import RepeatedBatches
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.adapters import freeze, merge_lora, thaw
 from memjax.models.language_model.calibrate import calibrate
 from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.retrofit import (
@@ -24,7 +25,7 @@ from memjax.models.language_model.retrofit import (
     check_layers,
 )
 from memjax.models.language_model.windowed import limit_attention, widen_windows
-from memjax.models.lora import LoraConfig, add_lora, freeze, merge_lora, thaw
+from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import DataIterator, LoopConfig
 from memjax.training.finetune.distillation import both, keeping, make_distillation_steps
 from memjax.training.finetune.retrofit_settings import RetrofitSettings

@@ -12,8 +12,8 @@ from jaxtyping import PRNGKeyArray
 from memjax.config_io import AnyPath
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel
+from memjax.models.adapters import merge_lora
 from memjax.models.checkpoints.text_interface import TextInterface
-from memjax.models.lora import merge_lora
 from memjax.training import loading
 from memjax.training.finetune.run import (
     SHIPPED,

@@ -15,8 +15,8 @@ from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.export import to_hf_config
+from memjax.models.checkpoints.hf.parameters import parameters_from_tensors
 from memjax.models.checkpoints.hf.tensor_names import (
-    parameters_from_tensors,
     tensors_from_parameters,
 )
 from memjax.models.language_model.presets import TINY
@@ -275,7 +275,7 @@ def checkpoint(family="llama", tied=False):
         {"llama": LLAMA, "opt": OPT}[family] | dict(tie_word_embeddings=tied)
     )
     model = LanguageModel(config, key=jax.random.key(0))
-    return config, dict(tensors_from_parameters(model))
+    return config, dict(tensors_from_parameters(model.config, model))
 
 
 def load(config, tensors):
@@ -284,7 +284,7 @@ def load(config, tensors):
 
 
 def same(model, tensors):
-    found = dict(tensors_from_parameters(model))
+    found = dict(tensors_from_parameters(model.config, model))
     assert found.keys() == tensors.keys()
     for name, value in tensors.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
@@ -338,7 +338,7 @@ def test_a_scaled_tied_embedding_is_exported_as_an_untied_head():
     record = json.loads(json.dumps(to_hf_config(ours)))
     config: ModelConfig = from_hf_config(record)
     assert not config.tied_head
-    again = load(config, dict(tensors_from_parameters(model)))
+    again = load(config, dict(tensors_from_parameters(model.config, model)))
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 32)
     run = nnx.jit(lambda model: model.logits(model.encode(model.embed(tokens))))
     logits = [run(m) for m in (model, again)]

@@ -10,7 +10,6 @@ import pytest
 
 import memjax
 from memjax.models.checkpoints.hf import hub
-from memjax.models.checkpoints.pretrained import save_pretrained
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from tests import tiny
 
@@ -27,7 +26,7 @@ TEXT = TextInterface(tiny.tokenizer(), "{{ messages }}", GenerationConfig((0,)))
 def _remote(tmp_path, monkeypatch):
     """Repositories below a folder; what was downloaded lies in another."""
     remote, cache = tmp_path / "remote", tmp_path / "cache"
-    save_pretrained(tiny.llama(), remote / "owner/name", TEXT, shard_bytes=6000)
+    tiny.llama().save(remote / "owner/name", TEXT, shard_bytes=6000)
     for other in ("original/model-00001-of-00002.safetensors", "pytorch_model.bin"):
         (remote / "owner/name" / other).parent.mkdir(exist_ok=True)
         (remote / "owner/name" / other).write_bytes(b"gigabytes")
@@ -67,7 +66,7 @@ def test_the_needed_files_of_a_model_are_downloaded(remote, tmp_path):
     assert sum(name.endswith(".safetensors") for name in names) > 1
     assert not names & {"original", "pytorch_model.bin"}
     # What is made from it says what it was made from.
-    save_pretrained(found.model, tmp_path / "mine", found.text, origin=found.origin)
+    found.model.save(tmp_path / "mine", found.text, origin=found.origin)
     assert memjax.load("mine").origin == found.origin
     # A path goes before a name of the hub.
     (tmp_path / "owner").mkdir()
@@ -97,7 +96,7 @@ def test_what_cannot_be_had_is_refused_in_one_line(remote, tmp_path, monkeypatch
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     model, folder = tiny.llama(), tmp_path / "a"
-    save_pretrained(model, folder, TextInterface(tiny.tokenizer(32)))
+    model.save(folder, TextInterface(tiny.tokenizer(32)))
     refuses(folder, "ids up to 31, the model a vocabulary of 31")
     # A special token that the model has no row for is left out, as Gemma 3's image.
     record = json.loads(tiny.tokenizer(32).serialised)
@@ -134,7 +133,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     ],
 )
 def test_what_ends_a_text_is_found(files, expected, tmp_path):
-    save_pretrained(tiny.llama(), tmp_path / "a", TextInterface(tiny.tokenizer()))
+    tiny.llama().save(tmp_path / "a", TextInterface(tiny.tokenizer()))
     for name, record in files.items():
         file = tmp_path / "a" / f"{name}.json"
         known = json.loads(file.read_text()) if file.exists() else {}
@@ -146,7 +145,7 @@ def test_what_ends_a_text_is_found(files, expected, tmp_path):
 
 
 def test_templates_by_name(tmp_path):
-    save_pretrained(tiny.llama(), tmp_path / "a", TextInterface(tiny.tokenizer()))
+    tiny.llama().save(tmp_path / "a", TextInterface(tiny.tokenizer()))
     named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     file = tmp_path / "a" / "tokenizer_config.json"
     file.write_text(json.dumps({"chat_template": named}))

@@ -26,9 +26,6 @@ from memjax.mechanisms import (
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.hf.safetensors_folder import SafetensorsFolder
-from memjax.models.checkpoints.pretrained import (
-    save_pretrained,
-)
 from memjax.models.checkpoints.text_interface import (
     GenerationConfig,
     TextInterface,
@@ -83,7 +80,7 @@ def _model():
 
 @pytest.fixture(name="folder")
 def _folder(model, tmp_path):
-    save_pretrained(model, tmp_path / "saved")
+    model.save(tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -125,7 +122,7 @@ def put(folder, **changes):
 )
 def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
     model = tiny(**changes)
-    assert save_pretrained(model, tmp_path / "a", TEXT, origin="a/b@c") == model_type
+    assert model.save(tmp_path / "a", TEXT, origin="a/b@c") == model_type
     loaded = memjax.load(tmp_path / "a")
     found = loaded.model
     assert (loaded.text, loaded.origin) == (TEXT, "a/b@c")
@@ -136,7 +133,7 @@ def test_a_saved_model_is_read_back_exactly(model_type, changes, tmp_path):
 
 
 def test_shards_have_at_most_the_given_size(model, tmp_path):
-    save_pretrained(model, tmp_path / "a", shard_bytes=4000)
+    model.save(tmp_path / "a", shard_bytes=4000)
     files = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
     count = len(files)
     assert count > 3 and files[0] == f"model-00001-of-{count:05}.safetensors"
@@ -152,7 +149,7 @@ def test_shards_have_at_most_the_given_size(model, tmp_path):
 
 
 def test_bfloat16_halves_the_file(model, tmp_path):
-    save_pretrained(model, tmp_path / "a", dtype="bfloat16")
+    model.save(tmp_path / "a", dtype="bfloat16")
     stored = safetensors.load_file(tmp_path / "a" / SINGLE)
     assert {value.dtype for value in stored.values()} == {np.dtype("bfloat16")}
     rounded = {
@@ -172,12 +169,12 @@ def test_bfloat16_halves_the_file(model, tmp_path):
             assert value.dtype == np.dtype(expected)
             np.testing.assert_array_equal(value, rounded[name].astype(expected))
     # A file in float32 has digits that bfloat16 would lose.
-    save_pretrained(model, tmp_path / "b")
+    model.save(tmp_path / "b")
     assert_same(memjax.load(tmp_path / "b", dtype="bfloat16").model, model)
 
 
 def test_parameters_in_bfloat16_give_what_they_give_in_float32(model, tmp_path):
-    save_pretrained(model, tmp_path / "a", dtype="bfloat16")
+    model.save(tmp_path / "a", dtype="bfloat16")
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
     logits = [
         tiny_models.method(m, "__call__", m.init_state(1), tokens)[1]
@@ -190,14 +187,14 @@ def test_parameters_in_bfloat16_give_what_they_give_in_float32(model, tmp_path):
 
 
 def test_bfloat16_is_read_without_a_copy_in_float32(model, tmp_path, monkeypatch):
-    save_pretrained(model, tmp_path / "a", dtype="bfloat16")
+    model.save(tmp_path / "a", dtype="bfloat16")
     monkeypatch.setattr(SafetensorsFile, "get", None)
     memjax.load(tmp_path / "a", dtype="bfloat16")
 
 
 def test_a_scaled_tied_embedding_keeps_its_function(tmp_path):
     model = tiny(tied_head=True)
-    assert save_pretrained(model, tmp_path / "a") == "llama"
+    assert model.save(tmp_path / "a") == "llama"
     found = memjax.load(tmp_path / "a").model
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
     run = nnx.jit(lambda model: model(model.init_state(1), tokens)[1])
@@ -206,7 +203,7 @@ def test_a_scaled_tied_embedding_keeps_its_function(tmp_path):
 
 def test_adapters_are_merged(model, tmp_path):
     adapted = add_lora(model, LoraConfig(rank=2), jax.random.key(1))
-    save_pretrained(adapted, tmp_path / "a")
+    adapted.save(tmp_path / "a")
     assert_same(memjax.load(tmp_path / "a").model, model)
 
 
@@ -215,7 +212,7 @@ def test_conversion_keeps_tokenizer_and_token_ids(folder, tmp_path, model):
     put(folder, eos_token_id=3)
     loaded = memjax.load(folder)
     origin = loaded.origin
-    kind = save_pretrained(loaded.model, tmp_path / "b", loaded.text, origin=origin)
+    kind = loaded.model.save(tmp_path / "b", loaded.text, origin=origin)
     assert kind == "llama"
     assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 3
     found = memjax.load(tmp_path / "b")
@@ -229,9 +226,9 @@ def test_conversion_keeps_tokenizer_and_token_ids(folder, tmp_path, model):
 def test_a_folder_that_is_not_empty_is_not_overwritten(model, folder, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(ValueError, match="exists already"):
-        save_pretrained(model, folder)
+        model.save(folder)
     with pytest.raises(ValueError, match="shard_bytes must be at least 1, got 0"):
-        save_pretrained(model, tmp_path / "b", shard_bytes=0)
+        model.save(tmp_path / "b", shard_bytes=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -241,13 +238,8 @@ def test_a_failed_write_leaves_nothing(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        save_pretrained(model, tmp_path / "a")
+        model.save(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_language_models_are_saved(tmp_path):
-    with pytest.raises(ValueError, match="LanguageModel, got Linear"):
-        save_pretrained(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "a")
 
 
 # What lies is refused.
@@ -276,7 +268,7 @@ def test_all_tensors_that_contradict_the_config_are_named(folder):
 
 
 def test_all_wrong_tensors_of_our_own_format_are_named(tmp_path):
-    save_pretrained(tiny(mechanisms=(GLAConfig(16, 4, 8, 8),)), tmp_path / "a")
+    tiny(mechanisms=(GLAConfig(16, 4, 8, 8),)).save(tmp_path / "a")
 
     def change(tensors):
         tensors["more"] = np.ones(3, "f4")
@@ -362,7 +354,7 @@ def test_malformed_headers_are_refused(tmp_path):
 @pytest.fixture(name="sharded")
 def _sharded(model, tmp_path):
     folder = tmp_path / "model" / "sharded"
-    save_pretrained(model, folder, shard_bytes=6000)
+    model.save(folder, shard_bytes=6000)
     return folder
 
 

@@ -15,9 +15,6 @@ import memjax
 from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
-from memjax.models.checkpoints.pretrained import (
-    save_pretrained,
-)
 from memjax.models.checkpoints.text_interface import TextInterface
 
 with warnings.catch_warnings():
@@ -51,7 +48,7 @@ def transformers_logits(folder, tokens):
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_every_family_has_the_same_logits_in_transformers(name, shard_bytes, tmp_path):
     model = memjax.load(FAMILIES / name).model
-    model_type = save_pretrained(model, tmp_path / "a", shard_bytes=shard_bytes)
+    model_type = model.save(tmp_path / "a", shard_bytes=shard_bytes)
     theirs = json.loads((FAMILIES / name / "config.json").read_text())
     assert model_type == theirs["model_type"]
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1 or shard_bytes > 20_000
@@ -83,7 +80,7 @@ def test_our_own_models_have_the_same_logits_in_transformers(
     windows = {"mechanisms": (SlidingWindowConfig(64, 4, 2, 32, window=6),)}
     config = dataclasses.replace(config, **small | windows | changes)
     model = LanguageModel(config, key=jax.random.key(0))
-    assert save_pretrained(model, tmp_path / "a") == model_type
+    assert model.save(tmp_path / "a") == model_type
     tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 64, jnp.int32)
     ours = jax.jit(lambda m, t: m.logits(m.encode(m.embed(t))))(model, tokens)
     theirs = transformers_logits(tmp_path / "a", tokens)
@@ -99,7 +96,7 @@ def test_folders_of_transformers_are_read(dtype, tmp_path):
     there.save_pretrained(tmp_path / "a", max_shard_size="20KB")
     assert (tmp_path / "a" / "model.safetensors.index.json").exists()
     model = memjax.load(tmp_path / "a").model
-    save_pretrained(model, tmp_path / "b", dtype=dtype)
+    model.save(tmp_path / "b", dtype=dtype)
     tokens = np.load(FAMILIES / "llama3" / "logits.npz", allow_pickle=False)["tokens"]
     before, after = (transformers_logits(tmp_path / folder, tokens) for folder in "ab")
     np.testing.assert_array_equal(before, after)
@@ -120,7 +117,7 @@ def test_transformers_reads_the_same_tokenizer(tmp_path):
     )
     made.train_from_iterator(["one two  12 three\n\n1 four"] * 2, trainer)
     tokenizer = parse_tokenizer(made.to_str().encode(), "made")
-    save_pretrained(model, tmp_path / "a", TextInterface(tokenizer))
+    model.save(tmp_path / "a", TextInterface(tokenizer))
     there = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
     text = "two  12\n\n1 three"
     assert there.encode(text) == made.encode(text).ids

@@ -12,9 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt, add_rmt
+from memjax.models.adapters import merge_lora
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
-from memjax.models.hmt.checkpoint import load_hmt, load_official, save_hmt
-from memjax.models.lora import LoraConfig, add_lora, merge_lora
+from memjax.models.hmt.checkpoint import load_hmt, load_official
+from memjax.models.lora import LoraConfig, add_lora
 
 CONFIG = HMTConfig(
     segment_length=6, num_sensory_tokens=2, num_memories=3, retrieval_dim=5
@@ -66,7 +67,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_saved_model_is_loaded_exactly(name, tmp_path):
     model = MODELS[name]()
-    save_hmt(model, tmp_path / "saved", TextInterface(chat_template="{{ a }}"))
+    model.save(tmp_path / "saved", TextInterface(chat_template="{{ a }}"))
     loaded = load_hmt(tmp_path / "saved")
     assert loaded.config == model.config
     # Those of the backbone before HMT made their capacity that of a segment.
@@ -78,7 +79,7 @@ def test_a_saved_model_is_loaded_exactly(name, tmp_path):
 
 def test_tensors_have_the_official_names(tmp_path):
     model = build()
-    save_hmt(model, tmp_path / "saved")
+    model.save(tmp_path / "saved")
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
     memory = {n: x for n, x in tensors.items() if not n.startswith("memory_cell.model")}
     assert {name: x.shape for name, x in memory.items()} == {
@@ -98,7 +99,7 @@ def test_adapters_are_merged(tmp_path):
     backbone = LanguageModel(SIZES, key=jax.random.key(0))
     adapted = add_lora(backbone, LoraConfig(rank=2), jax.random.key(1))
     model = add_hmt(adapted, CONFIG, key=jax.random.key(1))
-    save_hmt(model, tmp_path / "saved")
+    model.save(tmp_path / "saved")
     loaded = load_hmt(tmp_path / "saved")
     merged = parameters(merge_lora(model.backbone))
     chex.assert_trees_all_equal(parameters(loaded.backbone), merged)
@@ -106,7 +107,7 @@ def test_adapters_are_merged(tmp_path):
 
 def official(tmp_path, config=CONFIG, **changes):
     """A checkpoint as the official program has it, some tensors changed."""
-    save_hmt(build(config), tmp_path / "saved")
+    build(config).save(tmp_path / "saved")
     tensors = load_file(tmp_path / "saved" / "model.safetensors")
     tensors["memory_cell.mem_map.linear.weight"] = np.zeros((8, 8), np.float32)
     for name, value in changes.items():
@@ -161,10 +162,10 @@ def test_a_folder_without_the_memory_config_is_refused(tmp_path):
     official(tmp_path)
     file = tmp_path / "saved" / "config.json"
     record = json.loads(file.read_text())
-    assert record.pop("memjax_hmt")["segment"] == 6
+    assert record.pop("memjax_hmt")["segment_length"] == 6
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="does not say what its memory is"):
         load_hmt(tmp_path / "saved")
     assert load_hmt(tmp_path / "saved", CONFIG).config == CONFIG
     with pytest.raises(ValueError, match="not an empty folder"):
-        save_hmt(build(), tmp_path / "saved")
+        build().save(tmp_path / "saved")

@@ -20,7 +20,6 @@ from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.checkpoints.checkpoint import (
     load_mplus,
     load_official,
-    save_mplus,
 )
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
@@ -361,13 +360,13 @@ def test_files_know_how_rows_are_found(told, tmp_path):
         load_memory(tmp_path / "memory", learned)
     message = "retrieval must be 'learned' in a checkpoint of the official"
     with pytest.raises(ValueError, match=message):
-        save_mplus(shared(), tmp_path / "model")
-    save_mplus(learned, tmp_path / "model")
+        shared().save(tmp_path / "model")
+    learned.save(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         load_official(tmp_path / "model", config=CONFIG)
     # MemoryLLM has no store, and is found in every file.
     plain = build(add_memoryllm)
-    save_mplus(plain, tmp_path / "plain")
+    plain.save(tmp_path / "plain")
     assert load_mplus(tmp_path / "plain").config == plain.config
 
 

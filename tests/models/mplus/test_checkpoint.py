@@ -20,7 +20,6 @@ from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.checkpoints.checkpoint import (
     load_mplus,
     load_official,
-    save_mplus,
 )
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
@@ -87,7 +86,7 @@ def golden():
 
 
 def test_an_official_checkpoint_comes_back_bit_by_bit(golden, tmp_path):
-    save_mplus(golden, tmp_path / "saved", origin="a/b@c")
+    golden.save(tmp_path / "saved", origin="a/b@c")
     expected = load_file(FILE)
     found = load_file(tmp_path / "saved" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -159,7 +158,7 @@ def test_a_text_begins_with_the_checkpoints_memory(tmp_path):
         np.testing.assert_array_equal(layer.keys[1, :20], tensors[f"ltm_keys.{i}"])
         age = state.clock[1] - layer.born[1, :20]
         np.testing.assert_array_equal(age, ages[f"ltm_ages__{i}"])
-    save_mplus(model, tmp_path / "saved")
+    model.save(tmp_path / "saved")
     loaded = load_mplus(tmp_path / "saved")
     chex.assert_trees_all_equal(parameters(loaded), parameters(model))
 
@@ -168,7 +167,7 @@ def test_ages_are_not_rounded(tmp_path):
     many = {f"ltm_ages__{i}": np.arange(20) * 513 for i in range(3)}
     model = load_official(official(tmp_path, **many), HF)
     with pytest.raises(ValueError, match="must be 'float32' .*ages of up to 9747"):
-        save_mplus(model, tmp_path / "half", dtype="bfloat16")
+        model.save(tmp_path / "half", dtype="bfloat16")
     assert not (tmp_path / "half").exists()
 
 
@@ -275,7 +274,7 @@ def test_memoryllms_flag_is_heeded(golden, tmp_path):
     with pytest.raises(ValueError, match="'initialized' has the number format I64"):
         load(initialized=np.ones((), np.int64))
     # Without the flag the program would not read what is saved.
-    save_mplus(alone, tmp_path / "saved", dtype="bfloat16")
+    alone.save(tmp_path / "saved", dtype="bfloat16")
     found = load_file(tmp_path / "saved" / "model.safetensors")["initialized"]
     assert (found.dtype, found.shape, found) == (np.uint8, (), 1)
     for loaded in (
@@ -334,7 +333,7 @@ def test_a_single_adapter_writes_and_reads(tmp_path):
 )
 def test_a_saved_model_is_loaded_again(make, changes, tmp_path):
     model = build(make, **changes)
-    save_mplus(model, tmp_path / "saved")
+    model.save(tmp_path / "saved")
     loaded = load_mplus(tmp_path / "saved")
     assert loaded.config == model.config and loaded.initial is None
     chex.assert_trees_all_equal(parameters(loaded), parameters(model))
@@ -342,11 +341,11 @@ def test_a_saved_model_is_loaded_again(make, changes, tmp_path):
     half = load_mplus(tmp_path / "saved", dtype="bfloat16")
     assert half.backbone.config.dtype == "bfloat16"
     with pytest.raises(ValueError, match="not an empty folder"):
-        save_mplus(model, tmp_path / "saved")
+        model.save(tmp_path / "saved")
 
 
 def test_a_folder_must_say_what_its_memory_is(tmp_path):
-    save_mplus(build(), tmp_path / "saved")
+    build().save(tmp_path / "saved")
     file = tmp_path / "saved" / "config.json"
     record = json.loads(file.read_text())
     for wrong, message in [

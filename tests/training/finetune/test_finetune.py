@@ -28,7 +28,6 @@ from memjax.training.finetune.hmt_presets import PAPER_SIZES, presets
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.start import starting_point
-from memjax.training.loading import plain_model, save_model
 from tests import tiny
 from tests.training.idle import idle_updates
 
@@ -158,10 +157,10 @@ def test_the_model_that_reads_again_is_trained_as_it_reads(base, tmp_path):
     assert isinstance(model, ReReadWindow)
     assert (model.reread, model.segment) == (5, SEGMENT)
     original = run.load_model(base[0])[1]
-    trained = finetune.digest(plain_model(model))
+    trained = finetune.digest(model.plain())
     assert trained != finetune.digest(original)
     with pytest.raises(ValueError, match="export its backbone alone"):
-        save_model(model, tmp_path / "out", opened.text)
+        model.save(tmp_path / "out", opened.text)
 
 
 def test_baselines_have_their_sizes(base):

@@ -21,17 +21,11 @@ from memjax.data.batches.batch import Batch
 from memjax.mechanisms import HybridConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.models import generate
+from memjax.models.adapters import Frozen, freeze, merge_lora, thaw
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.language_model.retrofit import MemoryOptions, add_memory
 from memjax.models.language_model.windowed import limit_attention
-from memjax.models.lora import (
-    Frozen,
-    LoraConfig,
-    add_lora,
-    freeze,
-    merge_lora,
-    thaw,
-)
+from memjax.models.lora import LoraConfig, add_lora
 from memjax.nnx.tabulate import tabulate
 from memjax.training.config import LoopConfig
 from memjax.training.distributed import sharding
@@ -44,7 +38,6 @@ from memjax.training.finetune.retrofit_stages import (
     RetrofitStages,
     with_layers,
 )
-from memjax.training.loading import model_type, save_model
 from memjax.training.optimizer import OptimizerConfig
 from tests import tiny
 
@@ -155,8 +148,8 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     tiny.assert_equal(load_memory(tmp_path / "memory", model), drawn.state)
 
     opened = memjax.load(trained[0])
-    save_model(model, tmp_path / "exported", opened.text)
-    assert model_type(model) == "memjax"
+    model.save(tmp_path / "exported", opened.text)
+    assert model.model_type == "memjax"
     exported: Any = memjax.load(tmp_path / "exported").model
     assert exported.config == model.config
 

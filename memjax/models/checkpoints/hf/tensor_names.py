@@ -4,11 +4,10 @@ Their matrices are [out, in] with joined heads. Ours are [in, out]; heads are an
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float32
@@ -16,10 +15,8 @@ from jaxtyping import Float32
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.models.checkpoints.hf.export import is_gemma, tied_in_file
-from memjax.models.checkpoints.own_format import require_tensors
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import FeedForwardParams, LayerNormParams
-from memjax.models.language_model.model import LanguageModel
 
 Layout = Literal["as_is", "flat", "into", "out_of", "less_one"]
 
@@ -61,84 +58,21 @@ def tensor_names(config: ModelConfig) -> dict[str, Any]:
     return names
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a checkpoint, with the leading "model."."""
-    ours = nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Param))
-    theirs = _tensors(tensor_names(config))
-    return {
-        tensor.name: stored_shape(tensor.layout, leaf.shape)
-        for tensor, leaf in zip(theirs, jax.tree.leaves(ours), strict=True)
-    }
-
-
-def parameters_from_tensors(
-    config: ModelConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    get: Callable[[str], np.ndarray],
-    where: str = "checkpoint",
-) -> LanguageModel:
-    """The model with the parameters of a checkpoint.
-
-    Tensors that are no parameters are not read: RoPE's buffers, OPT's version, and the
-    copy of the embedding as the head of a tied model.
-
-    Args:
-        config: from `from_hf_config`.
-        shapes: of the checkpoint's tensors, by name, with or without "model.".
-        get: reads a tensor by name, in the dtype that the parameter is to have.
-        where: the checkpoint's name in errors.
-
-    Raises:
-        ValueError: listing every tensor that is missing, unknown or of another shape;
-            or if the head of a tied model is not the embedding.
-    """
-    model = _abstract(config)
-    state = nnx.state(model, nnx.Param)
-    ours = nnx.to_pure_dict(state)
-    # Checkpoints of a model without its head lack the leading "model.".
-    bare = not any(name.startswith("model.") for name in shapes)
-    stored = lambda name: name.removeprefix("model.") if bare else name
-    theirs = tensor_names(config)
-    expected = {stored(name): s for name, s in parameter_shapes(config).items()}
-    found = {n: shape for n, shape in shapes.items() if is_parameter(config, n)}
-    require_tensors(expected, found, where)
-    if config.tied_head and "lm_head.weight" in shapes:
-        embedding = get(stored(theirs["embedding"].name))
-        if not np.array_equal(get("lm_head.weight"), embedding):
-            raise ValueError(
-                f"{where}: 'lm_head.weight' must be the embedding in a model with "
-                "tie_word_embeddings, found another matrix"
-            )
-    read = lambda tensor, leaf: jnp.asarray(
-        from_stored(get(stored(tensor.name)), tensor.layout, leaf.shape)
-    )
-    values = map(read, _tensors(theirs), jax.tree.leaves(ours))
-    filled = jax.tree.unflatten(jax.tree.structure(ours), values)
-    nnx.replace_by_pure_dict(state, filled)
-    nnx.update(model, state)
-    return model
-
-
 def tensors_from_parameters(
-    model: LanguageModel,
+    config: ModelConfig, model: nnx.Module
 ) -> Iterator[tuple[str, Float32[np.ndarray, "..."]]]:
     """Names and values for a checkpoint with the config of `to_hf_config`, one by one.
 
     A tied head with a scaled embedding becomes a matrix of its own.
     """
-    config = model.config
     ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     theirs = tensor_names(config)
     scaled = config.tied_head and not tied_in_file(config)
     if scaled:
         yield "lm_head.weight", np.asarray(ours["embedding"])
-        ours["embedding"] = ours["embedding"] * model.width**0.5
-    for tensor, value in zip(_tensors(theirs), jax.tree.leaves(ours), strict=True):
+        ours["embedding"] = ours["embedding"] * ours["embedding"].shape[1] ** 0.5
+    for tensor, value in zip(tensors_of(theirs), jax.tree.leaves(ours), strict=True):
         yield tensor.name, to_stored(np.asarray(value), tensor.layout)
-
-
-def _abstract(config: ModelConfig) -> LanguageModel:
-    return nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
 def _block(config: ModelConfig, layer: int, at: str) -> dict[str, Any]:
@@ -237,7 +171,8 @@ def _is_opt(config: ModelConfig) -> bool:
     return config.architecture.norm == "layer"
 
 
-def _tensors(names: Any) -> list[Tensor]:
+def tensors_of(names: Any) -> list[Tensor]:
+    """The tensors of a tree, in the order of its leaves."""
     return jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, Tensor))
 
 

@@ -1,45 +1,42 @@
-"""M+ and MemoryLLM in and out of files, under the official program's names.
+"""Load M+ and MemoryLLM, under the official program's names.
 
-`mplus_names` lists them. What `save_mplus` writes is read by `load_mplus` and, by its
-names and `config.json`, by the program; what the program wrote by `load_official`.
+`load_mplus` reads what `MPlus.save` wrote, `load_official` a checkpoint of the
+official program.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
-from memjax.config_io import from_record, to_record
-from memjax.models.checkpoints import own_format
-from memjax.models.checkpoints.hf import tensor_names
+from memjax.config_io import from_record
+from memjax.models.adapters import Frozen
+from memjax.models.checkpoints import own_format, own_model
+from memjax.models.checkpoints.hf import parameters, tensor_names
 from memjax.models.checkpoints.hf.config import from_hf_config
-from memjax.models.checkpoints.hf.export import to_hf_config
 from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.hf.safetensors_folder import (
     SafetensorsFolder,
     require_no_pickle,
 )
-from memjax.models.checkpoints.hf.safetensors_write import write_folder
-from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype, ModelConfig
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.lora import Frozen, merge_lora
 from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.checkpoints import tensor_names as mplus_names
-from memjax.models.mplus.checkpoints.hf_config import describe, mplus_config_from_hf
+from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
+from memjax.models.mplus.checkpoints.saving import (
+    MODEL_TYPE,
+    RECORD,
+    require_official,
+)
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import Initial
 
-#: The program's name for its class.
-MODEL_TYPE = "memoryllm"
-#: Where `config.json` keeps the `MPlusConfig`, beside what the program reads.
-RECORD = "memjax_mplus"
 # Tensors that are no floats.
 FLAGS = {mplus_names.WRITTEN: "U8"}
 # The program's ages are float32, which counts no further.
@@ -111,14 +108,14 @@ def load_official(
 
 
 def load_mplus(folder: Path | str, *, dtype: Dtype = "float32") -> MPlus:
-    """Reads what `save_mplus` wrote.
+    """Reads what `MPlus.save` wrote.
 
     Args:
         folder: of `config.json` and safetensors.
         dtype: of the activations.
 
     Raises:
-        ValueError: as `load_official`, or if `save_mplus` did not write the folder.
+        ValueError: as `load_official`, or if `MPlus.save` did not write the folder.
     """
     found = SafetensorsFolder(Path(folder), FLAGS)
     record = found.config.get(RECORD)
@@ -140,78 +137,11 @@ def load_mplus(folder: Path | str, *, dtype: Dtype = "float32") -> MPlus:
     return _build(source, config, rows, mplus_names.READER, dtype)
 
 
-def save_mplus(
-    model: MPlus,
-    folder: Path | str,
-    text: TextInterface | None = None,
-    *,
-    origin: str = "",
-    readme: str | None = None,
-    dtype: Dtype = "float32",
-) -> None:
-    """Writes a folder that `load_mplus` and, by its names, the official program read.
-
-    The model_type is "memoryllm", the program's own, which transformers refuses.
-
-    Args:
-        model: M+ or MemoryLLM; what was injected is in its state, see `memory_state`.
-        folder: must not exist, or be empty; it appears whole or not at all.
-        text: tokenizer, chat template, and how to draw; None is none.
-        origin: the model that the backbone was.
-        readme: the model card; None is none.
-        dtype: of the saved numbers.
-
-    The program's R is a multiple of K, and rounded up for it where ours is none.
-
-    Raises:
-        ValueError: if the folder holds something, dtype cannot hold the initial
-            store's ages, or attention finds the rows of the store, which no model of
-            the program's does.
-    """
-    _require_the_programs(model.config, str(folder))
-    backbone, initial = merge_lora(model.backbone), model.initial
-    born = None if initial is None else initial.born
-    rows = None if initial is None else 0
-    if born is not None:
-        ages = -np.asarray(born.get_value())
-        rows = ages.shape[1]
-        # Ages are stored among the floats, and bfloat16 counts to 256 only.
-        if dtype == "bfloat16" and np.any(ages.astype(ml_dtypes.bfloat16) != ages):
-            raise ValueError(
-                "dtype must be 'float32' to hold the initial store's ages of up to "
-                f"{ages.max()}, got {dtype!r}"
-            )
-    try:
-        described = to_hf_config(backbone.config)
-        tensors = tensor_names.tensors_from_parameters(backbone)
-    except ValueError:
-        described = own_format.to_config(backbone)
-        tensors = own_format.named_tensors(backbone)
-    record = {"config": to_record(model.config), "initial_rows": rows}
-    memory = describe(model.config, rows or 0) | {RECORD: record}
-    described = own_format.around_backbone(described, MODEL_TYPE, memory, origin)
-    named, files = _named(model, tensors), (text or TextInterface()).files(readme)
-    write_folder(Path(folder), described, named, files, dtype=dtype)
-
-
-def _named(
-    model: MPlus, backbone: Iterator[tuple[str, np.ndarray]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    for name, value in backbone:
-        yield mplus_names.of_backbone(name), value
-    yield from mplus_names.learned_tensors(model.weights)
-    if model.initial is not None:
-        yield from mplus_names.of_memory(model.initial)
-        if not model.config.num_retrieved:
-            # Without it MemoryLLM would not read its pool.
-            yield mplus_names.WRITTEN, np.ones((), np.uint8)
-
-
 def _build(
     source: Source, config: MPlusConfig, rows: int | None, reader: str, dtype: Dtype
 ) -> MPlus:
     """The model, with an initial pool and `rows` in its store, or with neither."""
-    _require_the_programs(config, source.where)
+    require_official(config, source.where)
     sizes, plain, read_backbone = _backbone(source, dtype)
     # Shapes alone, to name every tensor that is wrong before one is read.
     begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
@@ -254,20 +184,6 @@ def _build(
     return MPlus(weights, _initial(source, config, layers, rows))
 
 
-def _require_the_programs(config: MPlusConfig, where: str) -> None:
-    if config.stored != "output":
-        raise ValueError(
-            f"{where}: stored must be 'output' in a checkpoint of the official "
-            f"program's kind, got {config.stored!r}"
-        )
-    if config.by_attention:
-        raise ValueError(
-            f"{where}: retrieval must be 'learned' in a checkpoint of the official "
-            "program's kind, which keeps a retriever and hidden states, got "
-            f"{config.retrieval!r}"
-        )
-
-
 def _backbone(
     source: Source, dtype: Dtype
 ) -> tuple[ModelConfig, Shapes, Callable[[], LanguageModel]]:
@@ -275,13 +191,13 @@ def _backbone(
     described, where = source.described, source.where
     get = lambda name: source.get(mplus_names.of_backbone(name))
     if described.get("model_type") == own_format.MODEL_TYPE:
-        sizes = own_format.read_config(described, dtype, where)
-        plain = own_format.parameter_shapes(sizes)
-        read = lambda: own_format.build_model(described, plain, get, dtype, where)
+        sizes = own_model.read_config(described, dtype, where)
+        plain = own_model.parameter_shapes(sizes)
+        read = lambda: own_model.build_model(described, plain, get, dtype, where)
     else:
         sizes = from_hf_config(described, dtype)
-        plain = tensor_names.parameter_shapes(sizes)
-        read = lambda: tensor_names.parameters_from_tensors(sizes, plain, get, where)
+        plain = parameters.parameter_shapes(sizes)
+        read = lambda: parameters.parameters_from_tensors(sizes, plain, get, where)
     return sizes, plain, read
 
 

@@ -1,0 +1,79 @@
+"""Save a language model as a folder of `config.json` and safetensors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints.hf import tensor_names
+from memjax.models.checkpoints.hf.export import to_hf_config
+from memjax.models.checkpoints.hf.safetensors_write import write_folder
+from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.models.language_model.config import Dtype, ModelConfig
+
+#: Size of the largest file; more tensors go to several files.
+SHARD_BYTES = 5 * 10**9
+
+
+class Contents(NamedTuple):
+    """A model as its folder holds it.
+
+    Attributes:
+        config: of `config.json`.
+        tensors: names and values, one by one.
+        is_public: whether transformers has such a model.
+    """
+
+    config: dict[str, Any]
+    tensors: Iterator[tuple[str, np.ndarray]]
+    is_public: bool
+
+
+def plain_contents(config: ModelConfig, model: nnx.Module) -> Contents:
+    """Of a language model without adapters.
+
+    Of the family of `to_hf_config`, or in memjax's own format where no family has such
+    a model, as all with recurrent layers.
+    """
+    try:
+        described = to_hf_config(config)
+    except ValueError:
+        described = own_format.to_config(config)
+        return Contents(described, own_format.named_tensors(model), is_public=False)
+    tensors = tensor_names.tensors_from_parameters(config, model)
+    return Contents(described, tensors, is_public=True)
+
+
+def saved_type(config: ModelConfig) -> str:
+    """The model_type under which a model is saved."""
+    try:
+        return to_hf_config(config)["model_type"]
+    except ValueError:
+        return own_format.MODEL_TYPE
+
+
+def write_contents(
+    contents: Contents,
+    folder: Path | str,
+    text: TextInterface | None = None,
+    *,
+    origin: str = "",
+    readme: str | None = None,
+    dtype: Dtype = "float32",
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Writes a model's folder; see `LanguageModel.save`."""
+    text = text or TextInterface()
+    ids = text.generation.token_ids if contents.is_public else {}
+    write_folder(
+        Path(folder),
+        contents.config | ids | own_format.origin_entry(origin),
+        contents.tensors,
+        text.files(readme),
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+    )
+    return contents.config["model_type"]
