@@ -1,4 +1,4 @@
-"""What the backward pass saves, and what it computes again."""
+"""Rematerialisation: what the backward pass saves, and what it computes again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from memjax.models.language_model.layers import LAYER_INPUT
-
+#: The name of a layer's input, by which a memory around the model can offload it.
+LAYER_INPUT = "layer_input"
 # Saves the inputs of the layers, in the host's memory, and nothing else.
 offload_layers = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],

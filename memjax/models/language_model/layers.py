@@ -19,13 +19,12 @@ from memjax.mechanisms import Mechanism
 from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
+from memjax.models.remat import LAYER_INPUT
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.causal_attention import READS
 from memjax_kernels._src.common.cpu import scale_channels, scale_rows
 from memjax_kernels._src.common.partition import along_batch
 
-#: The name of a layer's input, by which a memory around the model can offload it.
-LAYER_INPUT = "layer_input"
 #: What `ModelConfig.remat_saves` names; attention's scores are no product of weights.
 SAVED = {
     "input": None,

@@ -38,7 +38,6 @@ from memjax.models.language_model.config import Dtype, ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
 from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
-    LAYER_INPUT,
     Block,
     apply_or_step,
     init_norm,
@@ -46,6 +45,7 @@ from memjax.models.language_model.layers import (
     run_block,
     with_remat,
 )
+from memjax.models.remat import LAYER_INPUT
 from memjax.nnx.compiled import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.common.partition import along_batch
