@@ -11,7 +11,6 @@ from experiments.tables.table import (
     number,
     percent,
     thousands,
-    times,
 )
 
 
@@ -110,54 +109,9 @@ def qa() -> Table:
     return Table(header, rows, ["hmt/questions"])
 
 
-# Of the lengths that were measured; the file has more.
-_COST_LENGTHS = (2048, 16_384, 32_768, 102_400)
-
-
-def cost() -> Table:
-    """Time, growth of memory and state by length."""
-    rows = [
-        [
-            model,
-            thousands(row["length"]),
-            number(row["seconds"], 1),
-            number(1e6 * row["seconds"] / row["length"], 0),
-            number(row["growth_mebibytes"], 1),
-            number(row["state_bytes"] / 1e6, 2),
-        ]
-        for model, found in load("hmt/cost")["models"].items()
-        for row in found
-        if row["length"] in _COST_LENGTHS
-    ]
-    header = ["", "tokens", "seconds", "µs a token", "MiB more while reading"]
-    return Table([*header, "state, MB"], rows, ["hmt/cost"])
-
-
-def speed() -> Table:
-    """Seconds of a training step, and speedups over the authors' program."""
-    rows = []
-    for name in ("hmt/speed", "hmt/smollm2/speed"):
-        for step in load(name)["steps"]:
-            rows.append(_step(step))
-    header = ["backbone, trained, batch", "memjax: seconds", "fastest", "slowest"]
-    header += ["authors: seconds", "fastest", "slowest", "speedup", "least possible"]
-    return Table(header, rows, ["hmt/speed", "hmt/smollm2/speed"])
-
-
-def _step(step: dict[str, Any]) -> list[str]:
-    ours, official = (step["implementations"][n] for n in ("keep", "official"))
-    cells = [f"{step['size']}, {step['trained']}, {step['batch']}"]
-    for row in (ours, official):
-        cells += [number(row[key], 3) for key in ("median_s", "min_s", "max_s")]
-    speedup = times(ours["speedup"]["official"])
-    return [*cells, speedup, number(step["roofline_s"], 3)]
-
-
 TABLES: Tables = {
     "hmt/smollm2_length": smollm2_length,
     "hmt/smollm2_gain": smollm2_gain,
     "hmt/ablations": ablations,
     "hmt/questions": qa,
-    "hmt/cost": cost,
-    "hmt/speed": speed,
 }

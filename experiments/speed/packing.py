@@ -1,12 +1,12 @@
-"""How many real tokens a second do packed rows train on, where documents are short?
+"""Targets a second of packed rows, where documents are short.
 
-    python -m experiments.packing
+    python -m experiments.speed.packing
 
 Pieces of the embedded documents stand for short documents: the logarithm of their
-length is uniform from `shortest` to `longest`. They are read in rows of one context: as
-chunks, which leave out what fills none; one a row, padded; and packed, several in a
-row. Updates of all are timed in turn, each in a process of its own. A token counts
-where it has a target. Results: `results/packing/packing.json`.
+length is uniform from `shortest` to `longest`. Rows of one context have them as chunks,
+which leave out the remainder of each document; one a row, padded; and packed, several
+in a row. Updates are timed interleaved, each kind of rows in a process of its own. A
+token counts if it has a target.
 """
 
 import dataclasses
@@ -19,8 +19,17 @@ import numpy as np
 import optax
 import tyro
 
-from experiments.common.interleaved_timing import interleaved_timing
-from experiments.lab.results import RESULTS, settings, show, write_report
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    number,
+    percent,
+    settings,
+    show,
+    table,
+    write_report,
+)
+from experiments.lab.timing import Round, time_processes
 from memjax.checks import check_sizes
 from memjax.data import (
     BatchIterator,
@@ -35,7 +44,8 @@ from memjax.models import LanguageModel, preset
 from memjax.models.language_model.inputs import start_multiple
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
-Rows = Literal["chunked", "chunked, short", "one a row", "packed"]
+Kind = Literal["chunked", "chunked, short", "one a row", "packed"]
+VOCABULARY = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Config:
         tokens: of an update.
         shortest: tokens of the shortest document.
         longest: of the longest.
-        repeats: updates of each that are timed.
+        repeats: timed updates of each.
         threads: cores.
         seed: of lengths and order.
         output: of the result, without its ending.
@@ -64,9 +74,9 @@ class Config:
     repeats: int = 10
     threads: int = 1
     seed: int = 0
-    output: Path = RESULTS / "packing" / "packing"
+    output: Path = RESULTS / "speed" / "packing"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(context=self.context, repeats=self.repeats, threads=self.threads)
         if not 2 <= self.shortest <= self.longest:
             raise ValueError(
@@ -79,39 +89,37 @@ class Config:
                     f"{name}={getattr(self, name)} must divide tokens={self.tokens}"
                 )
 
+    def row(self, kind: Kind) -> int:
+        """Tokens of a row."""
+        return self.short_context if kind == "chunked, short" else self.context
+
 
 def main(config: Config) -> None:
     """Times all rows of all models, and writes the result."""
     results, documents = {}, short_documents(config)
     for model in config.models:
-        arguments = {name: (config, model, name) for name in get_args(Rows)}
-        found = interleaved_timing(
-            make_update, arguments, config.threads, config.repeats, "large"
-        )
+        arguments = {kind: (config, model, kind) for kind in get_args(Kind)}
+        found = time_processes(make_update, arguments, config.threads, config.repeats)
         results[model] = {
-            name: {"read": _share_read(config, documents, name)}
-            | _summary(config, found[name][1:])
-            for name in get_args(Rows)
+            kind: {"read": share_read(config, documents, kind)}
+            | _summary(config, found[kind][1:])
+            for kind in get_args(Kind)
         }
-        shown = ("read", "full", "tokens_per_s", "update_s")
-        lines = {
-            name: [row[column] for column in shown]
-            for name, row in results[model].items()
-        }
-        show(model, shown, lines)
+        columns = ("read", "full", "tokens_per_s", "update_s")
+        rows = {k: [row[c] for c in columns] for k, row in results[model].items()}
+        show(model, columns, rows)
     question = "How many real tokens a second do packed rows of short documents give?"
     write_report(config.output, question, settings(config), {"models": results})
 
 
-def make_update(config: Config, name: str, rows: Rows) -> Callable[[], int]:
-    """An update that returns how many targets it had."""
-    model = LanguageModel(preset(name, 4096), key=jax.random.key(0))
-    batches = make_batches(config, name, rows)
+def make_update(config: Config, name: str, kind: Kind) -> Callable[[], int]:
+    """An update that returns its number of targets."""
+    model = LanguageModel(preset(name, VOCABULARY), key=jax.random.key(0))
+    batches = make_batches(config, name, kind)
     optimizer = optax.adamw(1e-4)
     step = jax.jit(make_train_step(model, optimizer, StepConfig()), donate_argnums=0)
-    state = init_train_state(
-        model, optimizer, StepConfig(), _rows_an_update(config, rows)
-    )
+    rows = config.tokens // config.row(kind)
+    state = init_train_state(model, optimizer, StepConfig(), rows)
 
     def update() -> int:
         nonlocal state
@@ -123,26 +131,18 @@ def make_update(config: Config, name: str, rows: Rows) -> Callable[[], int]:
     return update
 
 
-def make_batches(config: Config, name: str, rows: Rows) -> BatchIterator:
-    """The batches of one kind of rows, of equally many places."""
-    sizes = (_context(config, rows), _rows_an_update(config, rows), config.seed)
-    given = (short_documents(config), *sizes)
-    match rows:
+def make_batches(config: Config, name: str, kind: Kind) -> BatchIterator:
+    """The batches of one kind of rows, with equally many places."""
+    documents, row = short_documents(config), config.row(kind)
+    given = (documents, row, config.tokens // row, config.seed)
+    match kind:
         case "packed":
-            mechanisms = preset(name, 4096).mechanisms
+            mechanisms = preset(name, VOCABULARY).mechanisms
             return packed_batches(*given, start_multiple=start_multiple(mechanisms))
         case "one a row":
             return streamed_batches(*given)
         case _:
             return chunked_batches(*given)
-
-
-def _context(config: Config, rows: Rows) -> int:
-    return config.short_context if rows == "chunked, short" else config.context
-
-
-def _rows_an_update(config: Config, rows: Rows) -> int:
-    return config.tokens // _context(config, rows)
 
 
 def short_documents(config: Config) -> list[TokenisedDocument]:
@@ -159,27 +159,41 @@ def short_documents(config: Config) -> list[TokenisedDocument]:
     return pieces
 
 
-def _summary(config: Config, timed: list[tuple[float, Any, float]]) -> dict[str, Any]:
-    seconds = np.array([line[0] for line in timed])
-    targets = np.array([line[1] for line in timed])
+def share_read(config: Config, documents: list[TokenisedDocument], kind: Kind) -> float:
+    """The share of all targets that an epoch reads."""
+    if not kind.startswith("chunked"):
+        return 1.0
+    targets = np.array([len(d.tokens) - 1 for d in documents])
+    row = config.row(kind)
+    return float((targets // row * row).sum() / targets.sum())
+
+
+def _summary(config: Config, rounds: list[Round]) -> dict[str, Any]:
+    seconds = [found.seconds for found in rounds]
+    targets = np.mean([found.value for found in rounds])
     low, median, high = np.percentile(seconds, [25, 50, 75])
     return {
-        "full": float(targets.mean() / config.tokens),
-        "tokens_per_s": float(targets.mean() / median),
+        "full": float(targets / config.tokens),
+        "tokens_per_s": float(targets / median),
         "update_s": float(median),
         "quartiles_s": [float(low), float(high)],
     }
 
 
-def _share_read(
-    config: Config, documents: list[TokenisedDocument], rows: Rows
-) -> float:
-    """Of all targets those that an epoch has."""
-    targets = np.array([len(d.tokens) - 1 for d in documents])
-    if not rows.startswith("chunked"):
-        return 1.0
-    context = _context(config, rows)
-    return float((targets // context * context).sum() / targets.sum())
+@table("packing/packing", "speed/packing")
+def packing(result: dict[str, Any]) -> Rows:
+    """Targets a second of every kind of rows."""
+    for model, found in result["models"].items():
+        for name, row in found.items():
+            low, high = row["quartiles_s"]
+            yield {
+                "mechanism": model.removesuffix("-tiny"),
+                "rows": name,
+                "an epoch reads": percent(row["read"]),
+                "places with a target": percent(row["full"]),
+                "targets a second": number(row["tokens_per_s"], 0),
+                "s an update, quartiles": f"{low:.2f} to {high:.2f}",
+            }
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""Experiments: generation with a pretrained model."""

@@ -1,1 +1,0 @@
-"""Experiments: a training step of HMT, timed."""

@@ -1,1 +1,0 @@
-"""Experiments: M+ timed, and its cost."""

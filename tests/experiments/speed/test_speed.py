@@ -1,0 +1,211 @@
+"""Studies of speed: their numbers add up, one small run of each, refused settings."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.lab.timing import Round
+from experiments.speed import (
+    generation,
+    memory_curve,
+    official_hmt,
+    official_mplus,
+    packing,
+    shapes,
+    train_step,
+)
+from experiments.speed.official_mplus import Memory
+from memjax.models import HMTConfig, add_mplus
+
+SHAPE = shapes.Shape(1, 16, 2, 1, 24, 40, False)
+MEMORY = Memory(
+    tokens=4, chunk=16, pool=8, retrieved=4, store=24, key_dim=8, merge_every=2
+)
+
+
+def generated(first, whole, tokens):
+    """Of one implementation: a first round that is not timed, and three more."""
+
+    def step(scale):
+        seconds = {"first": scale * first, "whole": scale * whole}
+        return seconds | {"tokens": tokens, "digest": ""}
+
+    untimed = Round(9.0, step(9), 100.0)
+    return [untimed, *(Round(1.0, step(scale), 200.0) for scale in (1, 0.5, 2))]
+
+
+def test_generation_compares_times_and_tokens(monkeypatch, tmp_path):
+    config = generation.Config(new_tokens=4, cores=(1,), repeats=3)
+    prompts = generation.Prompts(np.zeros((2, 3), np.int32), (3, 2))
+    found = {
+        "memjax": generated(1.0, 2.0, [[1, 2, 3, 4], [1, 2, 3, 5]]),
+        "transformers": generated(2.0, 8.0, [[1, 2, 3, 4], [1, 2, 3, 4]]),
+    }
+    monkeypatch.setattr(generation, "passages", lambda *_: prompts)
+    monkeypatch.setattr(generation, "time_processes", lambda *_: found)
+    row = generation.time_row(config, tmp_path, 2, 1)["implementations"]
+    assert row["memjax"]["whole_speedup"] == {"transformers": 4.0}
+    assert row["memjax"]["first_speedup"] == {"transformers": 2.0}
+    assert row["memjax"]["whole_least_speedup"] == {"transformers": 1.0}
+    assert row["memjax"]["tokens_per_s"] == 2 * 4 / 2.0
+    assert row["memjax"]["equal_tokens"] == 7 / 8
+
+
+@pytest.mark.slow
+def test_our_step_of_hmt_trains():
+    memory = HMTConfig(segment_length=8, num_sensory_tokens=2, retrieval_dim=8)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 16), np.int32)
+    step = official_hmt.ours(SHAPE, memory, tokens, "all")
+    losses = [step() for _ in range(3)]
+    assert np.isfinite(losses).all() and losses[2] < losses[0]
+
+
+def test_hmt_is_compared_with_the_authors_step(monkeypatch, tmp_path):
+    def rounds(build, arguments, threads, repeats, pages):
+        assert set(arguments) == {"keep", "official"}
+        seconds = {"keep": (9.0, 0.5, 0.25, 1.0), "official": (9.0, 3.0, 2.0, 4.0)}
+        return {n: [Round(s, 1.0, 1.0) for s in seconds[n]] for n in arguments}
+
+    monkeypatch.setattr(official_hmt, "time_processes", rounds)
+    monkeypatch.setattr(official_hmt, "require_checkout", lambda *_: None)
+    config = official_hmt.Config(
+        implementations=("official", "keep"), official=tmp_path, threads=1
+    )
+    found = official_hmt.measure(config, "tiny", 1, "all")["implementations"]
+    assert found["keep"]["speedup"] == {"official": 6.0}
+    assert found["keep"]["least_speedup"] == {"official": 2.0}
+    assert "speedup" not in found["official"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["rounds", "search"])
+def test_mplus_times_the_acts_of_a_part(part):
+    round_ = official_mplus.make("ours", part, SHAPE, MEMORY)
+    acts = {"rounds": {"inject", "read"}, "search": {"search"}}
+    for _ in range(2):
+        seconds = round_()
+        assert set(seconds) == acts[part] and min(seconds.values()) > 0
+
+
+@pytest.mark.slow
+def test_filled_state_is_full_and_its_store_older_than_its_pool():
+    model = add_mplus(shapes.backbone(SHAPE), MEMORY.config, key=jax.random.key(1))
+    state = official_mplus.filled(model.init_state(1), 10)
+    assert state.store is not None
+    assert state.num_valid == 8 and state.store.num_valid == 10
+    ages = state.clock[0] - state.store.layers[0].born[0, :10]
+    assert ages.tolist() == list(range(17, 7, -1))
+    assert state.ages[0, 0].tolist() == list(range(7, -1, -1))
+
+
+def test_every_merge_of_the_peer_drops_the_oldest_rows():
+    first, ages, recalls = official_mplus.merging(MEMORY, 20)
+    # Three merges of 8 rows, the last of 4: one recall is left to the oldest.
+    assert first == 4 and ages.tolist() == list(range(27, 7, -1))
+    assert recalls.tolist() == [1] * 4 + [2] * 8 + [3] * 8
+
+
+def test_mplus_has_rates_and_speedups(monkeypatch, tmp_path):
+    def rounds(make, arguments, *_):
+        seconds = {"official": 8.0, "official_fused": 4.0, "ours": 1.0}
+        acts = {"inject", "read"} if "rounds" in arguments["ours"] else {"search"}
+
+        def step(name, scale):
+            value = {act: scale * seconds[name] for act in acts}
+            return Round(1.0, value, 1.0)
+
+        return {n: [step(n, scale) for scale in (9, 1, 1, 2)] for n in arguments}
+
+    monkeypatch.setattr(official_mplus, "time_processes", rounds)
+    monkeypatch.setattr(official_mplus, "require_checkout", lambda *_: None)
+    output = tmp_path / "speed"
+    config = official_mplus.Config(threads=1, official=tmp_path, output=output)
+    official_mplus.main(config)
+    report = json.loads((tmp_path / "speed.json").read_text())
+    ours = report["rounds"][0]["implementations"]["ours"]
+    assert ours["inject"]["tokens_per_s"] == 16 * 512
+    assert ours["read"]["tokens_per_s"] == 256
+    speedups = {"official": 8.0, "official_fused": 4.0}
+    assert ours["read"]["speedup"] == speedups
+    assert ours["read"]["least_speedup"] == {"official": 4.0, "official_fused": 2.0}
+    assert report["search"]["implementations"]["ours"]["search"]["speedup"] == speedups
+
+
+@pytest.mark.slow
+def test_memory_curve_compares_models_of_equal_state():
+    sizes = {}
+    for kind in ("HMT", "sliding window", "MemoryLLM", "sliding window, M+"):
+        model = memory_curve.build(kind, 2048)
+        state = jax.eval_shape(lambda model=model: model.init_state(1))
+        sizes[kind] = memory_curve.tree_bytes(state)
+    assert 0 <= sizes["sliding window"] - sizes["HMT"] < 2000
+    assert sizes["MemoryLLM"] == pytest.approx(sizes["sliding window, M+"], rel=0.01)
+    config = memory_curve.Config(lengths=(1024,))
+    row = memory_curve.measure(config, "HMT", 1024)
+    assert row["state_bytes"] == sizes["HMT"] and row["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_train_step_writes_ratios_to_the_baselines(tmp_path, monkeypatch):
+    config = train_step.Config(
+        model_dim=64,
+        layers=2,
+        window=16,
+        order=8,
+        context=32,
+        lengths=(32, 64),
+        longest_full=32,
+        repeats=1,
+        output=tmp_path / "step",
+    )
+    sizes = train_step.size(config, config.context)
+    model = sizes.model("sliding_window", "elastic_memory", vocab_size=4096)
+    advance = train_step._step(config, model)
+    assert [np.isfinite(advance()["loss"]) for _ in range(2)] == [True, True]
+    monkeypatch.setattr(train_step, "_step", lambda *_: lambda: None)
+    train_step.main(config)
+    report = json.loads((tmp_path / "step.json").read_text())
+    step = report["step"]
+    ratio = step["full"]["median_s"] / step["full+elastic"]["median_s"]
+    assert step["full+elastic"]["throughput_ratio"] == pytest.approx(ratio)
+    names = [(row["mixer"], row["tokens"]) for row in report["length"]]
+    assert names == [("elastic_memory", 32), ("attention", 32), ("elastic_memory", 64)]
+
+
+def test_packed_rows_read_every_target():
+    config = packing.Config(context=128, short_context=32, tokens=256, longest=257)
+    documents = packing.short_documents(config)
+    lengths = [len(d.tokens) for d in documents]
+    assert max(lengths) <= 257 and np.median(lengths) > 33
+    shares = {
+        kind: packing.share_read(config, documents, kind)
+        for kind in ("packed", "chunked", "chunked, short")
+    }
+    whole = sum(n - 1 for n in lengths)
+    chunked = sum((n - 1) // 128 * 128 for n in lengths) / whole
+    assert shares["packed"] == 1 and shares["chunked"] == pytest.approx(chunked)
+    assert shares["chunked"] < shares["chunked, short"] < 1
+    batch = next(packing.make_batches(config, "transformer-tiny", "packed"))
+    assert batch.tokens.shape == (2, 128) and batch.mask.mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "message"),
+    [
+        (generation, {"cores": (10**6,)}, r"threads must be in \[1"),
+        (generation, {"batches": ()}, "batches must not be empty"),
+        (generation, {"new_tokens": 1}, "new_tokens must be at least 2, got 1"),
+        (official_hmt, {"repeats": 0}, "repeats must"),
+        (official_hmt, {"sizes": ()}, "sizes must not be empty"),
+        (official_mplus, {"threads": 0}, r"threads must be in \[1, "),
+        (packing, {"shortest": 1}, "shortest must be at least 2"),
+        (packing, {"context": 1000}, "context=1000 must divide tokens=4096"),
+        (memory_curve, {"piece": 64}, r"piece must be multiples of 128"),
+        (memory_curve, {"lengths": (1000,)}, r"lengths must be multiples of 1024"),
+    ],
+)
+def test_bad_settings_are_refused(study, options, message):
+    with pytest.raises(ValueError, match=message):
+        study.Config(**options)
