@@ -23,7 +23,7 @@ def papers() -> Table:
     rows = [_elastic(), _trellis(), _lattice(), _hmt(), _mplus()]
     header = ["paper", "what it claims", "what was measured here", "at what size"]
     sources = ["memories/books_window8", "memories/recall", "hmt/smollm2/length"]
-    sources += ["mplus/retention", "mplus/speed"]
+    sources += ["mplus/retention", "speed/official_mplus"]
     return Table([*header, "more"], rows, sources)
 
 
@@ -118,7 +118,7 @@ def _mplus() -> list[str]:
     found = answers.by_method(result)
     right = lambda name: number(found[name]["after"][-1]["accuracy"], 2)
     longest = f"{result['distances'][-1]:,}"
-    fast = load("mplus/speed")["rounds"][0]["implementations"]["ours"]["inject"]
+    fast = load("speed/official_mplus")["rounds"][0]["implementations"]["ours"]["inject"]
     return [
         "M+",
         "facts stay known longer than with as many bytes on the device and no store",
