@@ -1,10 +1,5 @@
-"""What the comparison measures of a model: losses, needles, facts, bytes, speed.
+"""Measurements of a model: losses by document, needles, facts, bytes of its state."""
 
-Results are JSON. Losses are sums a document and a bin of positions, so that any two
-models are compared in pairs without being read again.
-"""
-
-import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,89 +12,19 @@ from flax import nnx
 from jaxtyping import Float32, PyTree
 
 from memjax import evaluation
-from memjax.checks import check_sizes
 from memjax.data import (
-    NEEDLE_TASKS,
-    Passage,
-    Question,
+    Split,
     TokenisedDocument,
     Tokenizer,
-    load_facts,
-    load_passages,
-    needle_sample,
-    pick_facts,
-    unrelated,
+    load_tokens,
 )
-from memjax.data.documents.sources import open_documents
-from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
-from memjax.data.tasks.questions import QuestionInput
 from memjax.evaluation import TokenLosses
 from memjax.evaluation.provenance import device_name
+from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.models.base import Model
 
-
-@dataclasses.dataclass(frozen=True)
-class ScoreConfig:
-    """What is read.
-
-    Attributes:
-        tokens: of each test document, over which perplexities are compared; `first`
-            times a power of 2.
-        long: documents of each kind that are read further, for perplexity by position.
-        longest: tokens of those.
-        first: position of the first target that counts in perplexities.
-        needle_lengths: tokens of the inputs that hide a needle.
-        needle_depths: where it lies, in percent of the haystack.
-        needles: samples of each length and depth.
-        facts: how many are asked for.
-        distances: tokens of other text between a fact and its question.
-        segment: tokens read at a time.
-        batch: texts read side by side.
-    """
-
-    tokens: int = 4096
-    long: int = 3
-    longest: int = 16_384
-    first: int = 512
-    needle_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384)
-    needle_depths: tuple[int, ...] = (0, 50, 100)
-    needles: int = 1
-    facts: int = 16
-    distances: tuple[int, ...] = (0, 512, 2048)
-    segment: int = 1024
-    batch: int = 2
-
-    def __post_init__(self):
-        names = ("first", "needles", "facts", "segment", "batch")
-        check_sizes(**{name: getattr(self, name) for name in names})
-        if not self.first < self.tokens <= self.longest or (
-            self.tokens not in self.edges
-        ):
-            raise ValueError(
-                f"tokens must be first={self.first} times 2, 4, ... up to "
-                f"longest={self.longest}, got {self.tokens}"
-            )
-
-    @property
-    def edges(self) -> list[int]:
-        """Of the bins of positions: 0, `first`, 2 `first`, ..., `longest`."""
-        return evaluation.log2_bins(self.longest, self.first)
-
-    @property
-    def bins(self) -> tuple[int, int]:
-        """The bins of [first, tokens): from the first number on, before the second."""
-        return 1, self.edges.index(self.tokens)
-
-    def up_to(self, tokens: int) -> "ScoreConfig":
-        """The same for documents that all have so many tokens."""
-        return dataclasses.replace(self, tokens=tokens, longest=tokens, long=0)
-
-    @property
-    def read(self) -> int:
-        """Tokens that needles and facts have in all, at most."""
-        hidden = sum(self.needle_lengths) * len(self.needle_depths) * self.needles
-        # A fact and its question have some 400 tokens.
-        return hidden + self.facts * sum(d + 400 for d in self.distances)
+#: Kinds of documents that are scored; the corpus has manuals for training alone.
+KINDS = ("proofs", "code", "prose")
 
 
 def tree_bytes(tree: PyTree) -> int:
@@ -209,65 +134,46 @@ def _losses_file(folder: Path, text: TokenisedDocument) -> Path:
     return folder / f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npz"
 
 
-def kept_bytes(model: Model, tokens: int) -> int:
-    """Bytes of everything that a model keeps after so many tokens of one text.
+def bin_losses(losses: TokenLosses, edges: Sequence[int]) -> list[dict[str, Any]]:
+    """Sums of nats and numbers of targets by document and bin of positions, as JSON.
 
-    Only full attention keeps more the longer the text is.
+    Any two models are compared in pairs by them, without the texts being read again.
+
+    Args:
+        losses: of a few texts.
+        edges: of the bins, from 0 on; texts may end before the last.
     """
-    state = jax.eval_shape(lambda: model.init_state(1, tokens))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-
-
-def perplexity(
-    model: Model, texts: Sequence[TokenisedDocument], config: ScoreConfig
-) -> dict[str, Any]:
-    """Nats of each document in each bin of positions, and the time of reading."""
-    began = time.process_time()
-    found = evaluation.token_losses(
-        model,
-        texts,
-        segment=config.segment,
-        batch_size=min(config.batch, len(texts)),
-        progress=lambda done, total: print(f"read {done:,} of {total:,}", flush=True),
-    )
-    seconds = time.process_time() - began
-    starts, short = config.edges[:-1], config.longest - found.nll.shape[1]
-    # Texts of one kind may all be short; their last bins have no target.
-    found = found._replace(
-        nll=np.pad(found.nll, ((0, 0), (0, short))),
-        mask=np.pad(found.mask, ((0, 0), (0, short))),
-    )
+    short = ((0, 0), (0, edges[-1] - losses.nll.shape[1]))
     # In float64, as the sums are of thousands of terms.
-    nats = np.add.reduceat(found.nll.astype(np.float64), starts, axis=1)
-    targets = np.add.reduceat(found.mask, starts, axis=1)
-    return {
-        "documents": [
-            {
-                "name": found.documents[row],
-                "kind": found.kinds[row],
-                "nats": nats[row].tolist(),
-                "targets": targets[row].astype(int).tolist(),
-            }
-            for row in range(len(texts))
-        ],
-        "tokens": int(found.mask.sum()),
-        "cpu_seconds": seconds,
-    }
+    nll = np.pad(losses.nll.astype(np.float64), short)
+    nats = np.add.reduceat(nll, edges[:-1], axis=1)
+    targets = np.add.reduceat(np.pad(losses.mask, short), edges[:-1], axis=1)
+    return [
+        {
+            "name": losses.documents[row],
+            "kind": losses.kinds[row],
+            "nats": nats[row].tolist(),
+            "targets": targets[row].astype(int).tolist(),
+        }
+        for row in range(len(nats))
+    ]
 
 
 def binned_losses(
     documents: Sequence[Mapping[str, Any]], bins: tuple[int, int]
 ) -> TokenLosses:
-    """The losses of a result with a bin in the place of a position.
+    """The losses of `bin_losses`, with a bin in the place of a position.
 
-    Sums and targets are as of single positions, so that perplexities and paired gains
-    are the same.
+    Perplexities and paired differences are those of the positions.
 
     Args:
-        documents: of `perplexity`.
+        documents: of `bin_losses`.
         bins: the first that counts, and the one behind the last.
     """
-    part = lambda name: np.asarray([d[name] for d in documents], np.float32)
+
+    def part(name: str) -> Float32[np.ndarray, "D B"]:
+        return np.asarray([d[name] for d in documents], np.float32)
+
     mask = part("targets")
     mask[:, : bins[0]] = mask[:, bins[1] :] = 0
     nll = np.where(mask > 0, part("nats"), 0).astype(np.float32)
@@ -275,123 +181,48 @@ def binned_losses(
     return TokenLosses(nll, mask, kinds, tuple(d["name"] for d in documents))
 
 
-def needles(
-    model: Model,
+def documents_of_kinds(
+    source: str,
     tokenizer: Tokenizer,
-    essay: Sequence[str],
-    length: int,
-    seed: int,
-    config: ScoreConfig,
-) -> dict[str, Any]:
-    """Share of right answers by depth: RULER's number in an essay, at one length."""
-    inputs = needle_inputs(tokenizer, essay, length, seed, config)
-    found = _ask(model, inputs, config)
-    depths = np.repeat(config.needle_depths, config.needles)
-    return {
-        str(depth): {
-            "right": float(found.exact[depths == depth].mean()),
-            "nats": float(found.nll[depths == depth].sum(axis=1).mean()),
-        }
-        for depth in config.needle_depths
-    }
+    split: Split,
+    tokens: int,
+    *,
+    kinds: Sequence[str] = KINDS,
+    least: int = MIN_DOCUMENTS,
+    long: int = 0,
+    longest: int = 0,
+) -> list[TokenisedDocument]:
+    """Documents of some kinds, in order of kind, cut to `tokens` targets each.
 
-
-def needle_inputs(
-    tokenizer: Tokenizer,
-    essay: Sequence[str],
-    length: int,
-    seed: int,
-    config: ScoreConfig,
-) -> list[QuestionInput]:
-    """One input a depth and sample, in this order."""
-    inputs = []
-    for depth in config.needle_depths:
-        for i in range(config.needles):
-            sample = needle_sample(
-                [seed, length, depth, i],
-                NEEDLE_TASKS["S-NIAH-N"],
-                length,
-                tokenizer,
-                essay,
-                start="random",
-                depth=depth,
-            )
-            item = Question(sample.prompt, "", sample.answer)
-            inputs.append(_input(tokenizer, sample.prompt, sample.answer, item))
-    return inputs
-
-
-def essay_words(source: str) -> list[str]:
-    """Words that needles are hidden in: the prose of the validation split.
+    Args:
+        source: as `memjax train` takes it.
+        tokenizer: of the model.
+        split: to read.
+        tokens: targets of each document; shorter documents are left out.
+        kinds: to read.
+        least: documents that each kind must have.
+        long: documents of each kind, the first by name, cut to more targets:
+        longest: targets of those.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if a kind has fewer documents that are long enough.
     """
-    texts = [
-        document.text
-        for document in open_documents(source)
-        if (document.split, document.kind) == ("validation", "prose")
-    ]
-    if not texts:
-        raise ValueError(f"source={source!r} has no prose in its validation split")
-    return " ".join(texts).split()
-
-
-def facts(model: Model, tokenizer: Tokenizer, seed: int, config: ScoreConfig) -> dict:
-    """Share of right answers by the tokens between a fact and its question."""
-    asked = pick_facts(split_facts(load_facts(), seed=FACTS_SEED)[1], seed=seed)
-    asked = asked[: config.facts]
-    if len(asked) < config.facts:
-        raise ValueError(f"facts must be at most {len(asked)}, got {config.facts}")
-    passages = load_passages()
-    return {
-        str(distance): _share(
-            _ask(
-                model,
-                [fact_input(tokenizer, fact, passages, distance) for fact in asked],
-                config,
+    read, found = load_tokens(source, tokenizer, split), []
+    for kind in kinds:
+        some = [x for x in read if x.kind == kind and len(x.tokens) > tokens]
+        more = [x.name for x in some if len(x.tokens) > longest][:long]
+        if len(more) < long:
+            raise ValueError(
+                f"source={source!r} must have {long} documents of {kind!r} with more "
+                f"than {longest} tokens in its {split} split, got {len(more)}"
             )
-        )
-        for distance in config.distances
-    }
-
-
-def fact_input(
-    tokenizer: Tokenizer, fact: Question, passages: Sequence[Passage], distance: int
-) -> QuestionInput:
-    """A fact's context, so many tokens that do not name it, and its question."""
-    between, number = [], 0
-    # Other texts for other facts, the same for every model.
-    allowed = unrelated(passages, fact)
-    start = len(fact.context) % len(allowed)
-    for passage in (*allowed[start:], *allowed[:start]):
-        if number >= distance:
-            break
-        between.append(tokenizer.encode(f"\n\n{passage.text}"))
-        number += len(between[-1])
-    if number < distance:
-        raise ValueError(f"distances must be at most {number}, got {distance}")
-    filler = np.concatenate([np.zeros(0, np.int32), *between])[:distance]
-    context = tokenizer.encode(fact.context)
-    asked = _input(tokenizer, f"\n\n{fact.question}", fact.answer, fact)
-    before = np.concatenate([context, filler]).astype(np.int32)
-    tokens = np.concatenate([before, asked.tokens])
-    return asked._replace(tokens=tokens, answer=len(before) + asked.answer)
-
-
-def _input(tokenizer, prompt: str, answer: str, item: Question) -> QuestionInput:
-    # Encoded apart, so that no token has a part of both.
-    head, tail = tokenizer.encode(prompt), tokenizer.encode(f" {answer}")
-    return QuestionInput(np.concatenate([head, tail]), len(head), item, 0, 1)
-
-
-def _ask(model, inputs, config):
-    return evaluation.score_answers(
-        model, inputs, segment=config.segment, batch_size=config.batch
-    )
-
-
-def _share(found) -> dict[str, float]:
-    right = float(found.exact.mean())
-    nats = float(found.nll.sum(axis=1).mean())
-    return {"questions": len(found.exact), "right": right, "nats": nats}
+        for x in some:
+            size = 1 + (longest if x.name in more else tokens)
+            found.append(x._replace(tokens=np.asarray(x.tokens[:size])))
+        if len(some) < least:
+            raise ValueError(
+                f"source={source!r} must have at least {least} documents of {kind!r} "
+                f"with more than {tokens} tokens in its {split} split, "
+                f"got {len(some)}"
+            )
+    return found

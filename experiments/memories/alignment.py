@@ -1,51 +1,51 @@
 """Which memory comes nearest to full attention, in as many bytes?
 
     python -m experiments.memories.alignment
+    python -m experiments.memories.alignment --plan
 
-In one layer of a pretrained model, the one that needs what lies beyond the window most.
-Each memory beside a window learns to give what the layer's full attention gives, for
-the same inputs; it is measured as the share of the full output's variance that it
-misses on test documents, tokens beyond the window. Windows that are longer by as many
-bytes are the baselines. The backbone reads each text once, and what the layer made of
-it is kept in the run's folder: a memory is aligned in minutes.
+Rows: each memory beside the window of the layer that needs most what lies beyond it,
+and windows that are longer by as many bytes. Columns: the share of the variance of the
+layer's full attention that is missed on test documents, by kind, for tokens beyond the
+window. Each memory learns it for the same inputs (layer-wise distillation). The
+backbone reads each text once, and the layer's input and output are stored in the run
+folder: a memory takes 10 minutes. Its learning rate is the better of two by one pass,
+on validation documents.
 
-The learning rate of each is the better of two by one pass, on validation documents.
-A memory that has its result is not aligned again.
+It does not show perplexity: one layer is replaced, and the model is not tuned.
 """
 
 import dataclasses
 import functools
-import hashlib
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
-from experiments.lab import backbones
+from experiments.lab import backbones, baselines, study
+from experiments.lab.measure import KINDS, documents_of_kinds, tree_bytes
 from experiments.lab.results import RESULTS, settings, write_report
-from experiments.memories.alignment_memories import MEMORIES, Memory
 from experiments.memories.alignment_report import (
+    MEMORIES,
     QUESTION,
     WIDE,
     WIDE_SHARED,
     WINDOW,
     WINDOWS,
+    Memory,
     result_file,
     write,
 )
-from experiments.memories.alignment_texts import Read, batches, read
-from experiments.memories.documents import KINDS, documents
-from experiments.memories.equal_bytes_tunings import more_tokens
 from memjax.checks import check_sizes, require_known
-from memjax.data import TokenisedDocument, load_tokens
+from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.sliding_window import whole as whole_window
-from memjax.models import LanguageModel
+from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.calibrate import start_layers
 from memjax.models.language_model.teacher import Moments, measure
 from memjax.models.language_model.windowed import limit_layer
@@ -56,6 +56,7 @@ from memjax.training.finetune.distillation import (
     distillation_loss,
     make_distillation_steps,
     missed,
+    teacher_outputs,
 )
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.stage import SampleConfig
@@ -63,11 +64,20 @@ from memjax.training.step import model_of
 
 #: Texts from whose statistics memories start.
 START_TEXTS = 8
+#: Of one memory, with two rates and two seeds.
+MINUTES = 10
+
+
+class Read(NamedTuple):
+    """Input and output of the layer in the full model."""
+
+    x: Float[np.ndarray, "R T D"]
+    y: Float[np.ndarray, "R T D"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is compared.
+    """Rows, layer, texts and sizes.
 
     Attributes:
         only: memories; none given is all.
@@ -76,17 +86,17 @@ class Config:
         backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
         layer: number of the layer.
         window: tokens that it sees.
-        sinks: first tokens that it sees beside them.
-        more: tokens that the wide window sees beside those: the bytes of a memory for
-            each query head.
+        sinks: first tokens that it sees too.
+        more: tokens by which the wide window is longer: the bytes of a memory for each
+            query head.
         tokens: read of each text and document, more than the wide window.
         texts: of the training documents.
-        passes: how often each is taken.
+        passes: over these texts.
         rates: learning rates to choose from.
         least: documents that each kind must have to be tested.
-        run_dir: where what the layer made of the texts is kept.
-        output: folder of a result for each memory; all together lie beside it, as
-            .json and .png of its name.
+        plan: print the missing rows, and stop.
+        run_dir: of the layer's inputs and outputs.
+        output: folder of a result for each memory; all together are in its .json.
     """
 
     only: tuple[str, ...] = ()
@@ -102,16 +112,16 @@ class Config:
     passes: int = 4
     rates: tuple[float, ...] = (2e-3, 5e-3)
     least: int = 8
+    plan: bool = False
     run_dir: Path = Path("runs/alignment")
-    output: Path = RESULTS / "memories" / "equal_bytes" / "alignment"
+    output: Path = RESULTS / "memories" / "alignment"
 
     def __post_init__(self):
         for name in self.only:
             require_known("only", name, tuple(MEMORIES))
         for name in ("window", "more", "texts", "passes", "least"):
             check_sizes(**{name: getattr(self, name)})
-        if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
-            raise ValueError(f"rates must be positive, got {self.rates}")
+        study.check_rates(self.rates)
         if self.tokens <= self.window + self.more:
             raise ValueError(
                 f"tokens must be more than window + more = {self.window + self.more}, "
@@ -140,7 +150,7 @@ class Config:
 
 
 class Setting(NamedTuple):
-    """What all memories are aligned with, and measured on.
+    """The data of all memories.
 
     Attributes:
         backbone: the pretrained model.
@@ -160,7 +170,7 @@ class Setting(NamedTuple):
 def align(
     memory: Memory, rate: float, passes: int, seed: int, config: Config, known: Setting
 ) -> Callable[[Read], list[float]]:
-    """Aligns a memory; what it misses of documents is asked of the result."""
+    """Aligns a memory; returns the function that gives the shares that it misses."""
     stage = config.stage(memory, rate, passes, seed)
     model = stage.wrap(known.backbone, jax.random.key(seed))
     if memory.started:
@@ -174,12 +184,16 @@ def align(
     for _ in range(passes):
         for i in draws.permutation(len(texts)):
             state, _ = step(state, texts[i])
-    loss = jax.jit(lambda state, one: distillation_loss(model_of(graph, state), one)[0])
+
+    @jax.jit
+    def loss(state, one):
+        return distillation_loss(model_of(graph, state), one)[0]
+
     return lambda read: [float(loss(state, one)) for one in batches(read)]
 
 
 def windows(config: Config, known: Setting) -> dict[str, list[float]]:
-    """What the window misses of the test documents, and the wide ones."""
+    """The shares of the test documents that the window misses, and the wide ones."""
     mechanism = _attention(config, known)
     params = as_arrays(known.backbone.blocks[config.layer].mechanism)
 
@@ -198,29 +212,11 @@ def windows(config: Config, known: Setting) -> dict[str, list[float]]:
 
 def longer(config: Config, known: Setting) -> dict[str, int]:
     """Tokens by which each window is longer than the memories' own."""
-    shared = more_tokens(known.backbone, config.more, "key_value")
+    shared = baselines.equal_tokens(known.backbone, config.more, "key_value")
     return {WINDOW: 0, WIDE: config.more, WIDE_SHARED: shared}
 
 
-def run_row(name: str, seed: int, rate: float, config: Config, known: Setting):
-    """What a memory misses, trained in full with one seed."""
-    asked = align(MEMORIES[name], rate, config.passes, seed, config, known)
-    return {"name": name, "seed": seed, "rate": rate, "missed": asked(known.test)}
-
-
-def choose_rate(name: str, config: Config, known: Setting) -> dict[str, Any]:
-    """The rate that misses least of the validation documents after one pass."""
-    tried = []
-    for rate in config.rates:
-        asked = align(MEMORIES[name], rate, 1, config.seeds[0], config, known)
-        tried.append(float(np.mean(asked(known.validation))))
-    best = int(np.nanargmin(tried))
-    return {"tried": dict(zip(map(str, config.rates), tried, strict=True))} | {
-        "rate": config.rates[best]
-    }
-
-
-def kept(config: Config, known: Setting, name: str) -> int:
+def state_bytes(config: Config, known: Setting, name: str) -> int:
     """Bytes of a memory, or of the tokens by which a window is longer."""
     if name not in MEMORIES:
         heads = _attention(config, known)
@@ -229,7 +225,7 @@ def kept(config: Config, known: Setting, name: str) -> int:
     stage = config.stage(MEMORIES[name], 1e-3, 1, 0)
     model = stage.wrap(known.backbone, jax.random.key(0))
     state = jax.eval_shape(lambda: model.blocks[config.layer].init_state(1))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.memory))
+    return tree_bytes(state.memory)
 
 
 def _attention(config: Config, known: Setting) -> AttentionConfig:
@@ -242,13 +238,15 @@ def _attention(config: Config, known: Setting) -> AttentionConfig:
 
 
 def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
-    """Everything that is read once, and the test documents."""
-    path = backbones.located(config.backbone)
-    loaded = finetune.load_backbone(path)
+    """The layer's inputs and outputs of all texts, and the test documents."""
+    loaded = finetune.load_backbone(backbones.located(config.backbone))
     model, tokenizer = loaded.model, loaded.tokenizer
-    held_out = lambda split, least: documents(
-        config.corpus, tokenizer, split, config.tokens, least=least
-    )
+
+    def held_out(split: Split, least: int) -> list[TokenisedDocument]:
+        return documents_of_kinds(
+            config.corpus, tokenizer, split, config.tokens, least=least
+        )
+
     train = load_tokens(config.corpus, tokenizer, "train")
     stage = config.stage(Memory("infini"), 1e-3, 1, 0)
     drawn = stage.texts(train, model.vocab_size, config.texts)
@@ -268,56 +266,109 @@ def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
 
 
 def folder(config: Config) -> Path:
-    """Of what is kept: other settings have another."""
-    parts = dataclasses.replace(
-        config, only=(), seeds=(), run_dir=Path(), output=Path()
-    )
-    return config.run_dir / hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    """Of what is read once: other settings have another."""
+    apart = ("only", "seeds", "plan", "rates", "passes")
+    shared = {k: v for k, v in settings(config).items() if k not in apart}
+    return config.run_dir / study.digest(shared)
+
+
+def read(
+    student: LanguageModel,
+    teacher: ModelConfig,
+    tokens: Int[np.ndarray, "R T"],
+    file: Path,
+) -> Read:
+    """Input and output of the layer with full attention, stored in a file.
+
+    Args:
+        student: that `add_memory` made, with a memory in that layer alone.
+        teacher: configuration of the model that it was made of.
+        tokens: of the texts.
+        file: complete once all texts are read.
+    """
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f"part-{file.name}")
+        rows, length = tokens.shape
+        shape = (rows, 2, length, teacher.model_dim)
+        found = np.lib.format.open_memmap(part, "w+", np.float32, shape)
+        graph, variables = nnx.split(student)
+
+        @jax.jit
+        def taught(variables, one):
+            return teacher_outputs(nnx.merge(graph, variables), teacher, one)
+
+        for i, text in enumerate(tokens):
+            one = taught(variables, jnp.asarray(text)[None])
+            found[i] = np.stack([one["x"][0][0], one["y"][0][0]])
+            print(f"{file.stem}: {i + 1} of {rows} texts", flush=True)
+        found.flush()
+        part.replace(file)
+    stored = np.load(file, mmap_mode="r")
+    return Read(stored[:, 0], stored[:, 1])
+
+
+def batches(read: Read) -> Iterator[dict[str, list[Array]]]:
+    """One text at a time, as `distillation_loss` takes it."""
+    for x, y in zip(read.x, read.y, strict=True):
+        yield {"x": [jnp.asarray(x[None])], "y": [jnp.asarray(y[None])]}
 
 
 def measure_memory(name: str, config: Config, known: Setting) -> dict[str, Any]:
     """One memory with all seeds, or the windows."""
     if name == WINDOWS:
-        rows = [
-            {"name": window, "seed": 0, "missed": found}
-            for window, found in windows(config, known).items()
-        ]
+        found = windows(config, known)
+        rows = [{"name": n, "seed": 0, "missed": missed} for n, missed in found.items()]
         return {"rows": rows}
-    tried = choose_rate(name, config, known)
-    rows = [run_row(name, seed, tried["rate"], config, known) for seed in config.seeds]
+    memory = MEMORIES[name]
+
+    def validation_loss(rate: float) -> float:
+        share = align(memory, rate, 1, config.seeds[0], config, known)
+        return float(np.mean(share(known.validation)))
+
+    file = result_file(folder(config) / "rates", name)
+    tried = study.choose_rate(config.rates, validation_loss, file, {})
+    rate, rows = tried["rate"], []
+    for seed in config.seeds:
+        share = align(memory, rate, config.passes, seed, config, known)
+        missed = share(known.test)
+        rows.append({"name": name, "seed": seed, "rate": rate, "missed": missed})
     return {"tried": tried, "rows": rows}
 
 
 def main(config: Config) -> None:
-    """Aligns what has no result; puts all results together after each memory."""
+    """Aligns the memories without a result, and writes all results together."""
     names = (WINDOWS, *(config.only or MEMORIES))
     missing = [name for name in names if not result_file(config.output, name).exists()]
+    if config.plan:
+        study.show_plan(
+            {n: {"distillation": MINUTES} for n in missing}, len(names) - len(missing)
+        )
+        return
     if not missing:
         write(config.output)
         return
     known, test = prepared(config)
     for name in missing:
         found = measure_memory(name, config, known)
+        rows = sorted({row["name"] for row in found["rows"]})
         write_report(
             result_file(config.output, name).with_suffix(""),
             QUESTION,
             settings(config) | {"only": [name]},
             {
                 "documents": {text.name: text.kind for text in test},
-                "bytes": {
-                    r["name"]: kept(config, known, r["name"]) for r in found["rows"]
-                },
+                "bytes": {row: state_bytes(config, known, row) for row in rows},
                 **found,
             },
         )
         lines = {line["name"]: line for line in write(config.output)["summary"]}
-        for row in found["rows"]:
-            line = lines[row["name"]]
-            print(row["name"], {kind: line[kind]["missed"] for kind in KINDS})
+        for row in rows:
+            print(row, {kind: lines[row][kind]["missed"] for kind in KINDS})
 
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Config))
+        main(tyro.cli(Config, description=__doc__))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

@@ -1,17 +1,20 @@
-"""What the alignment of each memory has come to: its table's numbers and its plot."""
+"""Rows and results of the alignment study: memories, summary, table.
+
+Sizes have the bytes of 97 tokens of SmolLM2's keys and values in a layer, or of 33:
+then one memory serves the three query heads that share keys and values.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lab.results import figure, write_report
-from experiments.memories.alignment_memories import MEMORIES
-from experiments.memories.documents import KINDS
-from memjax.evaluation.drawing import COLOURS, drawing, source_of
+from experiments.lab.measure import KINDS
+from experiments.lab.results import Rows, number, table, thousands, write_report
 from memjax.evaluation.statistics import paired
+from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
 
 WINDOW, WIDE = "window", "wide window"
 #: Longer by the bytes of a memory that the three query heads of a group share.
@@ -21,8 +24,48 @@ WINDOWS = "windows"
 QUESTION = "which memory comes nearest to full attention in as many bytes?"
 
 
+class Memory(NamedTuple):
+    """A memory, with sizes of at most the bytes of those keys and values.
+
+    Attributes:
+        name: of `add_memory`.
+        options: of its sizes.
+        started: from the backbone's statistics, or at random.
+    """
+
+    name: MemoryName
+    options: MemoryOptions = MemoryOptions()
+    started: bool = True
+
+
+MEMORIES: dict[str, Memory] = {
+    "Lattice": Memory("lattice", MemoryOptions(slots=32)),
+    "Trellis": Memory("trellis", MemoryOptions(slots=14, chunk_size=4)),
+    "Elastic, uniform": Memory("elastic", MemoryOptions(order=64)),
+    "Elastic, exponential": Memory(
+        "elastic", MemoryOptions(order=64, sampling="exponential")
+    ),
+    "Infini-attention": Memory("infini"),
+    "linear attention": Memory("linear_attention"),
+    "Mamba-2": Memory("mamba2"),
+    "GLA": Memory("gla"),
+    "DeltaNet": Memory("deltanet"),
+    "Gated DeltaNet": Memory("gated_deltanet"),
+    "Gated DeltaNet, random start": Memory("gated_deltanet", started=False),
+    "ABC": Memory("abc", MemoryOptions(slots=32)),
+    "GSA": Memory("gsa", MemoryOptions(slots=32)),
+    "Lattice, shared": Memory("lattice", MemoryOptions("key_value", slots=32)),
+    "Trellis, shared": Memory(
+        "trellis", MemoryOptions("key_value", slots=14, chunk_size=4)
+    ),
+    "linear attention, shared": Memory("linear_attention", MemoryOptions("key_value")),
+    "Gated DeltaNet, shared": Memory("gated_deltanet", MemoryOptions("key_value")),
+    "GSA, shared": Memory("gsa", MemoryOptions("key_value", slots=32)),
+}
+
+
 def result_file(folder: Path, name: str) -> Path:
-    """Where the result of a memory lies, or that of the windows."""
+    """The result of a memory, or that of the windows."""
     return folder / f"{name.lower().replace(',', '').replace(' ', '-')}.json"
 
 
@@ -34,7 +77,10 @@ def load_results(folder: Path) -> list[dict[str, Any]]:
     """
     files = [result_file(folder, name) for name in (WINDOWS, *MEMORIES)]
     found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
-    alike = lambda result: (result["config"] | {"only": []}, result["documents"])
+
+    def alike(result: Mapping[str, Any]) -> tuple:
+        return result["config"] | {"only": []}, result["documents"]
+
     for result in found[1:]:
         if alike(result) != alike(found[0]):
             raise ValueError(
@@ -45,36 +91,31 @@ def load_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def write(folder: Path) -> dict[str, Any]:
-    """Writes and draws the results of a folder together, beside it."""
+    """Writes the results of a folder together, as `folder`.json."""
     found = load_results(folder)
     rows = [row for result in found for row in result["rows"]]
     documents = found[0]["documents"]
     sizes = {k: n for result in found for k, n in result["bytes"].items()}
     lines = summary(rows, list(documents.values()), sizes)
     known = {line["name"] for line in lines}
-    result = write_report(
-        folder,
-        QUESTION,
-        found[0]["config"] | {"only": []},
-        {
-            "bytes": sizes,
-            "rates": {
-                result["rows"][0]["name"]: result["tried"]["rate"]
-                for result in found
-                if "tried" in result
-            },
-            "summary": lines,
-            "missing": [name for name in MEMORIES if name not in known],
-        },
-    )
-    plot(result, folder.with_suffix(".png"))
-    return result
+    rates = {
+        result["rows"][0]["name"]: result["tried"]["rate"]
+        for result in found
+        if "tried" in result
+    }
+    results = {
+        "bytes": sizes,
+        "rates": rates,
+        "summary": lines,
+        "missing": [name for name in MEMORIES if name not in known],
+    }
+    return write_report(folder, QUESTION, found[0]["config"] | {"only": []}, results)
 
 
 def summary(
     rows: Sequence[dict[str, Any]], kinds: Sequence[str], sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Of each row by kind: the mean share, and what is won over a wide window.
+    """The mean share missed by row and kind, and its difference from a wide window.
 
     Args:
         rows: name and the shares of documents, a seed each.
@@ -102,25 +143,26 @@ def summary(
     return found
 
 
-@figure("memories/alignment")
-def plot(result: dict[str, Any], path: Path) -> None:
-    """What each row misses of each kind, with the wide windows as lines."""
-    rows = result["summary"]
-    with drawing(
-        path,
-        columns=len(KINDS),
-        size=(10, 1.5 + 0.3 * len(rows)),
-        title=f"Share of full attention's output that is missed in layer "
-        f"{result['config']['layer']}",
-        source=source_of(result),
-        sharey=True,
-    ) as drawn:
-        for number, kind in enumerate(KINDS):
-            axes = drawn.grid[0, number]
-            values = [row[kind]["missed"] for row in rows]
-            axes.barh([row["name"] for row in rows], values, color=COLOURS[number])
-            for row in rows:
-                if row["name"] in (WIDE, WIDE_SHARED):
-                    axes.axvline(row[kind]["missed"], color="0.3", linestyle="--")
-            axes.set(title=kind, xlabel="share missed")
-        drawn.grid[0, 0].invert_yaxis()
+@table("memories/alignment")
+def alignment(result: dict[str, Any]) -> Rows:
+    """Share of full attention's output that each memory misses in one layer."""
+
+    def difference(line: Mapping[str, Any], kind: str) -> str:
+        # A wide window has no difference from itself.
+        if line["name"] == line["base"]:
+            return ""
+        mean, low, high = (f"{line[kind][n]:+.3f}" for n in ("mean", "low", "high"))
+        return f"{mean} ({low} to {high})"
+
+    for line in result["summary"]:
+        name, rate = line["name"], result["rates"].get(line["name"])
+        yield (
+            {"share missed": name}
+            | {"bytes beside the window": thousands(result["bytes"][name])}
+            | {"learning rate": f"{rate:g}" if rate else ""}
+            | {kind: number(line[kind]["missed"], 3) for kind in KINDS}
+            | {f"less than the baseline, {k}": difference(line, k) for k in KINDS}
+            | {"baseline": line["base"] if line["base"] != name else ""}
+        )
+    for name in result["missing"]:
+        yield {"share missed": f"{name}: not run yet"}

@@ -1,22 +1,25 @@
-"""The rows of the comparison: what is trained, and what is scored.
+"""The rows of the comparison at equal bytes: what is trained, and what is scored.
 
-All rows have one backbone. Rows with a memory beside the window keep as many bytes in
-the chosen layers, as near as their sizes come; "wide" has them as window. Where the
-query heads of a group share a memory, it has a third of them, and so has
-"wide-shared". M+ and MemoryLLM keep no more than "wide" does in all layers, HMT and RMT
-what a segment and the memories of the longest text take.
+All rows have one backbone. A memory beside the window has as many bytes in the chosen
+layers as the longer windows of "wide", as near as its sizes come; one that the query
+heads of a group share has a third, as "wide-shared". M+ and MemoryLLM have no more than
+"wide" in all layers, HMT and RMT a segment and the memories of the longest text.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from experiments.memories import equal_bytes_tunings as tunings
-from experiments.memories.equal_bytes_tunings import Sizes, Stages, Tuning
+from experiments.lab import baselines
+from experiments.memories import equal_bytes_stages as stages
+from experiments.memories.equal_bytes_stages import Sizes, Stages, Tuning
 from memjax.models import LanguageModel
-from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.reread import ReReadWindow
-from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
-from memjax.models.language_model.windowed import limit_attention, set_capacity
+from memjax.models.language_model.retrofit import (
+    MemoryHeads,
+    MemoryName,
+    MemoryOptions,
+)
+from memjax.models.language_model.windowed import limit_attention
 from memjax.training.finetune.stage import Model
 
 
@@ -30,6 +33,7 @@ class Row(NamedTuple):
         stages: what is trained, on a backbone; None where nothing is.
         cost: seconds of an update over those of a window's, for the plan.
         reading: seconds of reading a token, likewise.
+        distills: whether the first stage is a layer-wise distillation.
     """
 
     label: str
@@ -37,14 +41,14 @@ class Row(NamedTuple):
     stages: Callable[[LanguageModel, Sizes, Tuning], Stages] | None = None
     cost: float = 1.0
     reading: float = 1.0
+    distills: bool = False
 
 
 def full_attention(
     model: LanguageModel, backbone: LanguageModel, sizes: Sizes
 ) -> LanguageModel:
     """Full attention in all layers, also beyond the positions of the pretraining."""
-    whole = replace_config(model, mechanisms=backbone.config.mechanisms)
-    return set_capacity(whole, sizes.tokens)
+    return baselines.full_attention(model, backbone, sizes.tokens)
 
 
 def window(
@@ -64,24 +68,21 @@ def as_trained(model: Model, backbone: LanguageModel, sizes: Sizes) -> Model:
     return model
 
 
-def wide_window(
-    model: LanguageModel, backbone: LanguageModel, sizes: Sizes
-) -> LanguageModel:
-    """The same, with longer windows in the chosen layers."""
-    return tunings.wide_window(model, sizes)
+def _wide(heads: MemoryHeads) -> Callable[[Any, LanguageModel, Sizes], Any]:
+    def scored(model: LanguageModel, backbone: LanguageModel, sizes: Sizes):
+        return stages.wide_window(model, sizes, heads)
 
-
-def wide_shared_window(
-    model: LanguageModel, backbone: LanguageModel, sizes: Sizes
-) -> LanguageModel:
-    """Windows that are longer by the bytes of a memory that query heads share."""
-    return tunings.wide_window(model, sizes, "key_value")
+    return scored
 
 
 def _memory(label: str, name: MemoryName, **options: Any) -> Row:
     """A memory beside the windows of the chosen layers."""
-    stages = tunings.tune_beside(name, MemoryOptions(**options))
-    return Row(label, as_trained, stages, cost=1.6, reading=1.2)
+    tuned = stages.tune_beside(name, MemoryOptions(**options))
+    return Row(label, as_trained, tuned, cost=1.6, reading=1.2, distills=True)
+
+
+def _window(label: str, wider: MemoryHeads | None = None) -> Row:
+    return Row(label, as_trained, stages.tune_beside("none", wider=wider))
 
 
 # At these sizes each memory keeps at most the bytes of 97 tokens of SmolLM2's keys
@@ -89,23 +90,17 @@ def _memory(label: str, name: MemoryName, **options: Any) -> Row:
 ROWS: dict[str, Row] = {
     "full": Row("full attention, not tuned", full_attention, reading=2.5),
     "window": Row("window, not tuned", window),
-    "wide": Row("wide window, not tuned", wide_window),
+    "wide": Row("wide window, not tuned", _wide("query")),
     "reread": Row("re-read window, not tuned", reread, reading=2.2),
     "full-tuned": Row(
-        "full attention", full_attention, tunings.tune_full, cost=1.1, reading=2.5
+        "full attention", full_attention, stages.tune_full, cost=1.1, reading=2.5
     ),
-    "window-tuned": Row("window", as_trained, tunings.tune_beside("none")),
-    "wide-tuned": Row(
-        "wide window", as_trained, tunings.tune_beside("none", wider="query")
-    ),
-    "wide-shared": Row("wide window of a third, not tuned", wide_shared_window),
-    "wide-shared-tuned": Row(
-        "wide window of a third",
-        as_trained,
-        tunings.tune_beside("none", wider="key_value"),
-    ),
+    "window-tuned": _window("window"),
+    "wide-tuned": _window("wide window", "query"),
+    "wide-shared": Row("wide window of a third, not tuned", _wide("key_value")),
+    "wide-shared-tuned": _window("wide window of a third", "key_value"),
     "reread-tuned": Row(
-        "re-read window", as_trained, tunings.tune_reread, cost=2.2, reading=2.2
+        "re-read window", as_trained, stages.tune_reread, cost=2.2, reading=2.2
     ),
     "elastic-uniform": _memory("Elastic, uniform", "elastic", order=64),
     "elastic-exponential": _memory(
@@ -128,10 +123,10 @@ ROWS: dict[str, Row] = {
         "Gated DeltaNet, shared", "gated_deltanet", heads="key_value"
     ),
     "infini": _memory("Infini-attention", "infini"),
-    "hmt": Row("HMT", as_trained, tunings.tune_hmt, cost=1.6, reading=1.6),
-    "rmt": Row("RMT", as_trained, tunings.tune_rmt, cost=1.4, reading=1.3),
-    "mplus": Row("M+", as_trained, tunings.tune_mplus(True), cost=2.0, reading=2.0),
+    "hmt": Row("HMT", as_trained, stages.tune_hmt, cost=1.6, reading=1.6),
+    "rmt": Row("RMT", as_trained, stages.tune_rmt, cost=1.4, reading=1.3),
+    "mplus": Row("M+", as_trained, stages.tune_mplus(True), cost=2.0, reading=2.0),
     "memoryllm": Row(
-        "MemoryLLM", as_trained, tunings.tune_mplus(False), cost=2.0, reading=2
+        "MemoryLLM", as_trained, stages.tune_mplus(False), cost=2.0, reading=2
     ),
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from experiments.memories import alignment
@@ -51,7 +52,9 @@ def test_memories_are_aligned_and_compared_with_the_wide_window(config, capsys):
     assert found["bytes"] == sizes | {"Gated DeltaNet": 2 * 64 * 4}
     assert "Lattice" in found["missing"] and "Gated DeltaNet" not in found["missing"]
     alone = json.loads((config.output / "gated-deltanet.json").read_text())
-    assert set(alone["tried"]["tried"]) == {"0.001", "0.01"}
+    tried = alone["tried"]
+    assert tried["rate"] == config.rates[int(np.argmin(tried["validation"]))]
+    assert {row["rate"] for row in alone["rows"]} == {tried["rate"]}
     assert alone["config"]["only"] == ["Gated DeltaNet"]
     capsys.readouterr()
     together.unlink()

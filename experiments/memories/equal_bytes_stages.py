@@ -1,9 +1,8 @@
-"""How the rows of the comparison are trained: alike, as far as their methods allow.
+"""How the rows of the comparison at equal bytes are tuned: on equal texts, by adapters.
 
-Every row is tuned on the same texts, with adapters of one rank and the same learning
-rates to choose from. A memory beside a window, and the
-windows that it is compared with, have adapters from the first chosen layer on; the
-others in all layers.
+Adapters have one rank, and learning rates are chosen from the same. A memory beside a
+window, and the windows that it is compared with, have adapters from the first chosen
+layer on; the others in all layers.
 """
 
 import dataclasses
@@ -12,12 +11,12 @@ from typing import Any, Literal
 
 import jax
 
-from experiments.lab.measure import kept_bytes
+from experiments.lab import baselines
+from experiments.lab.measure import state_bytes
 from memjax.checks import check_sizes
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.retrofit import MemoryHeads, MemoryName, MemoryOptions
-from memjax.models.language_model.windowed import limit_attention, widen_windows
 from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training import LoopConfig, OptimizerConfig
@@ -31,9 +30,9 @@ from memjax.training.step import StepConfig
 
 Stages = tuple[tuple[str, AnyStage], ...]
 NO_OPTIONS = MemoryOptions()
-#: Learning rate of the alignment, which has no adapters, and how often it takes a text.
+#: Of the layer-wise distillation, which has no adapters: its rate, and its passes.
 ALIGNMENT_RATE, PASSES = 5e-3, 6
-#: Rows that a chunk of M+ becomes.
+#: Memory tokens that a chunk of M+ becomes.
 MPLUS_TOKENS = 16
 
 
@@ -103,22 +102,9 @@ class Tuning:
 def wide_window(
     model: LanguageModel, sizes: Sizes, heads: MemoryHeads = "query"
 ) -> LanguageModel:
-    """Windows with sinks in all layers, longer windows in the chosen layers."""
-    narrow = limit_attention(model, sizes.window, sizes.sinks)
-    return widen_windows(narrow, sizes.layers, more_tokens(model, sizes.more, heads))
-
-
-def more_tokens(model: LanguageModel, more: int, heads: MemoryHeads) -> int:
-    """Tokens of as many bytes as a layer's memory, of these heads.
-
-    Args:
-        model: with its heads.
-        more: tokens of a memory for each query head.
-        heads: that have a memory.
-    """
-    own = model.config.heads
-    shared_by = own.num_heads // own.num_kv_heads if heads == "key_value" else 1
-    return -(-more // shared_by)
+    """Windows that are longer by a memory's bytes in the chosen layers."""
+    more = baselines.equal_tokens(model, sizes.more, heads)
+    return baselines.wide_window(model, sizes.window, sizes.sinks, sizes.layers, more)
 
 
 def _segments(
@@ -199,7 +185,7 @@ def tune_beside(
             layers=sizes.layers,
             window=sizes.window,
             sinks=sizes.sinks,
-            wider=more_tokens(backbone, sizes.more, wider) if wider else 0,
+            wider=baselines.equal_tokens(backbone, sizes.more, wider) if wider else 0,
             context_length=sizes.context,
             dtype="float32",
             passes=PASSES,
@@ -266,7 +252,7 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
     Raises:
         ValueError: if the smallest memory has more.
     """
-    target = kept_bytes(wide_window(backbone, sizes), sizes.tokens)
+    target = state_bytes(wide_window(backbone, sizes), sizes.tokens)
 
     def memory(rows: int) -> MPlusConfig:
         size = MPLUS_TOKENS * rows
@@ -284,7 +270,7 @@ def mplus_memory(backbone: LanguageModel, sizes: Sizes, store: bool) -> MPlusCon
 
     def size(rows: int) -> int:
         model = add_mplus(backbone, memory(rows), key=jax.random.key(0))
-        return kept_bytes(model, sizes.tokens)
+        return state_bytes(model, sizes.tokens)
 
     # Without a store a document is read beside a row of another.
     least = 1 if store else 2

@@ -1,0 +1,122 @@
+"""Measurements: binned losses, stored scores, documents, needles, facts."""
+
+import numpy as np
+import pytest
+
+from experiments.lab import measure, questions
+from memjax import evaluation
+from memjax.data import Passage, Question, load_tokenizer
+from memjax.data.documents.tokens import TokenisedDocument
+from memjax.evaluation.statistics import loss_difference_by_document
+from memjax.models.language_model.windowed import limit_attention
+from tests import tiny
+
+EDGES, BPE = [0, 5, 10, 20], load_tokenizer("bpe4k")
+
+
+@pytest.fixture(scope="module", name="model")
+def _model():
+    return tiny.drawn(lambda: tiny.make_llama(num_layers=2))
+
+
+def make_text(name, kind, tokens=21):
+    drawn = np.random.default_rng(sum(name.encode()))
+    ids = drawn.integers(0, tiny.LLAMA.vocab_size, tokens).astype(np.int32)
+    return TokenisedDocument(name, kind, ids)
+
+
+def test_binned_losses_compare_as_those_of_positions(model):
+    texts = [make_text(f"{k}{i}", k) for k in ("proofs", "code") for i in range(5)]
+    whole = [
+        evaluation.token_losses(one, texts, segment=20, batch_size=5)
+        for one in (limit_attention(model, 2), model)
+    ]
+    binned = [
+        measure.binned_losses(measure.bin_losses(one, EDGES), (1, 3)) for one in whole
+    ]
+    for one, parts in zip(whole, binned, strict=True):
+        expected = evaluation.perplexity(one, kind="code", first=5)
+        got = evaluation.perplexity(parts, kind="code")
+        assert got == pytest.approx(expected, rel=1e-5)
+        late = np.arange(20) >= 5
+        one.nll[:] *= late
+        one.mask[:] *= late
+    np.testing.assert_allclose(
+        loss_difference_by_document(*binned),
+        loss_difference_by_document(*whole),
+        atol=1e-5,
+    )
+
+
+def test_texts_are_scored_once_each_at_their_own_length(model, tmp_path):
+    texts = [make_text("a", "code", 11), make_text("b", "code")]
+    calls = []
+
+    def prepare():
+        calls.append("prepared")
+        return measure.score_text(model, 20)
+
+    assert not measure.are_scored(texts, tmp_path)
+    measure.score_once(prepare, texts[:1], tmp_path)
+    found = measure.score_once(prepare, texts, tmp_path)
+    again = measure.score_once(prepare, texts, tmp_path)
+    assert calls == ["prepared"] * 2 and measure.are_scored(texts, tmp_path)
+    np.testing.assert_array_equal(found.losses.nll, again.losses.nll)
+    assert found.losses.mask.sum(axis=1).tolist() == [10, 20]
+    short, long = measure.bin_losses(found.losses, EDGES)
+    assert short["targets"] == [5, 5, 0] and long["targets"] == [5, 5, 10]
+    assert short["nats"][2] == 0 < long["nats"][2]
+    expected = evaluation.token_losses(model, texts, segment=20, batch_size=2)
+    np.testing.assert_allclose(found.losses.nll, expected.nll, rtol=1e-5, atol=1e-6)
+
+
+def test_facts_are_asked_at_their_distance():
+    fact = Question("Its capital is Oslo.", "The capital is", "Oslo", "", "Norway")
+    passages = [Passage("In Norway."), Passage("Rain fell. " * 40)]
+    inputs = [questions.fact_input(BPE, fact, passages, n) for n in (0, 30)]
+    assert len(inputs[1].tokens) - len(inputs[0].tokens) == 30
+    for found in inputs:
+        assert BPE.decode(found.tokens[found.answer :]) == " Oslo"
+        text = BPE.decode(found.tokens)
+        assert text.startswith(fact.context) and "In Norway" not in text
+    with pytest.raises(ValueError, match="distances must be at most"):
+        questions.fact_input(BPE, fact, passages, 10_000)
+    with pytest.raises(ValueError, match="facts must be at most"):
+        questions.fact_inputs(BPE, 10_000, 0, seed=0)
+
+
+def test_needles_are_at_their_depths():
+    words = ("It rained. " * 50).split()
+    first, last = questions.needle_inputs(BPE, words, 160, (0, 100), 1, seed=0)
+    places = [BPE.decode(x.tokens).index("One of the special") for x in (first, last)]
+    assert places[0] < places[1]
+    assert all(len(x.tokens) <= 160 for x in (first, last))
+    assert BPE.decode(first.tokens[first.answer :])[1:].isdigit()
+
+
+def test_too_few_documents_are_refused(tmp_path):
+    for kind, text in (("proofs", "abc" * 9), ("code", "abc" * 9), ("prose", "ab")):
+        file = tmp_path / "corpus" / "test" / kind / "a.txt"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+
+    def read(*kinds, least=1, long=0, longest=0):
+        return measure.documents_of_kinds(
+            f"folder:{tmp_path}/corpus",
+            tiny.tokenizer(),
+            "test",
+            9,
+            kinds=kinds,
+            least=least,
+            long=long,
+            longest=longest,
+        )
+
+    assert [len(x.tokens) for x in read("code")] == [10]
+    found = read("code", "proofs", long=1, longest=20)
+    assert [(x.kind, len(x.tokens)) for x in found] == [("code", 21), ("proofs", 21)]
+    with pytest.raises(ValueError, match="1 documents of 'code' .* 27 tokens"):
+        read("code", "proofs", long=1, longest=27)
+    message = "at least 1 documents of 'prose' with more than 9 tokens .* got 0"
+    with pytest.raises(ValueError, match=message):
+        read("proofs", "prose")
