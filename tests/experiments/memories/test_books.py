@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-from experiments.elastic import cost
 from experiments.memories import books
 from experiments.memories.books_models import (
     FAMILIES,
@@ -91,24 +90,6 @@ def test_a_rerun_trains_no_further(run_dir, capsys):
     books.main(dataclasses.replace(TINY, steps=0, minutes=0.1, run_dir=run_dir))
     assert (run_dir / "elastic-42" / "metrics.jsonl").read_text() == before
     assert "Elastic Memory, seed 43: 2 steps" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_benchmark_counts_lengths_and_steps(tmp_path):
-    config = cost.Config(
-        model_dim=64,
-        layers=1,
-        window=16,
-        order=4,
-        context=32,
-        lengths=(32, 64),
-        longest_full=32,
-        repeats=1,
-        output=tmp_path / "cost",
-    )
-    rows = cost.lengths(config)
-    state = {row["state_bytes"] for row in rows if row["mixer"] == "elastic_memory"}
-    assert len(rows) == 3 and len(state) == 1
 
 
 def _data():
