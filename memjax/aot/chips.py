@@ -1,4 +1,4 @@
-"""TPUs by name: what one chip can do."""
+"""Peak performance of TPUs, by name."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,16 @@ from memjax.training.monitoring.device_peaks import GIB, PEAK_FLOPS
 
 
 class Chip(NamedTuple):
-    """What one chip can do; of the makers' data sheets.
+    """Peak performance of one chip, by the maker's data sheet.
 
     Attributes:
-        flops: a second, dense bfloat16 matrix products with float32 sums.
-        bandwidth: of its memory, bytes a second.
+        flops: per second, dense bfloat16 matrix products with float32 sums.
+        bandwidth: of its memory, bytes per second.
         memory: bytes.
         clock: of a core, Hz. jax sees the two cores of a v5p as one device: a program
             is divided between them.
-        links: bytes a second to all neighbours in the pod together.
-        smallest: its smallest topology that libtpu describes.
+        links: bytes per second to all neighbours in the pod.
+        smallest: its smallest topology in libtpu.
     """
 
     flops: float
@@ -28,7 +28,7 @@ class Chip(NamedTuple):
 
     @property
     def bytes_per_cycle(self) -> float:
-        """That its memory moves while a core issues one bundle."""
+        """Memory traffic during one bundle of a core."""
         return self.bandwidth / self.clock
 
 
@@ -43,7 +43,7 @@ def chip_of(topology: str) -> Chip:
     """The chip of a topology's name, "v5e:16x16".
 
     Raises:
-        ValueError: the name is of no chip that is known here.
+        ValueError: the chip is not known.
     """
     name, _, grid = topology.partition(":")
     if name not in CHIPS or not grid:

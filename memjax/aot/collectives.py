@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: its collectives, with their bytes."""
+"""Collectives of a compiled program, with their bytes."""
 
 import re
 from typing import NamedTuple
@@ -14,7 +14,7 @@ KINDS = (
     "collective-broadcast",
     "between slices",
 )
-#: Of what passes between slices, over the network of the data center.
+#: Marks traffic between slices, over the data-center network.
 _NETWORK = "xla_megascale_runtime"
 _BITS = {"pred": 8, "s4": 4, "u4": 4}
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+)(?:e\w+)?\[([\d,]*)\]")
@@ -25,7 +25,7 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: of HLO, such as "all-gather"; or "between slices".
-        runs: how many run in a call of the program, loops counted.
+        runs: number of executions in a call of the program, loops included.
         bytes: of their results on one device, in all runs.
         largest: bytes of the largest result.
     """
@@ -39,8 +39,8 @@ class Collective(NamedTuple):
 def collectives(text: str) -> list[Collective]:
     """The collectives of a program's text by kind, the most bytes first.
 
-    One that overlaps with computing stands in several fusions: they share its channel,
-    and count once.
+    A collective that overlaps with computation is split into fusions with the same
+    channel, and counts once.
     """
     found: dict[str, tuple[str, int, int]] = {}
     for i, (opcode, line, runs) in enumerate(every_line(text)):
@@ -64,9 +64,9 @@ def collectives(text: str) -> list[Collective]:
 
 
 def result_bytes(opcode: str, line: str) -> int:
-    """Bytes of what a collective gives on one device."""
+    """Bytes of the result of a collective on one device."""
     result = line.split(" = ", 1)[1].split(f" {opcode}(")[0]
-    # What an asynchronous one carries beside its arrays has no size in brackets.
+    # The context of an asynchronous one has no size in brackets.
     sizes = [_bytes(*array) for array in _ARRAY.findall(result) if array != ("u32", "")]
     if opcode.endswith("-start") and opcode != "all-reduce-start":
         # The operands come first, then the results.

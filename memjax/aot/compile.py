@@ -1,4 +1,4 @@
-"""Compiles a step in a process of its own, and says what the compiler says of it."""
+"""Compilation of a step in a process of its own, and the compiler's statistics."""
 
 import dataclasses
 import json
@@ -26,13 +26,13 @@ RUNS = {"train": RunConfig, "finetune": FinetuneRun}
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is compiled, and for which devices.
+    """A step to compile, and its devices.
 
     Attributes:
         run: its configuration.
         what: the step.
         topology: of one slice, as libtpu names it.
-        slices: how many of them.
+        slices: number of slices.
     """
 
     run: Run
@@ -42,13 +42,13 @@ class Request:
 
 
 class Compiled(NamedTuple):
-    """A step that was compiled, or the reason why it does not fit.
+    """A compiled step, or the reason why it does not fit.
 
     Attributes:
-        facts: sizes in bytes on one device, operations, seconds; with "exhausted", what
-            the compiler says of a program that is too large for the memory.
-        text: of the program that runs on a device; empty where it does not fit.
-        counted: its cycles; None where they were not asked for.
+        facts: sizes in bytes on one device, operations, seconds; "exhausted" is the
+            compiler's message on a program that is too large for the memory.
+        text: of the program for a device; empty if it does not fit.
+        counted: its cycles; None if not requested.
     """
 
     facts: dict[str, Any]
@@ -61,8 +61,8 @@ def compiled(request: Request, cycles: bool) -> Compiled:
 
     Args:
         request: the step.
-        cycles: whether to count its cycles, for which the compiler writes a file for
-            each operation.
+        cycles: whether to count its cycles; the compiler then writes a file for each
+            operation.
 
     Raises:
         ValueError: libtpu is not installed, or knows no such topology; the mesh does
@@ -105,8 +105,8 @@ def _read(record: dict[str, Any]) -> Request:
 
 
 def _shares(request: Request) -> dict[str, Any]:
-    """In which share of its steps a kernel of attention computes."""
-    # Other programs have other masks: there every step counts.
+    """The share of its grid steps in which an attention kernel computes."""
+    # Other programs have other masks: all their steps count.
     if request.run.kind != "train" or request.what != "train":
         return {}
     run, mesh = request.run, request.run.mesh
@@ -115,9 +115,9 @@ def _shares(request: Request) -> dict[str, Any]:
 
 
 def model_flops(request: Request) -> float | None:
-    """Operations that a language model needs for a step; None of others.
+    """Operations of a language model in a step; None for a fine-tuning.
 
-    See `flops_per_token`: reading alone takes a third of what training does.
+    See `flops_per_token`: reading takes a third of the operations of training.
     """
     if request.run.kind != "train":
         return None
@@ -134,7 +134,7 @@ def model_flops(request: Request) -> float | None:
 
 
 def _facts(request: Request, folder: Path) -> dict[str, Any]:
-    """In the child: compiles, writes the program, and says what it takes."""
+    """In the child: compiles, writes the program, and returns its statistics."""
     import jax
 
     devices = libtpu.devices_of(request.topology, request.slices)
@@ -170,7 +170,7 @@ def _facts(request: Request, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """In the child: what is asked for in a folder, and the answer beside it."""
+    """In the child: reads the request in a folder, and writes the facts."""
     try:
         facts = _facts(_read(read_json(folder / REQUEST)), folder)
     except ValueError as error:

@@ -1,7 +1,6 @@
-"""Compiles for TPUs with libtpu on a machine that has none, each time in a new process.
+"""Compilation for TPUs with libtpu on a machine without one, in a new process each.
 
-libtpu reads once, when it starts, where to write what it schedules: one program must
-not be mixed with another.
+libtpu reads the folder for schedules once, when it starts: programs must not share it.
 """
 
 import importlib.metadata
@@ -18,13 +17,13 @@ from memjax.checks import short
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    # Else libtpu asks the network for the TPU that it runs on.
+    # Otherwise libtpu queries the network for its TPU.
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    # A program that is found compiled has no bundles.
+    # A cached program has no bundles.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
-#: Writes the final bundles of every operation, and what they use, into a folder.
+#: Writes the final bundles of every operation, and their utilization, into a folder.
 BUNDLES = (
     "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
     " --xla_jf_dump_llo_pass_label_regex=.*final.*"
@@ -35,12 +34,12 @@ def require_libtpu() -> None:
     """Raises ValueError where libtpu is not installed; no TPU is needed."""
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(
-            "compiling for a TPU takes libtpu, and no TPU: pip install libtpu"
+            "compiling for a TPU needs libtpu, and no TPU: pip install libtpu"
         )
 
 
 def libtpu_version() -> str:
-    """The version that is installed."""
+    """The installed version."""
     return importlib.metadata.version("libtpu")
 
 
@@ -52,7 +51,7 @@ def run(
     Args:
         module: its name.
         arguments: of the command line.
-        bundles: the folder that gets the bundles; none are written unless given.
+        bundles: folder for the bundles; None writes none.
 
     Raises:
         ValueError: libtpu is not installed.
@@ -71,7 +70,7 @@ def devices_of(topology: str, slices: int = 1) -> Sequence[Any]:
 
     Args:
         topology: of one slice, such as "v5e:16x16".
-        slices: how many, >= 1.
+        slices: their number, >= 1.
 
     Raises:
         ValueError: libtpu knows no such topology.
@@ -83,7 +82,7 @@ def devices_of(topology: str, slices: int = 1) -> Sequence[Any]:
     try:
         return topologies.get_topology_desc(topology, "tpu", **several).devices
     except Exception as error:
-        # Of several types, with what libtpu says of the grid.
+        # Of several types, with the message of libtpu.
         raise ValueError(
             f"topology={short(topology)} is none that libtpu describes, such as "
             f"{chip.smallest}: {short(str(error))}"

@@ -1,7 +1,7 @@
-"""What a compiled step costs: memory, operations, traffic, cycles; as JSON and a table.
+"""Report on a compiled step: memory, operations, traffic, cycles, as JSON and a table.
 
-Counted cycles are the bundles that the compiler scheduled. Waiting for memory and for
-other devices is not in them: a speed that follows from them is an upper bound.
+Counted cycles are the bundles that the compiler scheduled, without waiting for memory
+and for other devices: the speed that follows from them is an upper bound.
 """
 
 import re
@@ -14,11 +14,11 @@ from memjax.aot.compile import Compiled, Request, model_flops
 from memjax.aot.cycles.count import Count
 from memjax.training.monitoring.device_peaks import GIB
 
-#: Operations and buffers that a report names.
+#: Number of operations and buffers in a report.
 NAMED = 10
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)i?B?"
-#: The ways in which the compiler says how much a program needs, and what there is.
+#: Phrases of the compiler for needed and available memory; tests hold them.
 _NEEDS = (
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm", re.IGNORECASE),
     re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)", re.IGNORECASE),
@@ -27,11 +27,11 @@ _BUFFER = re.compile(rf"Size: {_SIZE}\s(?:.*?Operator: op_name=\"([^\"]*)\")?", 
 
 
 def report(request: Request, found: Compiled) -> dict[str, Any]:
-    """All that is known of a step, as JSON."""
+    """All statistics of a step, as JSON."""
     chip, facts = chip_of(request.topology), found.facts
     compiled = "exhausted" not in facts
     memory = _memory(facts, chip) if compiled else exhausted(facts, chip)
-    # Of a device's own part, in the memory of its host.
+    # Of one device, in the memory of its host.
     memory["host"] = facts["host_arguments"]
     result: dict[str, Any] = {
         "what": request.what,
@@ -40,7 +40,7 @@ def report(request: Request, found: Compiled) -> dict[str, Any]:
         "devices": facts["devices"],
         "mesh": facts["mesh"],
         "tokens": facts["tokens"],
-        # The compiler does not refuse all that is too large.
+        # The compiler does not refuse every program that is too large.
         "fits": compiled and memory["total"] <= memory["capacity"],
         "memory": memory,
     }
@@ -51,7 +51,7 @@ def report(request: Request, found: Compiled) -> dict[str, Any]:
     result |= {
         "seconds": {name: facts[f"{name}_seconds"] for name in ("lower", "compile")},
         "compiler": {
-            # Of XLA's own operations: it does not look into kernels.
+            # Of XLA's own operations, without kernels.
             "flops": facts["flops"],
             "bytes": facts["bytes_accessed"],
         },
@@ -65,11 +65,11 @@ def report(request: Request, found: Compiled) -> dict[str, Any]:
 
 
 def _memory(facts: dict[str, Any], chip: Chip) -> dict[str, Any]:
-    """Bytes of a device, as the compiler has laid them out."""
+    """Bytes on a device, by the compiler's layout."""
     arguments, given = facts["arguments"], facts["argument_bytes"]
     parts = {
         **arguments,
-        # Of the layouts: tiles that are not full.
+        # Of incomplete tiles.
         "padding of the arguments": max(0, given - sum(arguments.values())),
         "results beside the arguments": facts["output_bytes"] - facts["alias_bytes"],
         "temporaries": facts["temp_bytes"],
@@ -84,7 +84,7 @@ def _memory(facts: dict[str, Any], chip: Chip) -> dict[str, Any]:
 
 
 def exhausted(facts: dict[str, Any], chip: Chip) -> dict[str, Any]:
-    """What the compiler says of a program that does not fit."""
+    """The compiler's statistics on a program that does not fit."""
     message, parts = facts["exhausted"], dict(facts["arguments"])
     needed, available = None, chip.memory
     for pattern in _NEEDS:
@@ -93,7 +93,7 @@ def exhausted(facts: dict[str, Any], chip: Chip) -> dict[str, Any]:
             available = _bytes(match[3], match[4])
             break
     if needed is not None:
-        # Temporaries alone, or all together: what is not an argument is one.
+        # Of temporaries only, or of all: then those are the rest.
         alone = "HLO temporaries" in message
         rest = needed if alone else needed - sum(parts.values())
         parts["temporaries"] = max(0, rest)
@@ -119,7 +119,7 @@ def _bytes(number: str, unit: str) -> int:
 def _speed(
     counted: Count, facts: dict[str, Any], chip: Chip, flops: float | None
 ) -> dict[str, Any]:
-    """Cycles, and tokens a second if nothing ever waited."""
+    """Cycles, and tokens per second without waiting."""
     seconds = counted.cycles / chip.clock
     share = None
     if flops and seconds:
@@ -146,7 +146,7 @@ def _speed(
 
 
 def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The rows of a table: what it is, and how much."""
+    """The rows of a table: names and values."""
     memory = result["memory"]
     mesh = ", ".join(f"{n} {axis}" for axis, n in result["mesh"].items() if n > 1)
     yield "devices", f"{result['devices']} ({mesh or 'one copy'})"

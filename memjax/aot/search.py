@@ -1,16 +1,16 @@
-"""The largest size that fits, with few programs compiled."""
+"""Search for the largest size that fits, with few compilations."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 
 class Probe(NamedTuple):
-    """What compiling one size said.
+    """Result of compiling one size.
 
     Attributes:
         fits: whether the program fits.
-        needed: bytes of a device, if the compiler says so.
-        available: bytes that it has.
+        needed: bytes on a device; None if unknown.
+        available: bytes of a device.
     """
 
     fits: bool
@@ -19,12 +19,12 @@ class Probe(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Where programs stop to fit, in units; both sides were compiled.
+    """The largest size that fits, in units, and the next; both were compiled.
 
     Attributes:
-        fits: the largest that fits; 0 where none does.
-        fails: the next one; None where `most` fits.
-        probes: of all that were compiled.
+        fits: the largest that fits; 0 if none does.
+        fails: the next size; None if `most` fits.
+        probes: of all compiled sizes.
     """
 
     fits: int
@@ -35,9 +35,9 @@ class Edge(NamedTuple):
 def largest(probe: Callable[[int], Probe], start: int, most: int) -> Edge:
     """The largest number of units in [1, most] that fits.
 
-    Memory grows about evenly with the size: the next size is where a line through the
-    two last ones meets what there is. The edge is known when a size fits and the next
-    does not.
+    Memory is about linear in the size: the next probe is where the line through the two
+    nearest ones meets the available memory. The search ends when a size fits and the
+    next does not.
 
     Args:
         probe: compiles a size.
@@ -58,16 +58,16 @@ def _next(probes: dict[int, Probe], low: int, high: int, most: int) -> int:
     """A size between the two sides of the edge."""
     guess = _on_the_line(probes)
     if high > most:
-        # Doubled until one fails, or as far as the line goes.
+        # Doubled until one fails, or the line's estimate if larger.
         guess = max(2 * low, guess or 0)
     elif guess is None or len(probes) % 3 == 0:
-        # Every third is in the middle, so that a bent line costs few programs.
+        # Every third bisects, in case memory is not linear.
         guess = (low + high) // 2
     return min(max(guess, low + 1), high - 1)
 
 
 def _on_the_line(probes: dict[int, Probe]) -> int | None:
-    """Where memory is full, by the two sizes whose need is known and nearest to it."""
+    """The size that fills the memory, by the line through the two nearest probes."""
     known = [(size, p.needed, p.available) for size, p in probes.items() if p.needed]
     if len(known) < 2:
         return None

@@ -1,6 +1,6 @@
-"""The steps of a run as abstract programs: shapes with their places, and no arrays.
+"""Abstract programs of a run's steps: shapes with shardings, without arrays.
 
-The same functions that train, evaluate and generate, with the same sharding.
+They are the functions that train, evaluate and generate, with the same sharding.
 """
 
 import functools
@@ -29,12 +29,12 @@ What = Literal["train", "evaluate", "decode"]
 
 
 class Step(NamedTuple):
-    """A program and what it is called with.
+    """A program and its arguments.
 
     Attributes:
         function: jitted.
         arguments: shapes with their shardings.
-        parts: the arguments by what they are, for a table.
+        parts: the arguments by name, for a table.
         tokens: read in a call, over all devices.
     """
 
@@ -107,7 +107,7 @@ def _evaluation(run: Run, mesh: Mesh) -> Step:
 
 
 def _decoding(run: Run, mesh: Mesh) -> Step:
-    """A token of every sequence, as `generate` reads what it has drawn."""
+    """One token of every sequence, as `generate` reads it."""
     data, graph, params, config = _model(run, mesh)
     memory = _memory(graph, params, data.batch_size, data.context_length)
     token = _shape((data.batch_size, 1), jnp.int32)
@@ -122,14 +122,17 @@ def _decoding(run: Run, mesh: Mesh) -> Step:
 
 
 def _model(run: Run, mesh: Mesh) -> tuple[DataConfig, Any, PyTree, ModelConfig]:
-    """Documents, structure and parameters where they lie, and the language model."""
+    """Documents, structure and parameters of a run, and its language model."""
     graph, params = nnx.split(run.structure())
     return run.data, graph, params, run.language_model
 
 
 def _memory(graph, params, rows, capacity):
-    """The empty memory of some sequences: shapes, and which of them are on the host."""
-    empty = lambda params: nnx.merge(graph, params).init_state(rows, capacity)
+    """Shapes of an empty memory, and whether each is on the host."""
+
+    def empty(params):
+        return nnx.merge(graph, params).init_state(rows, capacity)
+
     program, shapes = jax.make_jaxpr(empty, return_shape=True)(params)
     spaces = [aval.memory_space for aval in program.out_avals]
     on_host = [space == jax.memory.Space.Host for space in spaces]
@@ -141,8 +144,11 @@ def _reading(function, params, memory, tokens, mesh, config):
     state, on_host = memory
     given = {"params": params, "memory": state}
     layout = sharding.shardings(mesh, given, config)
-    place = lambda where, host: where.with_memory_kind(HOST) if host else where
-    layout["memory"] = jax.tree.map(place, layout["memory"], on_host)
+    layout["memory"] = jax.tree.map(
+        lambda where, host: where.with_memory_kind(HOST) if host else where,
+        layout["memory"],
+        on_host,
+    )
     given = placed(given, layout)
     # Every device that shares the batch takes its rows.
     rows = sharding.batch_sharding(mesh, tokens[0].shape[0])
@@ -153,14 +159,17 @@ def _reading(function, params, memory, tokens, mesh, config):
 
 
 def _shape(sizes: tuple[int, ...], dtype: Any) -> Any:
-    """What an array looks like; it stands for one."""
+    """An abstract array."""
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def placed(shapes: PyTree, layout: PyTree) -> PyTree:
     """Shapes with a sharding each."""
-    place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    return jax.tree.map(place, shapes, layout)
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        shapes,
+        layout,
+    )
 
 
 def _everywhere(tree: PyTree, where: NamedSharding) -> PyTree:
@@ -171,11 +180,13 @@ def _everywhere(tree: PyTree, where: NamedSharding) -> PyTree:
 def device_bytes(tree: PyTree, *, host: bool = False) -> int:
     """Bytes of a tree's arrays on one device, without the padding of its layout.
 
-    With `host`, of those that lie in the memory of the device's host.
+    With `host`, of those in the memory of the device's host.
     """
-    part = lambda x: int(np.prod(x.sharding.shard_shape(x.shape)))
-    there = lambda x: (x.sharding.memory_kind == HOST) == host
-    return sum(part(x) * _itemsize(x) for x in jax.tree.leaves(tree) if there(x))
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape))) * _itemsize(x)
+        for x in jax.tree.leaves(tree)
+        if (x.sharding.memory_kind == HOST) == host
+    )
 
 
 def _itemsize(x: Any) -> int:

@@ -1,1 +1,1 @@
-"""Folders in buckets, gs:// and s3://, and their copies on this machine."""
+"""Folders in buckets, gs:// and s3://, and their local copies."""

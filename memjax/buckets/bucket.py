@@ -1,11 +1,11 @@
-"""Folders in buckets, `gs://` and `s3://`, beside folders on a disk.
+"""Folders in buckets, `gs://` and `s3://`, and on a disk.
 
-`as_path` makes a path of either; `Bucket` does what a path cannot: lists objects with
-their checksums, and copies folders up and down. Credentials come from the environment,
-as gcsfs and s3fs find them.
+`as_path` makes a path of either; a `Bucket` lists objects with their checksums, and
+copies folders up and down. Credentials come from the environment, as gcsfs and s3fs
+find them.
 
-A bucket has no renames, locks or appends. What must be whole or absent is therefore
-written last, in one object, which appears at once with all of its content.
+A bucket has no renames, locks or appends. A folder is therefore made complete by its
+last object, which appears at once with all of its content.
 """
 
 import errno
@@ -22,23 +22,23 @@ from memjax.config_io import AnyPath
 SCHEMES = ("gs", "s3")
 # A `pathlib.Path` of a URL has lost one of the slashes.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)")
-#: Where stores keep a checksum: CRC32C of Google's, the ETag of S3.
+#: Keys of a store's checksum: CRC32C of Google, the ETag of S3.
 _CHECKSUMS = ("crc32c", "ETag", "etag")
 
 
 class Entry(NamedTuple):
-    """An object: bytes, and the checksum that the store itself computed."""
+    """An object: its bytes, and the checksum of the store."""
 
     size: int
     checksum: str
 
 
 def as_path(path: AnyPath | str) -> AnyPath:
-    """A folder or file on a disk, or in a bucket where `path` is its URL.
+    """A folder or file on a disk, or in a bucket if `path` is a URL.
 
     Args:
         path: on a disk; or "gs://BUCKET/NAME" or "s3://BUCKET/NAME", also as a
-            `pathlib.Path`, which has one slash of them.
+            `pathlib.Path`, which drops one slash.
 
     Returns:
         A path whose `/`, `parent`, `exists`, `is_file`, `open` and `read_text` work in
@@ -56,7 +56,7 @@ def as_path(path: AnyPath | str) -> AnyPath:
             f"{short(str(path))} must be a path or a URL of "
             f"{' or '.join(f'{name}://' for name in SCHEMES)}"
         )
-    # Some programs resolve these and others do not: they would name two folders.
+    # Some programs resolve these, others do not: two folders would have one name.
     if not rest or {"", ".", ".."} & set(rest.split("/")):
         raise ValueError(
             f"{short(str(path))} must be {scheme}://BUCKET/NAME, without empty parts "
@@ -67,7 +67,7 @@ def as_path(path: AnyPath | str) -> AnyPath:
 
 
 def is_bucket(path: AnyPath | str) -> bool:
-    """Whether a path that `as_path` gave, or a text, names a folder in a bucket."""
+    """Whether a path of `as_path`, or a text, is in a bucket."""
     found = _URL.fullmatch(str(path))
     return found is not None and found[1] in SCHEMES
 
@@ -80,7 +80,7 @@ class Bucket:
 
     Raises:
         ValueError: as `as_path`; or the scheme's package is not installed.
-        OSError: from all methods: of one line, which says what the store answered.
+        OSError: from all methods, of one line with the store's answer.
     """
 
     def __init__(self, url: AnyPath | str):
@@ -91,7 +91,7 @@ class Bucket:
     def entries(self, below: str = "") -> dict[str, Entry]:
         """Size and checksum of all objects whose names begin with `below`/."""
         start = f"{self._root}/{below}".rstrip("/")
-        found = self._asked("list", below, self._files.find, start, detail=True)
+        found = self._call("list", below, self._files.find, start, detail=True)
         return {
             name.removeprefix(f"{self._root}/"): Entry(
                 int(entry["size"]), _checksum(entry)
@@ -101,38 +101,38 @@ class Bucket:
         }
 
     def read(self, name: str) -> bytes:
-        """The content of an object; FileNotFoundError where there is none."""
-        return self._asked("read", name, self._files.cat_file, self._path(name))
+        """The content of an object; raises FileNotFoundError without one."""
+        return self._call("read", name, self._files.cat_file, self._path(name))
 
     def write(self, name: str, content: bytes, *, new: bool = False) -> None:
-        """Writes an object; with `new`, FileExistsError where there is one."""
+        """Writes an object; with `new` raises FileExistsError if there is one."""
         mode = "create" if new else "overwrite"
         write = self._files.pipe_file
-        self._asked("write", name, write, self._path(name), content, mode=mode)
+        self._call("write", name, write, self._path(name), content, mode=mode)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects; what is gone already is no error."""
+        """Deletes objects; a missing one is no error."""
         for name in names:
             try:
-                self._asked("delete", name, self._files.rm_file, self._path(name))
+                self._call("delete", name, self._files.rm_file, self._path(name))
             except FileNotFoundError:
                 continue
 
     def move(self, name: str, to: str) -> None:
-        """Copies an object, then deletes the first: a kill may leave both."""
+        """Copies an object and deletes the original: a kill may leave both."""
         copy = self._files.cp_file
-        self._asked("copy", name, copy, self._path(name), self._path(to))
+        self._call("copy", name, copy, self._path(name), self._path(to))
         self.delete([name])
 
     def upload(self, folder: Path, names: Iterable[str], below: str = "") -> None:
-        """Copies files of a folder, by their names in it."""
+        """Copies files of a folder into the bucket."""
         for name in names:
             to = f"{below}/{name}" if below else name
             source = str(folder / name)
-            self._asked("write", to, self._files.put_file, source, self._path(to))
+            self._call("write", to, self._files.put_file, source, self._path(to))
 
     def download(self, names: Iterable[str], folder: Path, below: str = "") -> None:
-        """Copies objects into a folder; their names must stay inside of it."""
+        """Copies objects into a folder; names that leave it are refused."""
         for name in names:
             local = name.removeprefix(f"{below}/") if below else name
             plain = PurePosixPath(local)
@@ -140,19 +140,19 @@ class Bucket:
                 raise OSError(errno.EINVAL, f"{self.url} has an object {short(name)}")
             (folder / local).parent.mkdir(parents=True, exist_ok=True)
             get = self._files.get_file
-            self._asked("read", name, get, self._path(name), str(folder / local))
+            self._call("read", name, get, self._path(name), str(folder / local))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _asked(
+    def _call(
         self, verb: str, name: str, method: Callable[..., Any], *args: Any, **more: Any
     ) -> Any:
-        """Calls the store. What it answers becomes an OSError of one line."""
+        """Calls the store; errors become an OSError of one line."""
         try:
             return method(*args, **more)
         except (FileNotFoundError, FileExistsError) as error:
-            # No bucket and no object read alike: the name tells.
+            # The message for a missing bucket and a missing object is the same.
             raise type(error)(error.errno, self._message(verb, name, error)) from None
         except Exception as error:
             code = error.errno if isinstance(error, OSError) else None
@@ -165,7 +165,7 @@ class Bucket:
 
 
 def _filesystem(scheme: str) -> Any:
-    # Another process may write there: a listing that is kept would hide it.
+    # A cached listing would hide what other processes write.
     try:
         if scheme == "gs":
             import gcsfs

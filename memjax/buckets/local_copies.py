@@ -1,4 +1,4 @@
-"""Copies on this machine of what lies in a bucket, and of what is to lie there."""
+"""Local copies of files from a bucket, and of files to upload."""
 
 import hashlib
 import os
@@ -14,25 +14,25 @@ from memjax.config_io import AnyPath
 
 
 class WorkingCopy:
-    """A local folder of a bucket's small files, which are written and appended here.
+    """A local folder with the small files of a bucket, for writing and appending.
 
-    Files of sub-folders go into the bucket and are not fetched.
+    Files of sub-folders are uploaded, but not downloaded.
 
     Args:
         url: of the folder in the bucket.
         folder: on a disk, empty.
-        skip: parts of names that are left in the bucket.
+        skip: parts of names that are not copied.
     """
 
     def __init__(self, url: AnyPath | str, folder: Path, skip: Iterable[str]):
         self._bucket, self._folder, self._skip = Bucket(url), folder, frozenset(skip)
         names = self._of_interest(self._bucket.entries())
-        # Those in sub-folders are only added to: traces of gigabytes stay there.
+        # Sub-folders have traces of gigabytes, and are only added to.
         self._bucket.download([name for name in names if "/" not in name], folder)
         self._pushed = self._states()
 
     def push(self) -> None:
-        """Copies what has changed since the last time into the bucket."""
+        """Copies files that have changed since the last time into the bucket."""
         states = self._states()
         changed = [n for n, state in states.items() if self._pushed.get(n) != state]
         self._bucket.upload(self._folder, changed)
@@ -51,12 +51,12 @@ class WorkingCopy:
 
 @contextmanager
 def written_here(path: AnyPath) -> Iterator[Path]:
-    """Where to write a file or a folder, which is copied into a bucket at the end.
+    """A local path for a file or a folder, which is copied into a bucket at the end.
 
-    On a disk it is the path itself. Nothing is copied after an exception.
+    On a disk it is the path itself. After an exception it is not copied.
 
     Raises:
-        OSError: the bucket does not take it.
+        OSError: the bucket refuses it.
     """
     if isinstance(path, Path):
         yield path
@@ -68,12 +68,12 @@ def written_here(path: AnyPath) -> Iterator[Path]:
 
 
 def put(here: Path, path: AnyPath, last: str = "") -> None:
-    """Copies a file or a folder of this machine into a bucket.
+    """Copies a local file or folder into a bucket.
 
     Args:
-        here: what is copied.
-        path: its name there.
-        last: the file of the folder that is copied when all others are there.
+        here: the file or folder.
+        path: its URL.
+        last: the file of the folder that is copied after all others.
     """
     if here.is_file():
         Bucket(path.parent).upload(here.parent, [here.name])
@@ -83,17 +83,17 @@ def put(here: Path, path: AnyPath, last: str = "") -> None:
     Bucket(path).upload(here, sorted(names, key=lambda name: name == last))
 
 
-def kept_files(url: AnyPath | str, names: Iterable[str], cache: Path) -> Path:
-    """A folder with copies of objects, which are there the next time.
+def cached_files(url: AnyPath | str, names: Iterable[str], cache: Path) -> Path:
+    """A folder with cached copies of objects.
 
     Args:
         url: of their folder.
-        names: of objects; those that the bucket lacks are left out.
-        cache: where copies are kept: in a folder of their own for every content, as the
-            store's checksums tell it. Processes may share it.
+        names: of objects; missing ones are left out.
+        cache: folder of the cache, with a folder for every content by the store's
+            checksums. Processes may share it.
 
     Raises:
-        OSError: the bucket does not give them, or the disk has no room.
+        OSError: the bucket refuses, or the disk is full.
     """
     bucket = Bucket(url)
     entries = bucket.entries()

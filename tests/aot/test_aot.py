@@ -162,7 +162,7 @@ def refused(*words):
     [
         ("--topology v9:2x2", "must be a chip and its grid, such as v5e:2x2"),
         ("--topology v5e", "must be a chip and its grid"),
-        ("--topology v5e:2x2 --backbone elastic-tiny", "of a fine-tuning alone"),
+        ("--topology v5e:2x2 --backbone elastic-tiny", "for a fine-tuning only"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_compiled(words, message, monkeypatch):

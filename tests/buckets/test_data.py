@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from memjax.buckets.bucket import Bucket, as_path
-from memjax.buckets.local_copies import kept_files
+from memjax.buckets.local_copies import cached_files
 from memjax.data import load_tokenizer, load_tokens
 from memjax.data.documents import prepare as prepare_module
 from memjax.data.documents.prepare import PrepareConfig, prepare
@@ -123,8 +123,8 @@ def test_a_preparation_that_was_stopped_leaves_no_manifest_and_goes_on(
 def test_kept_files_follow_the_content(url: str, tmp_path: Path) -> None:
     bucket = Bucket(url)
     bucket.write("inner/a", b"one")
-    first = kept_files(url, ["inner/a", "absent"], tmp_path)
+    first = cached_files(url, ["inner/a", "absent"], tmp_path)
     assert (first / "inner/a").read_bytes() == b"one"
     bucket.write("inner/a", b"two")
-    second = kept_files(url, ["inner/a"], tmp_path)
+    second = cached_files(url, ["inner/a"], tmp_path)
     assert (second / "inner/a").read_bytes() == b"two" and second != first

@@ -1,8 +1,8 @@
-"""In which share of their steps the kernels of causal attention compute and begin.
+"""Shares of the grid steps in which kernels of causal attention compute and begin.
 
-Splash has a step for every pair of blocks of queries and keys, and passes over a block
-that nobody sees by a branch, in a step that does nothing else: its own map of blocks
-says where. Ours has no such steps.
+Splash attention has a step for every pair of blocks of queries and keys, and skips a
+fully masked block by a branch, according to its map of blocks. Our kernels have no such
+steps.
 """
 
 from collections.abc import Iterable
@@ -22,13 +22,12 @@ def shares(
 ) -> dict[str, Shares]:
     """The shares of each kernel, by the beginning of its name.
 
-    Of two mechanisms that run the same kernel the larger ones: cycles are an upper
-    bound.
+    For two mechanisms with the same kernel the larger ones: cycles are an upper bound.
 
     Args:
         mechanisms: of a model; those without attention have none.
         time: tokens of a row.
-        ways: how many devices share the heads.
+        ways: number of devices that share the heads.
     """
     found: dict[str, Shares] = {}
     for mechanism in set(mechanisms):

@@ -1,20 +1,19 @@
-"""What libtpu writes down of one operation: its VLIW bundles, and what they use.
+"""VLIW bundles of an operation and their utilization, from the files of libtpu.
 
-A bundle is what the core issues in one cycle. A line of `*-final_bundles.txt` begins
-with the bundle's address and a `>` for every loop that it stands in:
+The core issues one bundle per cycle. A line of `*-final_bundles.txt` begins with the
+bundle's address and a `>` for every loop around it:
 
     0x44 LB: >>> { %s220 = sadd.s32 1, %s1491 ;; ... } /* Start region 87 */
     0x47   : >>> { %p5 = scmp.ge.s32.totalorder %s220, 5 /* loop exit test */ }
     0x5b   : >>> { %219 = sbr.rel (!%p5) target = $region87 }
 
-A branch back to a region that began before is a loop, and the test that its branch
-asks says how often it runs. A branch ahead leaves out what stands before its target:
-such are the regions of `pl.when`. What their tests compare tells the first and last
-step of an axis, `pl.when(index == n)`, from others. A few bundles after a branch are
-issued in any case.
+A branch back to an earlier region is a loop; the test of the branch gives its length. A
+branch ahead skips the bundles before its target: the regions of `pl.when`. Their tests
+distinguish the first and last step of an axis, `pl.when(index == n)`, from others. A
+few bundles after a branch are always issued.
 
-The grid of a kernel is one loop in which loading, computing and storing of different
-grid steps overlap, so it runs twice more than there are steps: at its ends it only
+The grid of a kernel is one loop in which loads, computation and stores of different
+grid steps overlap. It runs two more times than there are steps: at its ends it only
 loads or stores.
 """
 
@@ -26,27 +25,26 @@ _ROW = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ?(>*|(?:> )*)")
 _BRANCH = re.compile(r"sbr\.rel \((?P<test>!?%\w+)\) target = \$region(?P<region>\d+)")
 _TEST = re.compile(r"(?P<test>%p\w+) = (?P<rest>[^;}]*)")
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
-#: Bundles after a branch that are issued whether it is taken or not.
+#: Bundles after a branch that are always issued.
 DELAY = 4
 #: Runs of a grid's loop that only load or store.
 PIPELINE = 2
 
 
 class Row(NamedTuple):
-    """One bundle: the number of loops that it stands in, and its text."""
+    """One bundle: the number of loops around it, and its text."""
 
     depth: int
     text: str
 
 
 class Loop(NamedTuple):
-    """A loop: its first and last bundle, and how often it runs.
+    """A loop of bundles.
 
     Attributes:
         first: index of its first bundle.
         last: index of its last bundle.
-        steps: how often it runs, or of a grid how many steps it has; None where the
-            program decides that when it runs.
+        steps: number of runs, or of steps of a grid; None if dynamic.
         grid: whether it is a grid.
     """
 
@@ -57,17 +55,17 @@ class Loop(NamedTuple):
 
     @property
     def bundles(self) -> int:
-        """How many bundles it has."""
+        """Number of bundles."""
         return self.last - self.first + 1
 
 
 class Region(NamedTuple):
-    """Bundles that a branch may leave out.
+    """Bundles that a branch may skip.
 
     Attributes:
         first: index of the first.
         last: index of the last.
-        end: whether they run where an index equals a constant: at an axis' end.
+        end: whether they run where an index equals a constant: at the end of an axis.
     """
 
     first: int
@@ -76,12 +74,12 @@ class Region(NamedTuple):
 
     @property
     def bundles(self) -> int:
-        """How many bundles it has."""
+        """Number of bundles."""
         return self.last - self.first + 1
 
 
 class Shares(NamedTuple):
-    """In which share of a kernel's steps its regions run; all in [0, 1].
+    """Shares of a kernel's steps in which its regions run; all in [0, 1].
 
     Attributes:
         ends: of regions for the first or the last step of an axis.
@@ -99,9 +97,9 @@ class Schedule(NamedTuple):
     """The bundles of one operation.
 
     Attributes:
-        bundles: how many there are.
+        bundles: number of bundles.
         loops: in the order of their ends, so inner loops come first.
-        regions: that branches may leave out, the guards of pipelines not among them.
+        regions: of branches, without the guards of pipelines.
     """
 
     bundles: int
@@ -110,21 +108,20 @@ class Schedule(NamedTuple):
 
     @property
     def longest(self) -> Loop | None:
-        """The loop with the most bundles: of a Pallas kernel its grid."""
+        """The loop with the most bundles: the grid of a Pallas kernel."""
         return max(self.loops, key=lambda x: x.bundles, default=None)
 
     @property
     def unknown(self) -> int:
-        """How many loops run as often as the program decides: they count as one run."""
+        """Number of loops of dynamic length, which count as one run."""
         return sum(loop.steps is None for loop in self.loops)
 
     def weights(self, shares: Shares = ALWAYS, steps: int | None = None) -> list[float]:
-        """How often each bundle is issued.
+        """Number of times that each bundle is issued.
 
         Args:
-            shares: of the steps in which regions run; others than it names count as if
-                they always ran.
-            steps: of the grid, where they are known; None takes them from its test.
+            shares: of the steps in which regions run; other regions always run.
+            steps: of the grid; None takes them from its test.
         """
         weights = [1.0] * self.bundles
         for loop in self.loops:
@@ -158,7 +155,7 @@ def read_schedule(text: str) -> Schedule:
                 end = _at_an_end(tests, test)
                 regions.append(Region(i + 1 + DELAY, start - 1, end))
     grid = max((loop.bundles for loop in loops), default=0)
-    # What holds most of a grid is guarded, though by a test of another form.
+    # A region with most of a grid is a guard, though with a test of another form.
     regions = [x for x in regions if not (x.end and 2 * x.bundles > grid > 0)]
     return Schedule(len(rows), tuple(loops), tuple(regions))
 
@@ -169,14 +166,14 @@ def _multiply(weights: list[float], first: int, last: int, factor: int | float) 
 
 
 def _at_an_end(tests: Mapping[str, str], test: str) -> bool:
-    """Whether a branch leaves out what runs where an index equals a constant."""
+    """Whether a branch skips bundles unless an index equals a constant."""
     compared = "scmp.eq" if test.startswith("!") else "scmp.ne"
     asked = tests.get(test.lstrip("!"), "")
     return asked.startswith(compared) and re.search(r", -?\d+", asked) is not None
 
 
 def _guards(tests: Mapping[str, str], test: str) -> bool:
-    """Whether a branch leaves out all that a grid computes, at its pipeline's ends."""
+    """Whether a branch skips the computation of a grid, at the ends of its pipeline."""
     asked = tests.get(test.lstrip("!"), "")
     operands = [tests.get(name, "") for name in re.findall(r"%\w+", asked)]
     bounds = ("scmp.ge.s32", "scmp.lt.s32")
@@ -198,7 +195,7 @@ def _rows(text: str) -> list[Row]:
 
 
 def _starts(rows: Sequence[Row]) -> dict[str, int]:
-    """The bundle at which each region begins."""
+    """The first bundle of each region."""
     found: dict[str, int] = {}
     for i, row in enumerate(rows):
         for region in _START.findall(row.text):
@@ -207,7 +204,7 @@ def _starts(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def _loop(rows: Sequence[Row], first: int, branch: int, test: str) -> Loop:
-    """The loop whose branch back stands in bundle `branch`."""
+    """The loop with the branch back in bundle `branch`."""
     depth = rows[first].depth
     last = branch
     while last + 1 < len(rows) and last < branch + DELAY:
@@ -227,12 +224,12 @@ def _loop(rows: Sequence[Row], first: int, branch: int, test: str) -> Loop:
 
 
 class Use(NamedTuple):
-    """What the bundles of an operation use of the core.
+    """Utilization of the core by the bundles of an operation.
 
     Attributes:
-        units: the share of each unit's slots that is used, by its name.
-        spills: bundles' stores of registers that were too few.
-        fills: bundles' loads of them.
+        units: the used share of each unit's slots, by its name.
+        spills: stores of spilled registers.
+        fills: loads of spilled registers.
     """
 
     units: dict[str, float]
@@ -241,7 +238,7 @@ class Use(NamedTuple):
 
 
 def read_use(text: str, weights: Sequence[int | float]) -> Use:
-    """Reads a file of the use per bundle; `weights` says how often each is issued."""
+    """Reads a file of the utilization per bundle; `weights` as in `Schedule`."""
     head, _, table = text.partition("== UTILIZATION:")
     *_, names_line, capacity_line = head.strip().splitlines()
     names = [name.strip() for name in names_line.split(",")]

@@ -1,9 +1,8 @@
-"""Cycles of one compiled program, from the folder that its compilation left.
+"""Cycles of a compiled program, counted from the files of its compilation.
 
-An operation's cycles are the bundles that its schedule issues. Those of XLA's own
-operations are the compiler's estimate where that is more: it holds the traffic with
-memory, and knows nothing of how much the bundles do. A kernel that says how many bytes
-it moves takes as long as that at least.
+An operation takes the bundles that its schedule issues, or the compiler's estimate, if
+that is more, which includes memory traffic. A kernel with a cost estimate takes at
+least the time of its bytes.
 """
 
 import math
@@ -22,7 +21,7 @@ from memjax.aot.cycles.bundles import (
 )
 from memjax.aot.cycles.program import Operation, Program, free, read_program
 
-#: Files of a folder: one program, and for each operation bundles and what they use.
+#: Files of a folder: a program, and for each operation its bundles and utilization.
 PROGRAM = "program.hlo"
 _BUNDLES = re.compile(r"(?P<key>\d+-(?P<name>.+))-\d+-final_bundles\.txt$")
 _USE = "final_hlo-static-per-bundle-utilization"
@@ -32,7 +31,7 @@ class Part(NamedTuple):
     """The cycles of one operation in all its runs.
 
     Attributes:
-        operation: which.
+        operation: the operation.
         cycles: of all runs.
         scheduled: whether the cycles are issued bundles; False: an estimate.
     """
@@ -48,10 +47,10 @@ class Kernel(NamedTuple):
     Attributes:
         name: with its number.
         cycles: of one run.
-        bundles: of the longest loop, its grid.
+        bundles: of the longest loop, the grid.
         steps: of that loop.
         use: of the units, spills and fills.
-        regions: bundles that branches may leave out.
+        regions: bundles that branches may skip.
     """
 
     name: str
@@ -66,12 +65,12 @@ class Count(NamedTuple):
     """The cycles of one program.
 
     Attributes:
-        parts: of every operation that takes any; of each conditional the branch with
-            the fewest cycles, which is the usual one.
-        dearest: cycles that the branches with the most would add.
+        parts: of every operation with cycles; of each conditional the branch with the
+            fewest, which is the usual one.
+        dearest: additional cycles of the branches with the most.
         kernels: every Pallas kernel.
-        uncounted: names of operations of which neither is known.
-        unknown: loops whose number of runs is not known, which count as one.
+        uncounted: names of operations without bundles and estimate.
+        unknown: loops of unknown length, counted once.
     """
 
     parts: tuple[Part, ...]
@@ -94,10 +93,10 @@ def count(
     """Counts a program.
 
     Args:
-        folder: with `PROGRAM` and what libtpu wrote.
+        folder: with `PROGRAM` and the files of libtpu.
         shares: of the steps in which regions of a kernel run, by a part of the
-            kernel's name; all steps for kernels that it does not name.
-        bytes_per_cycle: of the chip's memory, for kernels that say what they move.
+            kernel's name; other kernels run in all steps.
+        bytes_per_cycle: of the chip's memory, for kernels with a cost estimate.
     """
     program = read_program((folder / PROGRAM).read_text())
     files = _files(folder)
@@ -115,18 +114,19 @@ def _count(program: Program, counter: "_Counter") -> tuple[list[Part], float, in
     for conditional in program.conditionals:
         counted = [_count(branch, counter) for branch in conditional.branches]
 
-        def total(found):
-            return sum(part.cycles for part in found[0])
-
-        counted.sort(key=total)
+        counted.sort(key=_total)
         parts += counted[0][0]
-        dearest += total(counted[-1]) + counted[-1][1] - total(counted[0])
+        dearest += _total(counted[-1]) + counted[-1][1] - _total(counted[0])
         unknown += counted[0][2]
     return parts, dearest, unknown
 
 
+def _total(counted: tuple[list[Part], float, int]) -> float:
+    return sum(part.cycles for part in counted[0])
+
+
 class _Counter:
-    """Reads the schedules of a folder, each once."""
+    """Counts operations by the schedules of a folder."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Counter:
         self.uncounted: set[str] = set()
 
     def part(self, operation: Operation) -> Part | None:
-        """The cycles of an operation; None where it takes none."""
+        """The cycles of an operation; None without any."""
         issued = self.issued(operation)
         if issued is None and operation.estimate is None:
             if not free(operation) and not _scalar(operation):
@@ -155,7 +155,7 @@ class _Counter:
         return Part(operation, operation.times * cycles, scheduled)
 
     def issued(self, operation: Operation) -> float | None:
-        """Bundles that one run issues; None where they are not written down."""
+        """Bundles that one run issues; None if unknown."""
         name = self.written(operation)
         if name is None:
             return None
@@ -163,7 +163,7 @@ class _Counter:
         return sum(self.schedule(name).weights(self.share(name), steps))
 
     def written(self, operation: Operation) -> str | None:
-        """The operation whose file has this one's bundles: itself, or one alike."""
+        """The name of the operation, or of an identical one, that has a file."""
         for name in (operation.name, *self.alike.get(operation.alike, ())):
             if name in self.files:
                 return name
@@ -197,15 +197,15 @@ class _Counter:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The file of bundles of each operation."""
+    """The files of bundles, by operation."""
     matches = ((_BUNDLES.match(file.name), file) for file in folder.iterdir())
-    # Of an operation that was compiled twice the later one runs.
+    # Of two compilations of an operation the later one runs.
     found = sorted((m["key"], m["name"], file) for m, file in matches if m)
     return {name: file for _, name, file in found if "schedule-analysis" not in name}
 
 
 def _alike(program: Program) -> dict[str, list[str]]:
-    """Names of the operations that are alike."""
+    """Names of identical operations."""
     found: dict[str, list[str]] = {}
     for operation in program.operations:
         found.setdefault(operation.alike, []).append(operation.name)
@@ -217,5 +217,5 @@ def _alike(program: Program) -> dict[str, list[str]]:
 
 
 def _scalar(operation: Operation) -> bool:
-    """Whether an operation has a single number as its result."""
+    """Whether the result of an operation is a scalar."""
     return bool(re.match(r"\s* = \w+\[\]", operation.alike))

@@ -1,9 +1,8 @@
-"""What a compiled program runs, and how often: its operations from its HLO text.
+"""Operations of a compiled program and their number of runs, from its HLO text.
 
-The text has a block for each computation, a line for each operation. What stands in the
-body of a `while` runs as often as that loop does, and of a `conditional` one branch
-runs. A loop that ends by a flag is a conditional: it runs once or not at all. The
-operations inside a fusion are one operation.
+The text has a block for each computation, a line for each operation. The body of a
+`while` runs as often as that loop, and one branch of a `conditional`. A loop that ends
+by a flag is a conditional: it runs once or not at all. A fusion is one operation.
 """
 
 import math
@@ -14,37 +13,36 @@ from typing import NamedTuple
 _BLOCK = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _LINE = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)")
 _OPCODE = re.compile(r"(?:^| )(?P<opcode>[a-z][\w\-]*)\(")
-#: Attributes that name a computation which an operation runs.
+#: Attributes that name the computations of an operation.
 _CALLS = "calls|branch_computations|true_computation|false_computation|to_apply"
 _KERNEL = 'custom_call_target="tpu_custom_call"'
-#: Operations that only move what they are given.
+#: Operations that only move data.
 _MOVES = {"copy", "transpose", "reshape", "broadcast", "slice", "concatenate", "pad"}
 _MOVES |= {"dynamic-slice", "dynamic-update-slice", "reverse", "copy-start"}
-#: What may stand beside them in a fusion that only moves.
+#: Other operations in a fusion that only moves data.
 _STILL = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "fusion"}
-#: Operations that take no cycles of the core, or next to none.
+#: Operations without noticeable cycles of the core.
 _FREE = _STILL | {"copy-start", "copy-done", "slice-start", "slice-done", "after-all"}
 _FREE |= {"async-start", "async-done", "async-update", "opt-barrier", "partition-id"}
 _FREE |= {"custom-call"}
-#: Of a day; the compiler says more where it cannot say how long an operation takes.
-MOST_CYCLES = 1e14
+#: Cycles of a day; the compiler estimates more for an unknown duration.
+MAX_CYCLES = 1e14
 
 
 class Operation(NamedTuple):
     """An operation of the program.
 
     Attributes:
-        name: with its number, as files of bundles have it.
+        name: with its number, as in the names of its files.
         opcode: of HLO.
         kernel: whether it is a Pallas kernel.
         moves: whether it only copies: into another layout, out of or into an array.
-        estimate: the compiler's own, in cycles, memory traffic included; None where it
-            has made none.
-        bytes: that a kernel says it moves; 0 where it says nothing.
-        steps: of the operation's grid; None where the compiler does not say.
-        times: how often it runs.
-        source: the function of jax that it comes from, with what called it.
-        alike: equal for operations of which the compiler writes down only one.
+        estimate: of the compiler, in cycles with memory traffic; None without one.
+        bytes: traffic by a kernel's cost estimate; 0 without one.
+        steps: of the operation's grid; None if unknown.
+        times: number of runs.
+        source: the function of jax that it comes from, with its callers.
+        alike: equal for identical operations, of which the compiler schedules one.
     """
 
     name: str
@@ -66,13 +64,12 @@ class Branches(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What runs: operations and conditionals, in the order of the text.
+    """Operations and conditionals, in the order of the text.
 
     Attributes:
         operations: of every computation that runs.
-        conditionals: whose branches are not in `operations`.
-        unknown: loops whose number of runs the compiler does not know; they count as
-            one run.
+        conditionals: their branches are not in `operations`.
+        unknown: loops of unknown length, counted once.
     """
 
     operations: tuple[Operation, ...]
@@ -84,7 +81,7 @@ def read_program(text: str) -> Program:
     """Reads a compiled program's text.
 
     Raises:
-        ValueError: there is no entry computation in it.
+        ValueError: it has no entry computation.
     """
     blocks, entry = _blocks(text)
     if entry is None:
@@ -95,10 +92,7 @@ def read_program(text: str) -> Program:
 
 
 def every_line(text: str) -> Iterator[tuple[str, str, int]]:
-    """Opcode, text and number of runs of every operation, those inside fusions too.
-
-    Every branch of a conditional counts.
-    """
+    """Opcode, text and runs of every operation, also inside fusions and branches."""
     blocks, entry = _blocks(text)
     return _every_line(blocks, entry or "", 1)
 
@@ -117,12 +111,12 @@ def _every_line(
 
 
 def free(operation: Operation) -> bool:
-    """Whether an operation without an estimate takes no cycles to speak of."""
+    """Whether an operation without an estimate has no noticeable cycles."""
     return operation.opcode in _FREE and not operation.kernel
 
 
 def _blocks(text: str) -> tuple[dict[str, list[str]], str | None]:
-    """The lines of each computation, and the name of the first that runs."""
+    """The lines of each computation, and the name of the entry."""
     blocks: dict[str, list[str]] = {}
     entry = name = None
     for line in text.splitlines():
@@ -184,7 +178,7 @@ def _lines(
 
 
 def _called(line: str, attribute: str) -> list[str]:
-    """The computations that an attribute names."""
+    """The computations of an attribute."""
     names = []
     for found in re.findall(rf"(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", line):
         names += re.findall(r"%?([\w.\-]+)", found)
@@ -192,13 +186,13 @@ def _called(line: str, attribute: str) -> list[str]:
 
 
 def _ends_by_flag(blocks: Mapping[str, list[str]], line: str) -> bool:
-    """Whether the condition of a loop is a flag that it carries."""
+    """Whether the condition of a loop is a flag in its state."""
     inside = {opcode for _, opcode, _ in _lines(blocks, _called(line, "condition")[0])}
     return inside <= {"parameter", "get-tuple-element", "bitcast", "copy"}
 
 
 def _trips(blocks: Mapping[str, list[str]], line: str) -> int | None:
-    """How often a loop runs: as known, or from the bound that its condition asks."""
+    """Number of runs of a loop: as annotated, or the bound of its condition."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     if known:
         return int(known[1])
@@ -227,7 +221,7 @@ def _operation(
         opcode=opcode,
         kernel=_KERNEL in line,
         moves=moves,
-        estimate=cycles if cycles < MOST_CYCLES else None,
+        estimate=cycles if cycles < MAX_CYCLES else None,
         bytes=int(moved[1]) if moved else 0,
         steps=steps if grid else None,
         times=times,
@@ -253,6 +247,6 @@ def _source(name: str) -> str:
 
 
 def _alike(line: str) -> str:
-    """A line without names: of operations that are alike one is compiled."""
+    """A line without names, which identical operations share."""
     line = re.sub(r"metadata=\{[^}]*\},? ?", "", line)
     return re.sub(r"%[\w.\-]+|ROOT |\"aliasing_operands\".*", "", line)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-from memjax.buckets.local_copies import kept_files
+from memjax.buckets.local_copies import cached_files
 from memjax.config_io import AnyPath, parse_json, read_json
 from memjax.data.documents.documents import Split
 from memjax.data.documents.record_tokens import RecordTokens
@@ -60,7 +60,7 @@ def load(
     if not isinstance(folder, Path):
         paths = [Path(shard["file"]) for shard in shards]
         names = [str(name) for path in paths for name in (path, index_file(path))]
-        folder = kept_files(folder, names, cache)
+        folder = cached_files(folder, names, cache)
     indices = [_checked_index(folder, shard) for shard in shards]
     files = [str(folder / shard["file"]) for shard in shards]
     size, dtype = manifest["record_tokens"], np.dtype(manifest["dtype"])

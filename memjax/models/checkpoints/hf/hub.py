@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memjax.buckets.bucket import Bucket, as_path
-from memjax.buckets.local_copies import kept_files
+from memjax.buckets.local_copies import cached_files
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokens import default_cache_dir
 from memjax.models.checkpoints.hf.safetensors_folder import (
@@ -91,10 +91,10 @@ def locate(name: AnyPath | str) -> Location:
 def _copied(url: AnyPath) -> Path:
     """A copy of a folder or a file of a bucket, in the cache."""
     if entries := Bucket(url).entries():
-        return kept_files(url, entries, default_cache_dir())
+        return cached_files(url, entries, default_cache_dir())
     if not url.is_file():
         raise ValueError(f"{url} is neither a folder nor a GGUF file")
-    return kept_files(url.parent, [url.name], default_cache_dir()) / url.name
+    return cached_files(url.parent, [url.name], default_cache_dir()) / url.name
 
 
 def fetch_weights(found: Location) -> None:
