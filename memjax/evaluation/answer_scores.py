@@ -1,9 +1,8 @@
 """Loss and exact match of answers that follow long inputs.
 
-The answer's tokens are read as they are (teacher forcing). Greedy decoding gives the
-answer if, and only if, each of its tokens is then the likeliest: up to the first that
-is not, both read the same. This needs a model that does not read ahead at the answer;
-`memjax.data.align` sees to that for HMT.
+Answers are scored with teacher forcing. An answer matches exactly, and greedy decoding
+gives it, if each of its tokens is the most likely one. The model must not read ahead at
+the answer: `memjax.data.align` ensures that for HMT.
 
 Shapes: B batch, T time, A tokens of an answer, E features, V vocabulary.
 """
@@ -26,9 +25,9 @@ class AnswerScores(NamedTuple):
     """Scores of R answers of up to A tokens.
 
     Attributes:
-        nll: [R, A] nats of each token, 0 behind an answer's end.
+        nll: [R, A] nats of each token, 0 after an answer's end.
         mask: [R, A] 1 where the answer has a token.
-        exact: [R] whether every token of it is the likeliest.
+        exact: [R] whether each of its tokens is the most likely.
     """
 
     nll: Float32[np.ndarray, "R A"]
@@ -39,16 +38,16 @@ class AnswerScores(NamedTuple):
 def score_answers(
     model: Model, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
 ) -> AnswerScores:
-    """Reads every input with an empty memory and scores its answer.
+    """Scores the answer of each input, read from an empty memory.
 
     Args:
-        model: any of the library, `(state, tokens) -> (state, logits)`.
+        model: any model, `(state, tokens) -> (state, logits)`.
         inputs: of `multi_context`; aligned to the model's segments if it reads ahead.
-        segment: tokens read at a time; for a model with segments a multiple of those.
-        batch_size: inputs read side by side; short ones wait for the longest.
+        segment: tokens per call; for a model with segments a multiple of theirs.
+        batch_size: inputs per batch, padded to the longest.
 
     Raises:
-        ValueError: if there is no input, an answer is empty or has nothing before it,
+        ValueError: if there is no input, an answer is empty or has no token before it,
             or a size is below 1.
     """
     _check(inputs, segment, batch_size)
@@ -59,7 +58,7 @@ def score_answers(
     graph, params = nnx.split(model)
     for first in range(0, len(order), batch_size):
         rows = order[first : first + batch_size]
-        # A last batch is filled with its last input, read again and thrown away.
+        # The last batch is filled by repeating its last input.
         batch = [inputs[row] for row in (rows + rows[-1:] * batch_size)[:batch_size]]
         tokens, places, targets, real = _batch(batch, segment, longest)
         state = model.init_state(batch_size, tokens.shape[1])
@@ -80,7 +79,7 @@ def score_answers(
 def answer_perplexity(
     answers: AnswerScores, rows: Sequence[int] | None = None
 ) -> float:
-    """exp of the mean loss over the answers' tokens, of all rows or of some."""
+    """Perplexity of the answers' tokens, over all rows or those given."""
     rows = range(len(answers.mask)) if rows is None else rows
     tokens = answers.mask[list(rows)].sum(dtype=np.float64)
     total = answers.nll[list(rows)].sum(dtype=np.float64)
@@ -89,11 +88,11 @@ def answer_perplexity(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 5))
 def _read_segment(graph, params, state, tokens, places, seen):
-    """Reads a segment and keeps the features that predict the answers."""
+    """Reads a segment; returns its state and the features that predict answers."""
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
     inside = (places >= 0) & (places < tokens.shape[1])
-    # Answers that lie in other segments are clipped here and left out below.
+    # Answers in other segments are clipped here and masked below.
     index = jnp.clip(places, 0, tokens.shape[1] - 1)[..., None]
     found = jnp.take_along_axis(features, index, axis=1)
     return state, jnp.where(inside[..., None], found.astype(seen.dtype), seen)
@@ -109,7 +108,7 @@ def _score(graph, params, seen, targets):
 
 
 def _batch(batch: Sequence[QuestionInput], segment: int, longest: int):
-    """Tokens up to whole segments, padded behind their end, and where answers are."""
+    """Tokens padded to whole segments, and positions, targets, mask of the answers."""
     length = -(-max(len(entry.tokens) for entry in batch) // segment) * segment
     tokens = np.zeros((len(batch), length), np.int32)
     places = np.full((len(batch), longest), -1, np.int32)

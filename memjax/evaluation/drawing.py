@@ -1,8 +1,8 @@
-"""One style for all plots: sizes, colours, markers, and names at the ends of lines.
+"""Plot style: sizes, colours, markers, and labels at the ends of lines.
 
-The colours of Okabe and Ito (2008) are told apart by colour-blind readers; markers and
-dashes tell lines apart without any colour. Fonts are read at half the size of the
-picture. A line is named at its end, so that no box of names lies over the data.
+Colours are those of Okabe and Ito (2008), distinct for colour-blind readers; markers
+and dashes distinguish lines without colour. Fonts are legible at half size. Labels at
+the ends of lines replace a legend over the data.
 """
 
 import textwrap
@@ -53,7 +53,7 @@ class Name(NamedTuple):
 
 
 class Drawing:
-    """A figure in the style, and the names that stand at the ends of its lines.
+    """A figure in the style, with labels at the ends of its lines.
 
     Attributes:
         figure: matplotlib's.
@@ -119,13 +119,13 @@ class Drawing:
             self.name(axes, edges[last + 1], float(heights[last]), name, look["color"])
 
     def name(self, axes: Any, x: Number, y: Number, text: str, colour: Any) -> None:
-        """Puts a name right of the panel, beside this point or near it."""
+        """Adds a label to the right of the panel, near this point."""
         self._names.append(Name(axes, x, y, textwrap.fill(text, WRAP), colour))
 
     def place_names(self) -> None:
-        """Moves names apart that would lie over one another, once all is drawn."""
+        """Separates overlapping labels, once everything is drawn."""
         notes = [(name, _annotate(name)) for name in self._names]
-        # The names take room from the panels, whose sizes say how far apart is apart.
+        # Labels take room from the panels, on whose size the overlap depends.
         self.figure.canvas.draw()
         by_axes: dict[Any, list[tuple[Name, Any]]] = {}
         for name, note in notes:
@@ -173,9 +173,9 @@ def _height(name: Name, box: Any) -> float:
 
 
 def apart(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """Middles near those wanted, in their order, of texts that do not overlap.
+    """Middles of texts that do not overlap, near those wanted, in their order.
 
-    Texts that would touch stand one on the other around the mean of what they want.
+    Texts that would touch are stacked around the mean of their wanted middles.
 
     Args:
         wanted: where the middle of each text should be.
@@ -269,8 +269,8 @@ def log_ticks(axes: Any, values: Sequence[Number], most: int = 8) -> None:
 
     Args:
         axes: the panel.
-        values: where ticks may stand.
-        most: beyond so many only every second, third, ... is written.
+        values: candidates for ticks.
+        most: with more, only every second, third, ... is labelled.
     """
     values = [value for value in sorted(set(values)) if value > 0]
     every = -(-len(values) // most)

@@ -1,8 +1,8 @@
-"""Targets that a model has seen before it predicts them, and how far HMT recalls.
+"""Masks of leaked targets, and distances of HMT's recall.
 
+HMT's summary of a segment reads its first j tokens before their logits are computed, so
+that their losses are no predictions: `drop_leaked_targets` masks them.
 He et al. (2025), Hierarchical Memory Transformer, https://arxiv.org/abs/2405.06067.
-HMT's summary of a segment reads its first j tokens before their logits are computed:
-a score of them would not be a prediction. `drop_leaked_targets` leaves them out.
 
 Shapes: T targets, n segments, B batch, N memory slots.
 """
@@ -18,12 +18,12 @@ from memjax.models.loss import scored_mask
 
 
 def drop_leaked_targets(model: Model, losses: TokenLosses) -> TokenLosses:
-    """The losses without targets that their own logits have seen; see `scored_mask`.
+    """Masks targets that their own logits have seen; see `scored_mask`.
 
-    All of them, unless the model is an HMT whose summary reads ahead.
+    No target is masked unless the model is an HMT with a summary that reads ahead.
 
     Args:
-        model: that gave the losses.
+        model: source of the losses.
         losses: of texts read from an empty memory.
     """
     first = model.first_scored
@@ -33,7 +33,7 @@ def drop_leaked_targets(model: Model, losses: TokenLosses) -> TokenLosses:
 
 
 def mask_losses(losses: TokenLosses, mask: Float[np.ndarray, "..."]) -> TokenLosses:
-    """Losses of which only the targets in `mask`, [T] or [R, T], count."""
+    """Losses with all targets outside `mask`, [T] or [R, T], masked."""
     if mask.shape not in (losses.mask.shape, losses.mask.shape[1:]):
         raise ValueError(
             f"mask must be {losses.mask.shape[1:]} or {losses.mask.shape}, "
@@ -48,12 +48,12 @@ def recall_distances(
     held: Int[Array, "n B"] | Int[np.ndarray, "n B"],
     tokens: Int[Array, "n B"] | Int[np.ndarray, "n B"],
 ) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
-    """How many segments back the memory lies that each search weighs most.
+    """Distance in segments of the memory that each search weighs most.
 
     Args:
-        scores: of a `SegmentTrace`: weights of the slots, newest last, 0 where empty.
-        held: of it: memories that could be found; where there is none is left out.
-        tokens: of it: what is read of the segment; where that is none is left out.
+        scores: weights of the slots in a `SegmentTrace`, newest last, 0 where empty.
+        held: memories in the bank; searches of an empty one are left out.
+        tokens: tokens read of the segment; segments without any are left out.
 
     Returns:
         Distances in [1, held], 1 the previous segment, and the memories held.
@@ -62,10 +62,10 @@ def recall_distances(
     slots = weights.shape[-1]
     if count.min(initial=0) < 0 or count.max(initial=0) > slots:
         raise ValueError(f"held must be in [0, {slots}], as many as there are slots")
-    # An empty slot is no memory, also where all weights that are held underflowed.
+    # Empty slots never count, even if the weights of all memories underflowed.
     empty = np.arange(slots) < slots - count[..., None]
     best = np.where(empty, -1, weights).argmax(axis=-1)
-    # A search among no memories, or for a segment that was not read, is none.
+    # Without memories, or without tokens of the segment, there was no search.
     real = (count > 0) & (np.asarray(tokens) > 0)
     return (slots - best)[real].astype(np.int64), count[real]
 
@@ -73,12 +73,12 @@ def recall_distances(
 def recall_summary(
     distances: Int64[np.ndarray, " R"], held: Int64[np.ndarray, " R"]
 ) -> dict[str, Any]:
-    """Shares of the searches that go back so far; what chance would give, beside.
+    """Shares of searches by distance, each with its value by chance.
 
     Returns:
         `previous`: share at distance 1. `within_2`: at 1 or 2. `even`: at an even
         distance, among searches that hold 2 memories or more. `chance_...`: the same
-        for searches that pick any memory alike. `searches`: how many. NaN for none.
+        for a uniform choice of memory. `searches`: their number. NaN without any.
     """
     many = held >= 2
 

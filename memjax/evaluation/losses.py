@@ -1,7 +1,6 @@
-"""Perplexity of long texts, read segment by segment with the memory carried along.
+"""Token losses and perplexity of long texts, with the memory carried between segments.
 
-Every score is of the next token given those before it; a token's loss is taken from
-logits computed before the token was read.
+The loss of a token is that of the logits computed before it was read.
 """
 
 import functools
@@ -45,20 +44,20 @@ def token_losses(
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TokenLosses:
-    """Reads documents segment by segment and keeps every token's loss.
+    """Loss of every token of the documents, read segment by segment.
 
     Args:
-        model: any of the library, `(state, tokens) -> (state, logits)`.
+        model: any model, `(state, tokens) -> (state, logits)`.
         documents: whole texts.
-        context_length: cut documents into texts of at most so many tokens, each read
-            with an empty memory; 0 reads every document in one stream.
-        segment: tokens read at a time; a multiple of the model's window is quick.
-        batch_size: texts read side by side.
-        should_stop: polled between segments; what was read until then is returned.
-        progress: called after each segment with the targets scored, and all of them.
+        context_length: maximum tokens of the texts that documents are cut into, each
+            read from an empty memory; 0 does not cut documents.
+        segment: tokens per call; a multiple of the model's window is fast.
+        batch_size: texts per batch.
+        should_stop: polled between segments; the losses so far are returned.
+        progress: called after each segment with targets done and in total.
 
     Raises:
-        ValueError: if there is nothing to score, or a size is out of range.
+        ValueError: if there is no target, or a size is out of range.
     """
     for name, value in (("segment", segment), ("batch_size", batch_size)):
         if value < 1:
@@ -68,7 +67,7 @@ def token_losses(
     texts = _texts(documents, context_length)
     if not texts:
         raise ValueError(f"none of the {len(documents)} documents has two tokens")
-    # Texts of like length together: the short ones do not wait for a long one.
+    # Texts of similar length share a batch, which reduces padding.
     order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))
     longest = max(len(text.tokens) for text in texts) - 1
     nll, mask = np.zeros((2, len(texts), longest), np.float32)
@@ -81,7 +80,7 @@ def token_losses(
     for first in range(0, len(texts), batch_size):
         rows = order[first : first + batch_size]
         length = max(len(texts[row].tokens) for row in rows) - 1
-        # Segments are padded behind the texts' ends, and read all the same.
+        # Padding after the texts' ends is read too.
         state = model.init_state(batch_size, -(-length // segment) * segment)
         state = commit_state(params, state)
         for start in range(0, length, segment):
@@ -107,7 +106,7 @@ def perplexity(
 ) -> float:
     """exp of the mean loss over positions from `first` on, of one kind or of all.
 
-    NaN where there is no such position.
+    NaN without such a position.
     """
     rows = [i for i, k in enumerate(losses.kinds) if kind is None or k == kind]
     # Millions of terms: float32 sums would lose digits of the mean.
@@ -137,7 +136,7 @@ def log2_bins(longest: int, first: int = 16) -> list[int]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def score_segment(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
-    """The memory after a segment [B, T], and the loss of each of its targets [B, T]."""
+    """State after a segment [B, T], and the losses of its targets [B, T]."""
     model = nnx.merge(graph, params)
     state, features = model.features(state, tokens)
     vocab_size = model.vocab_size
@@ -145,7 +144,7 @@ def score_segment(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
 
 
 def _texts(documents, context_length):
-    """Documents, or what they are cut into; a text of n + 1 tokens has n targets."""
+    """Documents cut to the context length; a text of n + 1 tokens has n targets."""
     texts = []
     for document in documents:
         step = context_length or len(document.tokens)

@@ -20,7 +20,7 @@ def loss_by_position(
 ) -> None:
     """Draws mean loss against position in the text, one step line a model.
 
-    With several models a second panel shows what each saves against the first.
+    With several models a second panel shows each one's loss difference to the first.
 
     Args:
         curves: nats by bin, by name.
@@ -35,7 +35,7 @@ def loss_by_position(
     bins = [max(edges[0], edges[1] / 2), *edges[1:]]
     # Savings are against the first model.
     base, *_ = (np.asarray(values) for values in curves.values())
-    # Names stand beside a panel, one above the other.
+    # Labels are stacked to the right of a panel.
     panel = max(3.0 if rows > 1 else 4.0, 0.16 * len(curves) + 0.8)
     size = (7.5, rows * panel)
     with drawing(
@@ -132,8 +132,7 @@ def recall_histogram(
 ) -> None:
     """Draws how many segments back searches go, one panel an experiment.
 
-    A line shows what searches that pick any memory alike would give (HMT, Figures 11,
-    14 and 15).
+    A line shows a uniform choice of memory (HMT, Figures 11, 14 and 15).
 
     Args:
         panels: distances and memories held, as of `recall_distances`, by name.
@@ -164,7 +163,7 @@ def recall_histogram(
         plot.grid[0, 0].set_ylabel("share of searches")
 
 
-#: From so many points on, the loss is drawn with its mean over a twentieth of them.
+#: Number of points from which a running mean over a twentieth of them is drawn.
 MANY = 60
 
 

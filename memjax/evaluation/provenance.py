@@ -1,4 +1,4 @@
-"""Where a result comes from: command, settings, device, versions and date."""
+"""Provenance of a result: command, settings, device, versions and date."""
 
 import datetime
 import functools
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Where programs write: a result that is written anew does not change the code.
+#: Folder of results, whose changes are no changes of the code.
 RESULTS = "experiments/results"
 
 
 class Version(NamedTuple):
-    """Which code ran.
+    """Commit of the code.
 
     Attributes:
         commit: None where the code is not in a git repository, or there is no git.
@@ -43,7 +43,7 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         **version()._asdict(),
         "device": device_name(),
-        # Times on a busy machine mean little; the reader can see that it was.
+        # Times on a busy machine mean little.
         "load_average_1min": os.getloadavg()[0],
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
@@ -51,20 +51,20 @@ def provenance(question: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _program() -> list[str]:
-    """How the program was started: a module by its name, whose path says too much."""
+    """Command line of the program; a module by its name instead of its path."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return sys.argv[:1]
-    # A package is run by its name.
+    # A package runs by its own name.
     return ["-m", spec.name.removesuffix(".__main__")]
 
 
-# Asked once: a long program may outlive the state of the files that it was read from.
+# Cached: the files may change while a long program runs.
 @functools.cache
 def version() -> Version:
     """The commit that the code is from, and whether its files were as committed.
 
-    Result files do not count, nor do files that git does not know and that are no code.
+    Result files and untracked files other than Python are ignored.
     """
     root = Path(__file__).parents[2]
     if shutil.which("git") is None or not (root / ".git").exists():
@@ -86,7 +86,7 @@ def version() -> Version:
 def commit_of(result: Mapping[str, Any]) -> str | None:
     """The commit of a result, marked where the files were not as committed."""
     commit = result.get("commit")
-    # Results of before this was recorded do not say.
+    # Early results lack the field.
     return f"{commit} with changes" if result.get("clean") is False else commit
 
 

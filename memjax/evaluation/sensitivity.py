@@ -1,4 +1,4 @@
-"""Which attention layers need what lies beyond a window: measured, one at a time."""
+"""Sensitivity of attention layers to a window, measured one layer at a time."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,21 +29,20 @@ def layer_sensitivity(
     sinks: int = 4,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float[np.ndarray, " L"]:
-    """How much the loss rises when a layer alone sees a window, all others everything.
+    """Rise of the loss with a window in a single layer and full attention elsewhere.
 
-    In nats a token, of the targets that see less with a window. A text costs one
-    reading of it and, for each layer, one of the layers from there on: half of L + 1
-    readings in all, of two compiled programs for each kind of layer.
+    In nats per token, over the targets beyond the window. Each layer costs a forward
+    pass of the layers from there on: (L + 1) / 2 passes per text in all.
 
     Args:
         model: with attention, whatever else it has.
-        tokens: R texts, one token longer than what is read.
+        tokens: R texts with one more token than is read.
         window: tokens that the layer sees.
-        sinks: first tokens that it sees beside them.
-        progress: called with the layers measured, and all of them.
+        sinks: first tokens that it sees in addition.
+        progress: called with layers measured and in total.
 
     Returns:
-        The rise of each layer; NaN where a layer is no attention.
+        The rise of each layer; NaN for layers without attention.
 
     Raises:
         ValueError: if no layer is attention, texts end within the window, or the model
@@ -110,7 +109,7 @@ def _run(config, mechanism, parameters, h):
 
 
 def _loss(model: LanguageModel, text: Array, first: int, h: Array) -> float:
-    """Mean loss of the targets from `first` on, of what the last layer gave."""
+    """Mean loss of the targets from `first` on, from the last layer's output."""
     graph, variables = nnx.split(model)
     return float(_head(graph, variables, h[:, first:], text[:, first + 1 :]))
 

@@ -1,12 +1,10 @@
-"""How sure a difference between two models is: standard errors and 95% intervals.
+"""Standard errors and 95% confidence intervals of paired differences between models.
 
-Models are compared in pairs, on the same texts or with the same seeds, so that what
-makes one text harder than another cancels.
+Pairs are the same texts or seeds, so that the difficulty of a text cancels.
 
-`loss_difference_by_document` is for losses of texts. Tokens of one document are alike,
-and so are several texts of it: only documents count as independent, and are drawn anew
-(the bootstrap). `interval` and `paired` are for values that are themselves independent,
-as those of several seeds are; they use Student's t.
+`loss_difference_by_document` bootstraps over documents, as tokens and texts of one
+document are not independent. `interval` and `paired` use Student's t, for independent
+values such as those of several seeds.
 """
 
 import math
@@ -19,9 +17,9 @@ from scipy.special import ndtr, stdtrit
 
 from memjax.evaluation.losses import TokenLosses
 
-#: Documents of a kind from which on an interval says something.
+#: Minimum number of documents of a kind for an interval.
 MIN_DOCUMENTS = 5
-#: Times that the documents are drawn anew; the ends of the intervals want thousands.
+#: Bootstrap resamples; the ends of the intervals need thousands.
 RESAMPLES = 10_000
 Values = Sequence[float] | Float[np.ndarray, " N"]
 
@@ -66,10 +64,10 @@ def interval(values: Values) -> Interval:
 def paired(base: Values, other: Values) -> Interval:
     """The mean of base - other over N pairs, with its 95% interval.
 
-    Of losses it is what `other` saves: above zero it is the better one.
+    Of losses: above zero `other` is the better model.
 
     Raises:
-        ValueError: if there are no pairs, or not as many of both.
+        ValueError: if there are no pairs, or the lengths differ.
     """
     if len(base) != len(other):
         raise ValueError(
@@ -79,7 +77,7 @@ def paired(base: Values, other: Values) -> Interval:
 
 
 class LossDifference(NamedTuple):
-    """What a model saves over another, with its 95% interval [low, high].
+    """Loss difference of two models in nats per token, with its 95% interval.
 
     Attributes:
         nats: mean over all targets; above zero the model is the better one.
@@ -102,7 +100,7 @@ class LossDifference(NamedTuple):
 
 
 def mean_loss_difference(base: TokenLosses, model: TokenLosses) -> float:
-    """Mean over all targets of what `model` saves over `base`; NaN without targets.
+    """Mean of base - model over all targets; NaN without targets.
 
     Raises:
         ValueError: if they are not losses of the same targets.
@@ -116,17 +114,16 @@ def mean_loss_difference(base: TokenLosses, model: TokenLosses) -> float:
 def loss_difference_by_document(
     base: TokenLosses, model: TokenLosses, *, seed: int = 0
 ) -> LossDifference:
-    """What `model` saves over `base`, with an interval by drawing documents anew.
+    """Mean of base - model over all targets, with a bootstrap interval over documents.
 
-    Documents are drawn with replacement, as many of each kind as there are, and all of
-    their targets with them. Percentiles of so few documents make intervals too narrow;
-    they are taken further out, where Student's t would (Hesterberg 2015, "What Teachers
-    Should Know About the Bootstrap", https://arxiv.org/abs/1411.5279, "expanded").
+    Documents are resampled within each kind. With few documents plain percentiles make
+    intervals too narrow; they are expanded as Student's t would (Hesterberg 2015, "What
+    Teachers Should Know About the Bootstrap", https://arxiv.org/abs/1411.5279).
 
     Args:
-        base: losses of the model that is compared with.
+        base: losses of the reference model.
         model: losses of the same targets.
-        seed: of the drawing: the same losses give the same interval.
+        seed: of the resampling.
 
     Raises:
         ValueError: if they are not losses of the same targets, there are none, or there
@@ -164,7 +161,7 @@ def loss_difference_by_document(
 
 
 class _Totals(NamedTuple):
-    """Nats saved and number of targets of each of the D documents that have any."""
+    """Loss difference in nats and number of targets of each of D documents."""
 
     saved: Float64[np.ndarray, " D"]
     targets: Float64[np.ndarray, " D"]

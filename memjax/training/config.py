@@ -1,4 +1,4 @@
-"""Settings of a training run, presets of them, and how a run ended."""
+"""Configuration and presets of training runs, and the outcome of a run."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ WriterName = Literal["tensorboard", "wandb", "mlflow"]
 
 @runtime_checkable
 class DataIterator(Protocol):
-    """Batches without end, with a position that JSON can hold.
+    """Endless batches with a position that is JSON.
 
     With several processes the position must be the same on each of them.
     """
@@ -55,7 +55,7 @@ class DataIterator(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoopConfig:
-    """How long to train and what to do meanwhile; steps are counted from 1.
+    """Length of a run, checkpoints, evaluation and logs; steps are counted from 1.
 
     Attributes:
         steps: the step to train to, >= 1; raising it later extends a run.
@@ -65,14 +65,14 @@ class LoopConfig:
         evaluate_every: steps between evaluations, and one after the last step;
             0 for none.
         log_every: steps between lines of `metrics.jsonl`, >= 1.
-        keep: checkpoints kept, >= 1.
+        keep: newest checkpoints that are not deleted, >= 1.
         max_nan_steps: skipped steps in a row that stop the run, >= 1.
-        profile: first and last step of a trace written to `<run>/profile`.
+        profile: first and last step of a profiler trace in `<run>/profile`.
         minutes: stop cleanly this long after `train` was called, > 0.
-        writers: where metrics go beside `metrics.jsonl`, any of "tensorboard", "wandb"
+        writers: of metrics, besides `metrics.jsonl`: any of "tensorboard", "wandb"
             (Weights & Biases) and "mlflow"; the last two are packages to install.
-        watchdog_minutes: a step that waits longer than this for its batch or the
-            devices, and twice as long as any before, is named once, with its host; > 0.
+        watchdog_minutes: warn of a step that waits longer than this, and than twice the
+            longest wait before, for its batch or the devices; > 0.
     """
 
     steps: int
@@ -112,7 +112,7 @@ class LoopConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended, the step it stands at, and the steps skipped in all."""
+    """Why a run ended, at which step, and the number of skipped steps."""
 
     reason: Reason
     step: int
@@ -120,13 +120,13 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """What the program should exit with: 75 if it should be run again, else 0."""
+        """Exit code of the program: 75 if it should be run again, else 0."""
         return EXIT_PREEMPTED if self.reason == "preempted" else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything that shapes a run; running the same again resumes it bit for bit.
+    """Configuration of a run; the same one resumes it bit for bit.
 
     Attributes:
         model: the model; its vocab_size must be the tokenizer's.
@@ -185,7 +185,7 @@ class RunConfig:
         return shortest(self.data.mode, self.data.context_length)
 
     def anonymous(self) -> "RunConfig":
-        """Without what compiled programs do not depend on: seed, texts, reports."""
+        """The same compiled programs, without seed, texts and reports."""
         data = self.data
         return dataclasses.replace(
             self,
@@ -249,31 +249,28 @@ TRELLIS_TRAINING = {
 }
 
 
-# Of the tokenizer that ships: a fresh installation has no other.
+# Of the embedded tokenizer.
 VOCABULARY = 4096
 
 
 def presets() -> dict[str, RunConfig]:
-    """Runs by name: the tiny ones for a laptop, the others as the papers train them.
+    """Runs by name: tiny ones for a laptop, and those of the papers.
 
-    The tokenizer and the documents are those that ship. The papers have others, of
-    32,000 ids: `data.tokenizer` names one, and `with_vocabulary` takes its size.
+    Tokenizer and documents are the embedded ones, where the papers have a vocabulary of
+    32,000: set `data.tokenizer`, and `with_vocabulary` takes its size.
     """
     models = {
         (name, size): preset(f"{name}-{size}", VOCABULARY)
         for name, family in FAMILIES.items()
         for size in family.sizes
     }
-    # The tiny ones first: this is the order in which `presets` lists them.
+    # The tiny ones first, also in the list of the command line.
     named = sorted(models.items(), key=lambda item: item[0][1] != "tiny")
     return {f"{name}-{size}": _run_of(size, model) for (name, size), model in named}
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
-    """A preset with the vocabulary of another tokenizer, where only that was changed.
-
-    A `model.vocab_size` that is not the presets' stays as it was given.
-    """
+    """The vocabulary size of the tokenizer, unless `model.vocab_size` was set."""
     if config.model.vocab_size != VOCABULARY:
         return config
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
@@ -281,7 +278,7 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 
 
 def _run_of(size: str, model: ModelConfig) -> RunConfig:
-    """How the paper of a size trains, with 2**19 tokens an update."""
+    """Training as in the paper of a size, with 2**19 tokens per update."""
     if size == "tiny":
         return RunConfig(model=model)
     if size in TRELLIS_SIZES:

@@ -1,4 +1,4 @@
-"""Launch a run, from random parameters or around a pretrained model."""
+"""The `Run` protocol, and the launch of a run of either kind."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol

@@ -60,37 +60,35 @@ def train(
             its state. Metrics are scalars: "loss", "finite" (0 where the update was
             skipped because loss or gradients were not finite) and any others. The
             step in the state goes up by one in every call, skipped or not.
-        state: where a new run starts. Its arrays are used up: donated by
-            `train_step`, or freed when a checkpoint takes their place.
+        state: of a new run. Its arrays are consumed: donated to `train_step`, or freed
+            for those of a checkpoint.
         data: the batches; its position is saved and restored.
         config: see `LoopConfig`.
         run_dir: the folder of the run, or its URL in a bucket; gets `checkpoints/`,
-            `metrics.jsonl`, `tensorboard/` and `profile/`. One that the caller has
-            opened stays open.
-        config_record: everything that shapes the run, as JSON. It is stored in the
-            checkpoints and must be the same on resuming.
+            `metrics.jsonl`, `tensorboard/` and `profile/`. An opened one is not closed.
+        config_record: the configuration as JSON, stored in the checkpoints; must be the
+            same on resuming.
         tokens_per_step: tokens in a batch, over all devices.
-        evaluate: `(state, should_stop) -> values`; should return early, whatever it
-            has, once `should_stop()` is true. Its values are then not recorded.
+        evaluate: `(state, should_stop) -> values`; should return early once
+            `should_stop()` is true, and its values are then not recorded.
         step_of: finds the step, an integer scalar, in the state.
         may_change: fields of `config_record`, dotted when nested, that may differ.
             A changed learning rate is reported.
-        completed: gives a checkpoint's record the fields that it was written without,
-            because they came later, with the values that mean what was done then.
+        completed: adds fields introduced since to a checkpoint's record, with values
+            equivalent to the earlier behaviour.
         flops_per_step: that the model needs, over all devices; None reports no MFU.
 
     Returns:
-        The state, and how the run ended. Except after an exception the state is in
-        a checkpoint by then.
+        The state, which is in a checkpoint by then, and the outcome.
 
     Raises:
         LockedError: another process trains in `run_dir`; nothing was written.
         ValueError: `config_record` or the state contradicts the checkpoint; metrics
             are not as above; the data ended before `config.steps` (after saving); a
-            writer's package is not there, or its service does not take the run.
-        CheckpointError: there are checkpoints, but all are damaged.
-        NonFiniteError: `config.max_nan_steps` steps in a row were skipped.
-        SaveError: a checkpoint could not be written; DiskFullError for want of room.
+            writer's package is missing, or its service refuses the run.
+        CheckpointError: all checkpoints are damaged.
+        NonFiniteError: `config.max_nan_steps` consecutive steps were skipped.
+        SaveError: a checkpoint could not be written; DiskFullError if the disk is full.
     """
     require_installed(config.writers)
     # Before resuming, which counts among the minutes.
@@ -109,7 +107,7 @@ def train(
         settings = _RunSettings(
             train_step, data, evaluate, config, folder, config_record, step_of
         )
-        # Hours before the first save, rather than at it.
+        # Now rather than at the first save, hours later.
         checkpoints.require_room(start.state)
         reporter = Reporter(
             folder.files,
@@ -122,15 +120,15 @@ def train(
         )
         services = _Services(signals, checkpoints, reporter, watch)
         loop = _Loop(settings, start, services, started, deadline)
-        # Only the loop may hold a reference to the state: `train_step` donates it, and
-        # a second reference would keep a copy of the arrays alive.
+        # Only the loop may hold a reference to the state, which `train_step` donates: a
+        # second one would keep a copy of the arrays alive.
         del state, start
         with reporter:
             return loop.train_to_end()
 
 
 class _RunSettings(NamedTuple):
-    """The arguments of `train` that stay constant during the run."""
+    """Constant arguments of `train`."""
 
     train_step: Callable[[Any, Any], tuple[Any, dict[str, Any]]]
     data: Any
@@ -142,7 +140,7 @@ class _RunSettings(NamedTuple):
 
 
 class _Services(NamedTuple):
-    """What the loop calls while it trains."""
+    """Services of a run."""
 
     signals: StopSignals
     checkpoints: Checkpoints
@@ -151,7 +149,7 @@ class _Services(NamedTuple):
 
 
 class _Loop:
-    """The mutable part of a run: state, step, skipped steps, metrics on the device."""
+    """Mutable part of a run: state, step, skipped steps, metrics on the device."""
 
     def __init__(
         self,
@@ -230,7 +228,7 @@ class _Loop:
         return metrics
 
     def _first_step(self, batch: Any) -> dict[str, Any]:
-        """The step that compiles, which may take minutes: says so, and how long."""
+        """The step that compiles, with a message before and after."""
         self._reporter.message("compiling ...")
         self._watch.rests()
         start = time.perf_counter()
@@ -294,10 +292,10 @@ class _Loop:
                 self._reporter.log(step, values, dispatched=self._step)
 
     def _save_if_due(self) -> None:
-        """Saves every so many steps, but not while steps are skipped in a row.
+        """Saves at the configured interval, but not while steps are skipped in a row.
 
-        Parameters may be ruined by then, though they are finite: the checkpoints from
-        before must not go for theirs.
+        Parameters may be ruined by then though finite: earlier checkpoints must not be
+        deleted for them.
         """
         self._save_is_due |= self._step % self._settings.config.save_every == 0
         if not self._save_is_due:
@@ -330,7 +328,7 @@ class _Loop:
             "skipped": list(self._skipped),
         }
         with self._reporter.paused(), self._signals.protected():
-            # At the end of a run that stops while steps are skipped, beside the rest.
+            # Skipped steps at the end of a run: keep the earlier checkpoints too.
             in_peace = not self._skipped.in_row
             self._checkpoints.save(self._step, self._state, meta, drop_old=in_peace)
         self._saved = self._step

@@ -1,4 +1,4 @@
-"""AdamW with warm-up, cosine decay and clipping: the Elastic Memory paper's Table 9."""
+"""AdamW with warm-up, cosine decay and clipping (Elastic Memory, Table 9)."""
 
 import dataclasses
 import math
@@ -80,8 +80,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             eps=config.epsilon,
             weight_decay=config.weight_decay,
             mask=lambda params: jax.tree.map(
-                # Norms and biases are vectors. A mechanism keeps gates' biases flat for
-                # this rule.
+                # Norms and biases are vectors; mechanisms keep biases of gates flat.
                 lambda leaf: config.decay_vectors or leaf.ndim > 1,
                 params,
             ),
@@ -96,8 +95,8 @@ def with_rates(
 
     Args:
         transform: its state stays as it is.
-        rates: over that of `transform`, by a part of the parameter's path: `position`
-            names all below the model's attribute, `balance/amount` one of each layer.
+        rates: relative to that of `transform`, by part of the parameter's path:
+            `position`, or `balance/amount` in each layer.
     """
 
     def rate(path):

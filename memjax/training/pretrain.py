@@ -1,4 +1,4 @@
-"""Train from random parameters, and load the model of such a run."""
+"""Training from random parameters, and loading of its checkpoints."""
 
 import dataclasses
 import functools
@@ -76,7 +76,7 @@ def build_step(config: RunConfig, mesh: Mesh) -> tuple[TrainState, Step]:
 
 
 def load_model(run_dir: AnyPath | str) -> tuple[RunConfig, LanguageModel]:
-    """Reads a run's configuration and the newest good checkpoint's parameters.
+    """Configuration of a run, and the model of its newest undamaged checkpoint.
 
     Raises:
         ValueError: if the folder is no run, or its checkpoint is unreadable.
@@ -88,7 +88,7 @@ def load_model(run_dir: AnyPath | str) -> tuple[RunConfig, LanguageModel]:
 
 
 def with_sampling(model: Model, **changes: Any) -> LanguageModel:
-    """The same parameters, the memory read at other points (Tables 5 and 6).
+    """The same parameters with other sampling of the memory (Tables 5 and 6).
 
     Args:
         model: with an Elastic Memory layer.

@@ -23,23 +23,23 @@ _LOOP_FIELDS = (
     "writers",
     "watchdog_minutes",
 )
-#: Fields that may change between a run and its continuation: how long it is and what
-#: it reports, the devices, over which a checkpoint is divided anew, and what
-#: `NonFiniteError` advises to lower.
+#: Fields that may change on resuming: the length of the run, its reports, the devices,
+#: over which a checkpoint is resharded, and the learning rate, which `NonFiniteError`
+#: advises to lower.
 FREE_FIELDS = frozenset(
     {f"{prefix}{name}" for prefix in ("", "loop.") for name in _LOOP_FIELDS}
     | {"mesh.data", "mesh.fsdp", "mesh.tensor", "optimizer.learning_rate"}
 )
-#: Those of them that change what is learned: a change is reported.
+#: Free fields that affect the result: changes are reported.
 REPORTED_FIELDS = ("optimizer.learning_rate",)
 
 
 class NonFiniteError(FloatingPointError):
-    """Loss or gradients were not finite for too many steps in a row."""
+    """Loss or gradients were not finite for too many consecutive steps."""
 
 
 class SkipCount(NamedTuple):
-    """Steps whose update was skipped: in all, and in a row up to now."""
+    """Skipped steps: in total, and consecutive ones up to now."""
 
     total: int = 0
     in_row: int = 0
@@ -66,14 +66,14 @@ class SkipCount(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What the loop starts with.
+    """State of a run when its loop starts.
 
     Attributes:
         step: updates done.
         state: after them.
-        skipped: how many of them were skipped.
+        skipped: the skipped ones of them.
         restored: whether it comes from a checkpoint.
-        changes: what is configured otherwise than it was and changes what is learned.
+        changes: changed fields that affect the result.
     """
 
     step: int
@@ -94,8 +94,8 @@ def resume(
 ) -> Start:
     """Restores state and data position from the newest checkpoint, if there is one.
 
-    The arrays of `state` are freed before those of the checkpoint are read, so
-    that resuming needs no more memory than training.
+    The arrays of `state` are freed before the checkpoint's are read, so that resuming
+    needs no more memory than training.
 
     Raises:
         ValueError: the checkpoint was written under another configuration, or for
@@ -114,7 +114,7 @@ def resume(
             for name, line in _differences(stored, config_record)
             if name.endswith(REPORTED_FIELDS)
         )
-        # Only after the check: a refused checkpoint leaves the caller's state intact.
+        # Only now: a refused checkpoint leaves the caller's state intact.
         _delete_arrays(state)
 
     # Shapes and shardings alone: the arrays themselves may be freed by `accept`.
@@ -168,7 +168,7 @@ def require_same_config(
 def _differences(
     stored: Mapping[str, Any], given: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """The names of the fields that differ, and how."""
+    """Names and descriptions of the fields that differ."""
     # Through JSON as the stored one went, so that tuples compare equal to lists.
     old, new = flatten(stored), flatten(as_json(given, "config_record"))
     return [
@@ -179,7 +179,7 @@ def _differences(
 
 
 def as_json(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The record as JSON gives it back: tuples become lists, keys strings.
+    """The record after a round trip through JSON: tuples become lists, keys strings.
 
     Raises:
         ValueError: it is not JSON.

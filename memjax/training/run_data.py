@@ -1,4 +1,4 @@
-"""The documents of a run: its batches, and perplexity on those held out."""
+"""Documents of a run: batches for training, perplexity for validation."""
 
 import dataclasses
 import functools
@@ -34,11 +34,11 @@ Mode = Literal["chunked", "packed", "streamed"]
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The documents of a run, and how they are cut into batches.
+    """Sources of documents, and sizes of batches.
 
     Attributes:
         source: "embedded", "folder:PATH", "tfds:NAME", "hf:NAME", or "prepared:FOLDER",
-            what `memjax data prepare` wrote with the same tokenizer.
+            from `memjax data prepare` with the same tokenizer.
         tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
             has one, or a repository of the Hugging Face hub, "owner/name".
         mode: "chunked" cuts documents into independent samples of `context_length`, as
@@ -48,10 +48,10 @@ class DataConfig:
         context_length: tokens of a sample in one update.
         batch_size: samples of one update, over all devices.
         validation_texts: samples of `context_length` tokens in each evaluation.
-        cache_dir: where tokens are kept; None is the user's cache folder.
-        mixture: sources in place of `source`, each with its weight: its share of the
-            tokens that are trained on, whatever its size; not for mode "streamed".
-            Held-out documents are those of all of them, with no weights.
+        cache_dir: cache of tokens; None is the user's cache folder.
+        mixture: sources in place of `source`, each with its weight, its share of the
+            training tokens whatever its size; not for mode "streamed". Held-out
+            documents are those of all sources, without weights.
     """
 
     source: str = "embedded"
@@ -101,7 +101,7 @@ class DataConfig:
 
 
 class Settings(Protocol):
-    """The part of a run's configuration that says which data it reads."""
+    """Data settings of a run."""
 
     @property
     def language_model(self) -> ModelConfig: ...
@@ -116,7 +116,7 @@ class Settings(Protocol):
 def load_split(
     config: Settings, tokenizer: Tokenizer, split: Split
 ) -> list[TokenisedDocument]:
-    """The tokens of one split of the run's documents, of all its sources."""
+    """Tokens of one split of the documents of all sources."""
     found = load_sources(config.data, tokenizer, split)
     return [document for documents in found for document in documents]
 
@@ -142,12 +142,12 @@ def batches(
     sources: Sequence[Sequence[TokenisedDocument]],
     part: tuple[int, int] = (0, 1),
 ) -> BatchIterator:
-    """This host's part of the run's batches, in its order.
+    """This host's part of the run's batches.
 
     Args:
         config: of the run.
         sources: the documents of each source, from `load_sources`.
-        part: of each batch that this host reads, and of how many: `host_part`.
+        part: index and number of the parts of a batch, by host: see `host_part`.
     """
     data, vocab_size = config.data, config.language_model.vocab_size
     shard = {"shard_index": part[0], "shard_count": part[1]}
@@ -211,27 +211,27 @@ def make_batches(
 
 
 def shortest(mode: Mode, context_length: int) -> int:
-    """Tokens of the shortest document that a mode reads: one more than its inputs."""
+    """Minimum tokens of a document in a mode: one more than its inputs."""
     return context_length + 1 if mode == "chunked" else 2
 
 
 def validation(
     config: Settings, tokenizer: Tokenizer, model: Model
 ) -> Callable[[TrainState, Callable[[], bool]], dict[str, float]]:
-    """Perplexity on a few texts from each validation document, of what is scored.
+    """Perplexity of the scored targets in a few texts of each validation document.
 
-    `model` gives the structure alone.
+    Only the structure of `model` is used.
     """
     length = config.data.context_length
     documents = load_split(config, tokenizer, "validation")
-    # From every document, so that a long one does not stand for all.
+    # From every document, so that long ones do not dominate.
     share = -(-config.data.validation_texts // len(documents))
     documents = [
-        # One token more than is read: it is the last target.
+        # One more token for the last target.
         d._replace(tokens=np.asarray(d.tokens[: share * length + 1]))
         for d in documents
     ]
-    # The structure alone: a model kept here would hold a second copy of the parameters.
+    # Only the structure: the model would be a second copy of the parameters.
     graph, window = nnx.graphdef(model), model.window
 
     def evaluate(state, should_stop):
@@ -244,8 +244,7 @@ def validation(
             batch_size=min(config.data.batch_size, config.data.validation_texts),
             should_stop=should_stop,
         )
-        # A model that reads ahead has seen some of the targets; those are no
-        # predictions.
+        # A model that reads ahead has seen some of the targets.
         losses = evaluation.drop_leaked_targets(trained, losses)
         return {
             "validation_perplexity": evaluation.perplexity(losses),

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """A run's folder, in which this process alone writes until it is closed.
+    """A run's folder, locked for this process until it is closed.
 
-    In a bucket nothing is appended: there `files` is a copy of the small files on this
-    machine, which goes into the bucket with every save and when the folder is closed.
+    Objects of a bucket cannot be appended to: there `files` is a local copy of the
+    small files, uploaded with every save and on closing.
 
     Args:
         run_dir: the folder or its URL, created if need be. With several processes each
@@ -38,13 +38,13 @@ class RunFolder:
 
     Attributes:
         run_dir: as a path.
-        files: where configuration, metrics and reports are read and written.
+        files: folder of configuration, metrics and reports.
         checkpoints: for `Checkpoints`.
 
     Raises:
         LockedError: another process trains there; nothing was written.
         ValueError: checkpoints cannot be kept under that path.
-        OSError: a bucket does not answer, or not as it should.
+        OSError: a bucket does not answer as it should.
     """
 
     def __init__(self, run_dir: AnyPath | str):
@@ -67,10 +67,9 @@ class RunFolder:
             raise
 
     def push(self) -> None:
-        """Copies changed files into the bucket; on a disk they are there.
+        """Uploads changed files to the bucket; a no-op on a disk.
 
-        That the bucket does not take them now stops no training: they are copied the
-        next time.
+        A bucket that refuses them does not stop training: they follow next time.
 
         Raises:
             LockedError: another process has taken the folder meanwhile.
@@ -88,10 +87,10 @@ class RunFolder:
             self._copy.push()
 
     def close(self) -> None:
-        """Copies changed files a last time, and lets another process train here.
+        """Uploads changed files a last time, and unlocks the folder.
 
         Raises:
-            OSError: the bucket does not take them.
+            OSError: the bucket refuses them.
         """
         try:
             self._push()
@@ -115,7 +114,7 @@ class RunFolder:
         except OSError as failure:
             if error is None:
                 raise
-            # The body's own error is the one to see first.
+            # The body's own error comes first.
             error.add_note(f"The last files were not copied either: {failure}")
 
 
@@ -129,9 +128,9 @@ def record_config(config: Any, folder: RunFolder, may_change: Collection[str]) -
     file, record = folder.files / CONFIG_FILE, to_record(config)
     if file.exists():
         stored = to_record(read_config(type(config), folder.files))
-        # Before anything is trained or overwritten in another run's folder.
+        # Before anything is overwritten in another run's folder.
         require_same_config(stored, record, may_change, str(folder.run_dir))
-    # The folder is shared: one process writes, which must hold the folder's claim.
+    # The folder is shared: only the process that holds its lock writes.
     if jax.process_index() == 0:
         write_atomically(file, json.dumps(record, indent=1))
 
@@ -159,7 +158,7 @@ def read_config(kind: type, run_dir: AnyPath) -> Any:
 
 
 def newest_state(run_dir: AnyPath, state: TrainState) -> TrainState:
-    """The newest good checkpoint of a run, of the shapes of `state`.
+    """Newest undamaged checkpoint of a run, with the shapes of `state`.
 
     Raises:
         ValueError: if there is none, or it is unreadable or of another state.

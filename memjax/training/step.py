@@ -49,21 +49,20 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """How a batch becomes one update.
+    """Settings of an update.
 
     Attributes:
-        bptt_blocks: truncated backpropagation: gradients flow through this many blocks
-            of the model's window, while the memory's value is carried on; 0 truncates
-            nothing.
+        bptt_blocks: truncated backpropagation through this many blocks of the model's
+            window, with the memory's value carried on; 0 does not truncate.
         accumulate: microbatches that a batch is split into; their gradients are
             summed. The update is the same and needs less device memory.
         carry_memory: keep each batch element's memory from one batch to the next, for
             streamed documents; batch elements marked `reset` start empty.
         loss_on: targets that count, of those the batch's mask lets through: "all";
-            "last", each sample's last L, L the model's window (HMT's official training:
-            what comes before is learned through the memory alone); "scored", those
-            whose logits had not seen them (HMT with retrieval: from index j of a
-            segment on).
+            "last", each sample's last L, L the model's window (as HMT's official
+            training, where gradients reach earlier tokens through the memory alone);
+            "scored", those not leaked to their logits (HMT with retrieval: from index
+            j of a segment on).
     """
 
     bptt_blocks: int = 0
@@ -92,7 +91,7 @@ def check_run(mode: str, step: StepConfig, seed: int) -> None:
 
 
 def _check_packed(step):
-    """Raises ValueError on a step that cannot learn from packed rows."""
+    """Raises ValueError on step settings that packed rows do not allow."""
     if step.bptt_blocks:
         raise ValueError(
             "packed rows are read whole: bptt_blocks must be 0 with them, got "
@@ -111,7 +110,7 @@ def init_train_state(
     config: StepConfig,
     batch_size: int,
 ) -> TrainState:
-    """The state before the first update, of any model of the library."""
+    """The state before the first update."""
     _, params, frozen = nnx.split(model, nnx.Param, ...)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -144,15 +143,15 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the update of one model; jit it, donating the state.
 
-    A batch whose loss or gradients are not finite changes neither parameters nor
-    optimizer: the metrics then say `finite` 0. Carried memories that were due to be
-    emptied are, because the next batch goes on with the documents that begin here.
+    If loss or gradients are not finite, parameters and optimizer stay as they are and
+    the metric `finite` is 0. Carried memories are reset all the same, as the next batch
+    continues the documents that start in this one.
 
-    A batch element whose carried memory is not finite starts empty, and so does one
-    that alone makes its memory not finite in a step that is skipped: else every step
-    would be skipped, for all elements, until its document ends.
+    A carried memory that is not finite is reset, and so is one that a skipped step
+    makes not finite while others stay finite: it would make every step until the end of
+    its document a skipped one.
 
-    Batches of packed rows, whose `reset` is [B, T], are for a `LanguageModel` alone.
+    Packed rows, with `reset` [B, T], need a `LanguageModel`.
 
     Metrics: `loss` in nats per token, `gradient_norm` before clipping, `finite`.
     """
@@ -168,16 +167,16 @@ def make_train_step(
                 )
         scored_batch = batch._replace(mask=_loss_mask(model, config, batch.mask))
         if not config.carry_memory:
-            # A cache of a text that is read whole has a slot a token, and none besides.
+            # A cache for a full sequence has one slot per token.
             memory = model.init_state(*batch.tokens.shape)
             loss, _, gradients = _gradients(graph, config, state, memory, scored_batch)
             return update(optimizer, state, loss, gradients)
-        # With the current parameters, because an empty memory may be learned.
+        # With the current parameters: an empty memory may be learned.
         empty = model_of(graph, state).reset
         before = empty(state.memory, batch.reset | not_finite(state.memory))
         loss, after, gradients = _gradients(graph, config, state, before, scored_batch)
         bad = not_finite(after)
-        # Where all are bad, the parameters or the device are, and not the memories.
+        # If all are bad, the cause is the parameters or the device.
         kept = empty(before, bad & ~bad.all())
         new, metrics = update(optimizer, state, loss, gradients)
         memory = _select(metrics["finite"] == 1, after, kept)
@@ -187,7 +186,7 @@ def make_train_step(
 
 
 def not_finite(memory: PyTree) -> Bool[Array, " B"]:
-    """Which batch elements have a number in their memory that is not finite."""
+    """Batch elements with a number in their memory that is not finite."""
     elements = [
         ~jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(axis=1)
         for leaf in jax.tree.leaves(memory)
@@ -229,7 +228,7 @@ def update(
 
 
 def _select(condition, new, old):
-    """One of two trees; a product with 0 would not do, because 0 * NaN is NaN."""
+    """One of two trees; not by a product with 0, as 0 * NaN is NaN."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
@@ -268,7 +267,7 @@ def _gradients(graph, config, state, memory, batch):
         (nll, (tokens, memory)), gradients = grad(state.params, memory, batch)
     else:
         # Microbatch i takes rows i, i + n, ...: every microbatch keeps the batch's
-        # sharding, where consecutive rows would lie on some devices only.
+        # sharding, where consecutive rows would be on some devices only.
         def split(x):
             return x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
 

@@ -1,12 +1,12 @@
-"""Several processes act as one: shared decisions, and a stop at one common step.
+"""Agreement of several processes: shared decisions, and a stop at a common step.
 
 `StopSignals.should_stop()` is polled between training steps and between evaluation
 batches. A signal handler only sets a flag, so a signal that arrives while the first
 step compiles takes effect as soon as that step is done.
 
-With several processes the signal may reach one of them only. JAX's preemption
-service then sees it, and all processes agree on one poll at which each of them is
-stops; for that every process must poll equally often.
+With several processes the signal may reach only one of them. JAX's preemption service
+then makes all of them stop at the same poll, for which every process must poll equally
+often.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def agreed(flag: bool) -> bool:
 
 
 def same_everywhere(data_state: Any) -> Any:
-    """The position in the data, checked to be the same on every process.
+    """The data position, checked to be equal on all processes.
 
     Raises:
         ValueError: it is not JSON, or differs between processes.
@@ -57,15 +57,15 @@ def same_everywhere(data_state: Any) -> Any:
     return data_state
 
 
-#: Fields that an error names.
+#: Maximum number of fields in an error.
 MOST_NAMED = 5
 
 
 def require_same_configuration(record: Mapping[str, Any]) -> None:
-    """Raises ValueError, on every process, where they have different configurations.
+    """Raises ValueError, on all processes, if their configurations differ.
 
     Args:
-        record: of this process, as JSON; the message names the fields that differ.
+        record: of this process, as JSON; the message names differing fields.
     """
     if jax.process_count() == 1:
         return
@@ -89,20 +89,20 @@ def require_same_configuration(record: Mapping[str, Any]) -> None:
 
 
 def _difference(name: str, values: list[Any]) -> str:
-    """A field, as most processes have it, and those that have it otherwise."""
+    """The most common value of a field, and the processes with others."""
     shown = [json.dumps(value) for value in values]
     usual = max(shown, key=shown.count)
     others = [f"{v} on process {i}" for i, v in enumerate(shown) if v != usual]
     return f"{name} is {usual}, but {', '.join(others[:MOST_NAMED])}"
 
 
-#: What asks a run to save and stop, beside Ctrl-C: the system, a terminal that closes,
-#: and Slurm's `--signal=USR1`.
+#: Signals to save and stop, besides Ctrl-C: of the system, of a closed terminal, and
+#: of Slurm's `--signal=USR1`.
 STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def catchable() -> tuple[signal.Signals, ...]:
-    """The signals that ask for a stop, without those that are to be ignored."""
+    """The signals to stop, without those that are ignored."""
     # `nohup` starts a program with SIGHUP ignored.
     given = (*STOPPING, signal.SIGINT)
     return tuple(n for n in given if signal.getsignal(n) != signal.SIG_IGN)
@@ -112,8 +112,8 @@ class StopSignals:
     """While entered, SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C make `should_stop()` true.
 
     A second Ctrl-C raises KeyboardInterrupt, for a run that does not reach its next
-    step; not once `should_stop()` was seen to be true, and not inside `protected`. In a
-    thread other than the main one signals cannot be caught, and a warning says so.
+    step, but not after `should_stop()` returned true nor inside `protected`. Outside of
+    the main thread signals cannot be caught, which is warned of.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def should_stop(self) -> bool:
-        """Whether to save and stop now; with several processes, called by all."""
+        """Whether to save and stop now; called by all processes."""
         if jax.process_count() > 1 and not self._stop_requested:
             self._polls += 1
             self._stop_requested = multihost_utils.reached_preemption_sync_point(

@@ -1,7 +1,7 @@
-"""Where each parameter, memory and batch element lives on a mesh of devices.
+"""Sharding of parameters, memories and batches over a mesh of devices.
 
-A mechanism's config names the logical axes of its parameters; this file maps those to
-the mesh, and has rules by name for all else.
+A mechanism's config names the logical axes of its parameters, which are mapped to the
+mesh here; rules by name cover all other arrays.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ def _arranged(slices, shape, devices, split=False):
 
 
 def _require_slices(slices: int, data: int, devices: Sequence[Any]) -> None:
-    """Raises ValueError unless the devices are of so many slices, which divide data."""
+    """Raises ValueError unless `slices` is that of the devices and divides data."""
     if data % slices:
         raise ValueError(f"mesh.slices={slices} must divide mesh.data={data}")
     # GPUs of several hosts are of several slices to jax, and need not be told.
@@ -116,21 +116,21 @@ def _require_slices(slices: int, data: int, devices: Sequence[Any]) -> None:
     found = len({getattr(device, "slice_index", 0) for device in devices})
     if found != slices:
         raise ValueError(
-            f"mesh.slices={slices} must be {found}: of so many slices the devices are"
+            f"mesh.slices={slices} must be {found}, the number of slices of the devices"
         )
 
 
 def require_divides(
     mesh: Mesh | AbstractMesh, batch_size: int, model: ModelConfig, length: int
 ) -> None:
-    """Raises ValueError for a batch, heads or tokens that the mesh does not divide.
+    """Raises ValueError if the mesh does not divide the batch, heads or tokens.
 
     Key-value heads may be fewer than `tensor`: they are then on all its devices.
 
     Args:
         mesh: of the run.
         batch_size: batch elements of an update, over all devices.
-        model: whose layers have heads.
+        model: configuration of the layers with heads.
         length: T, tokens of a row.
     """
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -170,7 +170,7 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
     Args:
         mesh: the devices.
         tree: a train state, of the model or of a memory around it.
-        model: configuration of the language model, whose mechanisms name their axes.
+        model: configuration of the language model, with its mechanisms' axes.
     """
     mechanisms = _mechanism_specs(model)
 
@@ -179,7 +179,7 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
         within = _place_in_mechanism(name)
         spec = None if within is None else mechanisms.get(within)
         if spec is None:
-            # The last rule matches every name: what no rule knows is replicated.
+            # The last rule matches every name: all else is replicated.
             spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
         return NamedSharding(mesh, _fit(mesh, spec, leaf.shape))
 
@@ -216,9 +216,9 @@ def _place_in_mechanism(name: str) -> tuple[int, str] | None:
 
 @functools.lru_cache(maxsize=8)
 def host_part(mesh: Mesh) -> tuple[int, int]:
-    """Which part of a batch this host reads, and of how many: part i of n equal ones.
+    """Index and number of the equal parts of a batch, of which this host reads one.
 
-    Hosts whose devices share rows, because `tensor` is divided among them, read the
+    Hosts that share rows, because `tensor` is divided among them, read the
     same part. Parts follow the order of the mesh, so that batch element k is the same
     on any mesh.
 
@@ -244,7 +244,7 @@ def host_part(mesh: Mesh) -> tuple[int, int]:
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
-    """Where the rows of a batch lie.
+    """Sharding of the rows of a batch.
 
     Raises:
         ValueError: if they do not divide among the devices.
@@ -276,7 +276,7 @@ def put_batch(mesh: Mesh, batch: PyTree) -> PyTree:
 
 
 def _fit(mesh, spec, shape):
-    """Drops from `spec` what `shape` has no room for."""
+    """Drops mesh axes from `spec` that do not divide `shape`."""
     axes = []
     for axis, size in zip(spec, shape, strict=False):
         names = axis if isinstance(axis, tuple) else (axis,) if axis else ()

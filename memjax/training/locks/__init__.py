@@ -1,1 +1,1 @@
-"""One process at a time writes in a folder, on a disk or in a bucket."""
+"""Locks on folders of a disk or a bucket."""

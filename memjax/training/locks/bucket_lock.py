@@ -1,8 +1,8 @@
-"""The claim on a folder of a bucket: an object that names host and process.
+"""Lock on a folder of a bucket: an object with host, process id and heartbeat.
 
-A bucket has no locks that end with a process. The object must stay as it is for a while
-before another host takes it over, and is read again after it was written: of two that
-take it at once, the last keeps it.
+A bucket does not release locks of ended processes: another host takes over the object
+after a time without heartbeat. It is read again after writing: of two processes that
+take it at once, the last one keeps it.
 """
 
 import json
@@ -23,7 +23,7 @@ from memjax.training.locks.disk_lock import (
     require_ended,
 )
 
-#: Seconds in which another process that takes the same claim has written it too.
+#: Seconds until another process that takes the same lock has written it too.
 SETTLE_SECONDS = 2.0
 
 logger = logging.getLogger(__name__)
@@ -50,23 +50,23 @@ class BucketLock:
             raise refusal(folder, self._owner(), verb)
 
     def show(self, beat: int) -> None:
-        """Writes that the process lives, unless another one has taken the folder."""
+        """Writes a heartbeat, unless another process has taken the folder."""
         with suppress(OSError):
             if self._is_mine():
                 self._bucket.write(LOCK_FILE, self._record(beat))
 
     def require_held(self) -> None:
-        """Raises LockedError where another process has taken the folder.
+        """Raises LockedError if another process has taken the folder.
 
-        It may when this one has shown no life for a while.
+        It may after a time without heartbeats of this one.
         """
         content = self._content() or b""
         if self._token.encode() not in content:
-            # Of what was read: this process may write once more before it notices.
+            # The content just read: this process may write once more before it notices.
             raise refusal(self._folder, read_owner(content), self._verb)
 
     def release(self) -> None:
-        """Lets another process write here."""
+        """Releases the folder."""
         with suppress(OSError):
             if self._is_mine():
                 self._bucket.delete([LOCK_FILE])

@@ -1,8 +1,7 @@
-"""The claim on a folder of a disk: a locked file that names host and process.
+"""Lock on a folder of a disk: a locked file with host, process id and heartbeat.
 
-The lock ends with the process, whatever ends it. Where a filesystem has no locks, a
-process id tells whether it still runs. Neither says anything about another host: from
-there, the file must stay as it is for a while.
+The operating system releases the lock when the process ends. Without locks of the
+filesystem the process id is checked, and from another host the heartbeat.
 """
 
 import fcntl
@@ -19,26 +18,26 @@ from typing import Any, NamedTuple
 from memjax.config_io import AnyPath
 
 LOCK_FILE = ".lock"
-#: How long another host's claim is watched for a sign of life, in seconds. Some network
-#: filesystems show a change a minute late.
+#: Seconds to wait for a heartbeat of another host. Some network filesystems show a
+#: change a minute late.
 WATCH_SECONDS = 100.0
 
 logger = logging.getLogger(__name__)
 
 
 class LockedError(OSError):
-    """Another process writes in the folder."""
+    """Another process holds the folder."""
 
 
 class Owner(NamedTuple):
-    """Who claims a folder; `beat` counts up while the process lives."""
+    """Holder of a lock; `beat` counts its heartbeats."""
 
     host: str
     pid: int
     beat: int
 
 
-#: What a claim that is being written looks like.
+#: Stands for a lock that is being written.
 UNREADABLE = Owner("", 0, 0)
 
 
@@ -47,7 +46,7 @@ class DiskLock:
 
     Args:
         folder: created if need be.
-        verb: what an error says that the other process does there.
+        verb: activity of the other process, for errors.
 
     Raises:
         LockedError: another process holds it; nothing was written.
@@ -65,18 +64,18 @@ class DiskLock:
             raise
 
     def show(self, beat: int) -> None:
-        """Writes who holds the folder, and that it lives."""
+        """Writes the holder and a heartbeat."""
         owner = Owner(socket.gethostname(), os.getpid(), beat)
-        # A full disk is no reason to stop: the lock holds without the text.
+        # The lock holds without the text if the disk is full.
         with suppress(OSError):
-            # Of one length, so that a reader never sees halves of two texts.
+            # Of constant length, so that a reader never sees parts of two texts.
             os.pwrite(self._file, json.dumps(owner._asdict()).ljust(400).encode(), 0)
             os.fsync(self._file)
 
     def release(self) -> None:
-        """Lets another process write here."""
+        """Releases the folder."""
         with suppress(OSError):
-            # Emptied and not removed: a process that waits has the same file open.
+            # Emptied, not removed: waiting processes have the same file open.
             os.ftruncate(self._file, 0)
         with suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -92,13 +91,13 @@ class DiskLock:
         except OSError as error:
             logger.warning("%s cannot be locked (%s)", self._folder, error.strerror)
             locked = False
-        # With the lock in hand, whoever is named on this host has ended.
+        # With the lock in hand, a holder on this host has ended.
         here = owner is not None and owner.host == socket.gethostname()
         if owner is not None and not (here and locked):
             require_ended(self._folder, owner, verb, self._now)
 
     def _now(self) -> Owner | None:
-        """None when it has just ended; as before where the file is not readable."""
+        """The present holder; None if it has released the folder."""
         if not (self._folder / LOCK_FILE).stat().st_size:
             return None
         return self._owner() or UNREADABLE
@@ -113,22 +112,21 @@ class DiskLock:
 def require_ended(
     folder: AnyPath, owner: Owner, verb: str, now: Callable[[], Owner | None]
 ) -> None:
-    """Raises LockedError if whoever is named in a claim still lives.
+    """Raises LockedError if the process named in a lock still runs.
 
     Args:
-        folder: that is claimed.
-        owner: who claims it.
+        folder: of the lock.
+        owner: the process.
         verb: as `DiskLock`.
-        now: who claims it now; None when nobody does any more.
+        now: reads the lock again; None once it is released.
     """
-    # A process id comes again, in containers mostly as 1: this one's says nothing.
+    # Process ids repeat, in containers mostly as 1: this process's own proves nothing.
     if owner.host == socket.gethostname() and owner.pid != os.getpid():
         if _is_running(owner.pid):
             raise refusal(folder, owner, verb)
         return
     logger.warning(
-        "%s was claimed by process %d on %s: looking for %.0f seconds whether it "
-        "still lives",
+        "%s was locked by process %d on %s: waiting %.0f seconds for a heartbeat",
         folder,
         owner.pid,
         owner.host,
@@ -150,13 +148,13 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        # It is another user's.
+        # Of another user.
         return True
     return True
 
 
 def read_owner(content: bytes) -> Owner | None:
-    """Who a claim names; None if nobody, or if it is not readable."""
+    """The holder named in a lock; None if unreadable."""
     try:
         record: Any = json.loads(content)
         return Owner(str(record["host"]), int(record["pid"]), int(record["beat"]))
@@ -165,7 +163,7 @@ def read_owner(content: bytes) -> Owner | None:
 
 
 def refusal(folder: AnyPath, owner: Owner | None, verb: str) -> LockedError:
-    """What says that a folder is in use, and by whom."""
+    """The error of a folder in use, with its holder."""
     who = f"process {owner.pid} on {owner.host}" if owner else "another process"
     return LockedError(
         f"{folder} is in use: {who} {verb} there. Wait for it or stop it, or use "

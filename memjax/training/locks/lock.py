@@ -1,7 +1,7 @@
-"""One process at a time writes in a folder: trains in a run's, talks in a memory's.
+"""Lock on the folder of a run or a memory, for one writing process at a time.
 
-A claim is `.lock` in the folder: `disk_lock.py` on a disk, `bucket_lock.py` in a
-bucket. Both name host and process id, and count up while the process lives.
+The lock is `.lock` in the folder, a file on a disk (`disk_lock.py`) or an object in a
+bucket (`bucket_lock.py`), with host, process id and a heartbeat counter.
 """
 
 import threading
@@ -18,19 +18,19 @@ from memjax.training.locks.disk_lock import LOCK_FILE as LOCK_FILE
 from memjax.training.locks.disk_lock import DiskLock
 from memjax.training.locks.disk_lock import LockedError as LockedError
 
-#: Seconds between two signs of life.
+#: Seconds between two heartbeats.
 BEAT_SECONDS = 20.0
 
 
 class FolderLock:
     """Holds a folder for this process, or all processes of this run, until closed.
 
-    With several processes each makes the same calls, and the first holds the folder.
+    All processes make the same calls; the first one holds the folder.
 
     Args:
         folder: of a run or a memory, created if need be.
-        name: what an error calls the argument.
-        verb: what an error says that the other process does there.
+        name: of the argument, for errors.
+        verb: activity of the other process, for errors.
 
     Raises:
         LockedError: another process holds it; nothing was written.
@@ -58,12 +58,12 @@ class FolderLock:
             self._thread.start()
 
     def require_held(self) -> None:
-        """Raises LockedError where another process has taken a folder of a bucket."""
+        """Raises LockedError if another process has taken a folder of a bucket."""
         if isinstance(self._held, BucketLock):
             self._held.require_held()
 
     def close(self) -> None:
-        """Lets another process write here."""
+        """Releases the folder."""
         if self._held is None:
             return
         self._stopped.set()
@@ -83,7 +83,7 @@ class FolderLock:
         self.close()
 
     def _live(self) -> None:
-        """Shows other hosts that this process lives."""
+        """Writes a heartbeat for other hosts."""
         beat = 0
         while not self._stopped.wait(BEAT_SECONDS):
             beat += 1

@@ -1,1 +1,1 @@
-"""What a run says of itself: speed, use of its devices, lost time, where it goes."""
+"""Run metrics: speed, utilisation, goodput, reports, and their destinations."""

@@ -1,4 +1,4 @@
-"""The curves of a run, drawn from its metrics file, however often it was resumed."""
+"""Plot of a run's losses and learning rate, from its metrics file."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ from memjax.evaluation.provenance import device_name, version
 from memjax.training.monitoring.metrics_files import METRICS_FILE, read_lines
 
 CURVES_FILE = "curves.png"
-#: What an evaluation says of held-out documents.
+#: Metric of held-out documents.
 VALIDATION = "validation_perplexity"
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def draw_curves(run_dir: AnyPath | str) -> AnyPath | None:
         run_dir: folder of a run, or of one stage.
 
     Returns:
-        The file; None with fewer than two losses, where the disk refuses it, and in
+        The file; None with fewer than two losses, if it cannot be written, and in
         processes other than the first.
     """
     if jax.process_index() != 0:
@@ -50,7 +50,7 @@ def draw_curves(run_dir: AnyPath | str) -> AnyPath | None:
                 source=source_of({"device": device_name(), **version()._asdict()}),
             )
     except OSError as error:
-        # The run is done and saved: a picture is not worth an error.
+        # The run is saved: a missing plot is no error.
         logger.warning("%s cannot be written (%s)", path, error.strerror)
         return None
     return path
@@ -59,7 +59,7 @@ def draw_curves(run_dir: AnyPath | str) -> AnyPath | None:
 def _points(
     entries: list[dict[str, Any]], kind: str, name: str
 ) -> list[tuple[int, float]]:
-    """Steps and values of one kind of record; what was not finite is left out."""
+    """Steps and finite values of one kind of record."""
     return [
         (entry["step"], value)
         for entry in entries

@@ -1,4 +1,4 @@
-"""Peak speed of known devices, and the memory that one has in use."""
+"""Peak FLOP/s of known devices, and memory in use."""
 
 import jax
 
@@ -22,7 +22,7 @@ GIB = 2**30
 
 
 def peak_flops() -> float | None:
-    """Of all devices of the run together, a second; None where it is not known."""
+    """Peak FLOP/s of all devices of the run; None if unknown."""
     peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
     return peak and peak * jax.device_count()
 

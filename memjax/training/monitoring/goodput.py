@@ -1,8 +1,8 @@
-"""How much of a run's time went into steps that count, over all its restarts.
+"""Goodput: share of a run's time spent in steps that count, over all restarts.
 
-`goodput.json` in the run's folder holds when the run was started first, how often it
-was started, and at each saved step the seconds that its steps had taken up to there.
-Steps after the restored one are done again: their seconds are dropped with them.
+`goodput.json` in the run's folder has the time of the first start, the number of
+starts, and the seconds of steps up to each saved one. On resuming, the seconds of steps
+after the restored one are dropped.
 """
 
 import json
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Goodput:
-    """Counts the seconds of steps; the record never stops a run.
+    """Counts the seconds of steps; a failing disk does not stop a run.
 
     Args:
         folder: of the run.
-        step: that training starts from, 0 or the restored one.
+        step: of the start, 0 or the restored one.
     """
 
     def __init__(self, folder: Path, step: int):
@@ -35,16 +35,16 @@ class Goodput:
         self._write()
 
     def add(self, seconds: float) -> None:
-        """Counts the time of steps that were done."""
+        """Adds the time of completed steps."""
         self._seconds += seconds
 
     def mark(self, step: int) -> None:
-        """Remembers the seconds up to a step that is about to be saved."""
+        """Records the seconds up to a step that is about to be saved."""
         self._marks.append((step, self._seconds))
         self._write()
 
     def share(self) -> float:
-        """Seconds in steps that count, of all since the first start: 0 to 1."""
+        """Goodput since the first start, 0 to 1."""
         passed = time.time() - self._first_start
         # Clocks may be set back.
         return min(1.0, self._seconds / passed) if passed > 0 else 1.0
@@ -66,7 +66,7 @@ class Goodput:
 
 
 def _read(file: Path) -> tuple[float, int, list[tuple[int, float]]]:
-    """What is on record; that of a new run where there is none, or a damaged one."""
+    """The record; that of a new run if it is missing or damaged."""
     try:
         record = read_json(file)
         marks = [(int(step), float(seconds)) for step, seconds in record["seconds_at"]]
@@ -74,5 +74,5 @@ def _read(file: Path) -> tuple[float, int, list[tuple[int, float]]]:
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        logger.warning("%s starts anew, it cannot be read: %s", file, short(error))
+        logger.warning("%s is restarted, as it cannot be read: %s", file, short(error))
     return time.time(), 0, []

@@ -1,4 +1,4 @@
-"""What a run says when it starts: model, devices, documents, epochs, held-out texts."""
+"""Header of a run: model, devices, documents, epochs, held-out texts."""
 
 import math
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ def show(
     tokens_per_step: int,
     shortest: int,
 ) -> None:
-    """Prints the header; with several processes the first one alone does.
+    """Prints the header, in the first process.
 
     Args:
-        data: where the run's documents come from.
+        data: sources of the run's documents.
         loop: its steps and evaluations.
         model: its structure, with shapes for parameters.
         mesh: its devices.
         sources: documents of the training split, source by source.
         tokenizer: of the run.
         tokens_per_step: over all devices.
-        shortest: tokens of the shortest document that is read.
+        shortest: minimum tokens of a document that is read.
     """
     if jax.process_index() != 0:
         return
@@ -56,25 +56,25 @@ def show(
         lines["training"] = _training(documents, shortest, read, steps)
     if left_out := _left_out(documents, shortest):
         lines["left out"] = left_out
-    # Tokenised here once, and then cached for `memjax eval`.
+    # Tokenised here once, and cached for `memjax eval`.
     lines["validation"] = held_out(data, tokenizer, "validation")
     if loop.evaluate_every:
         lines["validation"] += (
             f"; about {data.validation_texts:,} texts of "
             f"{data.context_length:,}, every {loop.evaluate_every:,} steps"
         )
-    lines["test"] = f"{held_out(data, tokenizer, 'test')}; not read in training"
+    lines["test"] = f"{held_out(data, tokenizer, 'test')}; not used in training"
     for name, said in lines.items():
         print_line(f"{name:<11} {said}")
 
 
 def show_cost(state: TrainState, flops_per_step: float | None = None) -> None:
-    """Prints what a step asks of each device; with several processes the first does.
+    """Prints memory and operations of a step per device, in the first process.
 
     Args:
         state: before the first step, laid out on the devices: arrays, or shapes with
             their shardings.
-        flops_per_step: that the model needs, over all devices; None is not counted.
+        flops_per_step: of the model, over all devices; None if unknown.
     """
     if jax.process_index() != 0:
         return
@@ -105,7 +105,7 @@ def _size(count: int) -> str:
 
 
 def _model(model: Model) -> str:
-    """Parameters, those that stay as they are, and layers."""
+    """Trained and frozen parameters, and layers."""
 
     def count(tree):
         return sum(x.size for x in jax.tree.leaves(tree))
@@ -113,7 +113,7 @@ def _model(model: Model) -> str:
     _, trained, fixed = nnx.split(model, nnx.Param, ...)
     said = f"{count(trained):,} parameters"
     if frozen := count(fixed):
-        said += f" are trained, {frozen:,} stay as they are"
+        said += f" trained, {frozen:,} frozen"
     config = model.backbone.config
     return f"{said}; {config.num_layers} layers of width {config.model_dim:,}"
 
@@ -128,7 +128,7 @@ def _devices(mesh: Mesh) -> str:
 def _training(
     documents: Sequence[TokenisedDocument], shortest: int, read: int | float, steps: str
 ) -> str:
-    """Documents and tokens that are read, and how often the steps read them."""
+    """Documents, tokens, and epochs."""
     used = [len(d.tokens) for d in documents if len(d.tokens) >= shortest]
     epochs = read / max(sum(used), 1)
     return f"{_counted(len(used), sum(used))}; {steps} are {epochs:.3g} epochs"
@@ -142,7 +142,7 @@ def _left_out(documents: Sequence[TokenisedDocument], shortest: int) -> str:
 
 
 def held_out(data: DataConfig, tokenizer: Tokenizer, split: Split) -> str:
-    """Documents and tokens of a split, none where a source has none of it."""
+    """Documents and tokens of a split; "no documents" if a source lacks it."""
     try:
         sources = load_sources(data, tokenizer, split)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The files that a run's metrics go to: `metrics.jsonl` and TensorBoard's events.
+"""Metrics files of a run: `metrics.jsonl` and TensorBoard's events.
 
-Writing to them never stops a run: that a disk is full or fails is said once, training
-goes on, and what could not be written is kept and written later.
+A full or failing disk does not stop a run: it is reported once, and pending records are
+written later.
 """
 
 import importlib
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Appender:
-    """Appends records to a file, and keeps those that the disk refuses for later.
+    """Appends records to a file, and retries those that the disk refuses.
 
     Args:
         path: the file, created if need be.
@@ -47,7 +47,7 @@ class Appender:
         self._write()
 
     def sync(self) -> None:
-        """Puts all records on the disk, as far as it takes them."""
+        """Syncs all records to the disk, as far as possible."""
         self._write()
         with suppress(OSError):
             os.fsync(self._file.fileno())
@@ -69,8 +69,8 @@ class Appender:
         except OSError as error:
             if not self._failing:
                 logger.warning(
-                    "%s cannot be written now (%s); training goes on, and what is "
-                    "missing will be written when it can be",
+                    "%s cannot be written now (%s); training goes on, and missing "
+                    "records will be written when possible",
                     self._path,
                     error.strerror,
                 )
@@ -80,8 +80,8 @@ class Appender:
 class EventsFile:
     """TensorBoard's events, written by the thread that trains.
 
-    tensorboardX's own writer hands events to a thread over a queue of ten. That thread
-    ends at the first error of the disk, and whoever fills the queue waits for ever.
+    tensorboardX's own writer uses a thread and a queue of ten: the thread ends at the
+    first error of the disk, and the full queue then blocks for ever.
 
     Args:
         folder: where TensorBoard looks, created if need be.
@@ -115,7 +115,7 @@ class EventsFile:
             self._append(step=step, summary=summary)
 
     def sync(self) -> None:
-        """Puts all events on the disk, as far as it takes them."""
+        """Syncs all events to the disk, as far as possible."""
         self._file.sync()
 
     def close(self) -> None:
@@ -133,17 +133,17 @@ class EventsFile:
 
 
 def keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drops records after `step` and damaged lines from the file; returns the rest."""
+    """Drops records after `step` and damaged lines; returns the rest."""
     if not path.exists():
         return []
     kept = [entry for entry in read_lines(path) if entry["step"] <= step]
-    # Rewritten under another name and then moved: a kill meanwhile loses nothing.
+    # Written under another name and moved, so that a kill loses nothing.
     write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
     return kept
 
 
 def read_lines(path: AnyPath) -> list[dict[str, Any]]:
-    """The records of a metrics file, none without one; damaged lines are left out."""
+    """Records of a metrics file, without damaged lines; empty if there is no file."""
     if not path.exists():
         return []
     found = []

@@ -1,4 +1,4 @@
-"""Operations that a model's equations need for a token of training."""
+"""Model FLOPs of a training token."""
 
 import jax
 from flax import nnx
@@ -16,9 +16,8 @@ def flops_per_token(model: LanguageModel, length: int) -> float:
     6 N + 12 sum_l H K A. N are the parameters that a token is multiplied with: all
     matrices, the embedding only where it is the output head too. H K is the width of
     all query heads of layer l, and A how many positions a query attends to on average,
-    causally and within the layer's window. A multiply-add is two operations. What a
-    memory does to its state is not counted, nor what is computed again in the backward
-    pass: both would only make the devices look busier.
+    causally and within the layer's window. A multiply-add is two operations. Updates of
+    a memory's state and recomputation in the backward pass are not counted.
 
     Args:
         model: its structure; shapes for parameters are enough.
@@ -31,14 +30,14 @@ def flops_per_token(model: LanguageModel, length: int) -> float:
 def flops_per_tuned_token(
     backbone: LanguageModel, trained: PyTree, frozen: PyTree
 ) -> float:
-    """`flops_per_token` where some of the backbone's parameters stay as they are.
+    """`flops_per_token` with frozen parameters.
 
     4 N + 2 N', or 6 N where nothing is frozen: gradients pass through all N, and N'
-    parameters get one. Attention is not counted, as the positions that a query sees
-    depend on how a memory cuts the text, nor what the memory itself does.
+    parameters get one. Neither attention, whose positions depend on the memory, nor the
+    memory itself is counted.
 
     Args:
-        backbone: its structure, without what is trained beside it.
+        backbone: its structure, without added parameters.
         trained: parameters that are trained; shapes are enough.
         frozen: those that are not.
     """
@@ -52,7 +51,7 @@ def _matrices(params: PyTree) -> int:
 
 
 def _multiplied(model: LanguageModel) -> int:
-    """Parameters that a token is multiplied with."""
+    """Parameters in matrix products with a token."""
     config = model.config
     _, params, _ = nnx.split(model, nnx.Param, ...)
     matrices = _matrices(params)
@@ -65,7 +64,7 @@ def _multiplied(model: LanguageModel) -> int:
 
 
 def _attended(mechanism: MechanismConfig, length: int) -> float:
-    """Positions that a query attends to on average, times the width of all heads."""
+    """Mean positions that a query attends to, times the width of all heads."""
     heads = mechanism.attention
     if heads is None:
         return 0.0

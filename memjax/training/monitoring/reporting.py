@@ -1,10 +1,9 @@
-"""What a run reports: progress, `metrics.jsonl`, other writers, profiler traces.
+"""Progress, `metrics.jsonl`, other writers, and profiler traces of a run.
 
 `metrics.jsonl` has one JSON object a line: `step`, `kind` ("train" or
 "evaluation"), `time` (seconds since 1970) and `values`, where a value that is not
-finite is null. Each step is recorded once per kind, however often the run was
-interrupted: on resuming, the lines after the restored step are dropped, because those
-steps are repeated.
+finite is null. Each step has one record per kind: on resuming, lines after the restored
+step are dropped, as those steps are repeated.
 """
 
 import json
@@ -33,20 +32,20 @@ from memjax.training.monitoring.writers import open_writers
 
 
 class Reporter:
-    """Writes the metrics of one run; only process 0 writes or prints anything.
+    """Writes the metrics of a run, in process 0 alone.
 
     Args:
         run_dir: folder of the run, created if need be.
-        step: the step that training starts from, 0 or the restored one.
+        step: of the start, 0 or the restored one.
         steps: the last step of the run, for the progress bar and the time left.
         tokens_per_step: tokens in one batch over all devices, for tokens/s.
         console: where to print; standard output unless given.
-        writers: where metrics go beside `metrics.jsonl`; see `LoopConfig`.
-        record: the run's configuration, for the writers that show it.
-        flops_per_step: operations that a step needs, over all devices, for MFU.
+        writers: besides `metrics.jsonl`; see `LoopConfig`.
+        record: the run's configuration, for writers that show it.
+        flops_per_step: operations of a step over all devices, for MFU.
 
     Raises:
-        ValueError: a writer does not take the run.
+        ValueError: a writer refuses the run.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Reporter:
             self._task = self._bar.add_task("", total=steps, completed=step, text="")
 
     def start_clock(self, step: int) -> None:
-        """Measures speed from this step on; the first step contains compilation."""
+        """Measures speed from this step on, after the one that compiles."""
         if self._writes:
             self._speed.start(step)
 
@@ -98,11 +97,10 @@ class Reporter:
         """Records a training step and shows it with its speed and the time left.
 
         Args:
-            step: whose metrics these are.
+            step: of the metrics.
             values: the metrics.
-            dispatched: the step that the loop stands at, `step` unless given. Metrics
-                are read some steps late, and before a save several at once: the steps
-                dispatched between two lines, and not those read, took the time between.
+            dispatched: the last dispatched step, `step` unless given. Metrics are read
+                some steps late: speed counts the steps dispatched between two lines.
         """
         if not self._writes:
             return
@@ -111,7 +109,7 @@ class Reporter:
         self._show(step, _progress_text(timed, self._steps - step))
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Records and prints what an evaluation after `step` found."""
+        """Records and prints the values of an evaluation after `step`."""
         self._record(step, "evaluation", values)
         self._evaluated.add(step)
         self.message(f"step {step}: evaluation " + _pairs(values))
@@ -121,7 +119,7 @@ class Reporter:
         return step in self._evaluated
 
     def message(self, text: str) -> None:
-        """Prints one line, as long as somebody reads the output."""
+        """Prints one line, unless the output is closed."""
         if not self._writes:
             return
         if self._bar is None:
@@ -143,7 +141,7 @@ class Reporter:
             writer.sync()
 
     def so_far(self) -> str:
-        """How often the run was started, and how much of its time counts."""
+        """Number of starts, and goodput."""
         if not self._writes:
             return ""
         return f"start {self._goodput.starts}, goodput {self._goodput.share():.1%}"
@@ -204,16 +202,16 @@ class Profile:
         """Stops a running trace once `state` is computed."""
         if self._running:
             self._running = False
-            # A failed step raises where its state is used; here it would hide that.
+            # A failed step raises at the use of its state; here it would hide that.
             with suppress(RuntimeError):
                 jax.block_until_ready(state)
             jax.profiler.stop_trace()
 
 
 def print_line(text: str, file: Any = None) -> None:
-    """Prints a line as long as somebody reads the output.
+    """Prints a line, unless the output is closed.
 
-    Not by rich, which ends the program when a pipe's reader goes away.
+    Not by rich, which ends the program if a pipe is closed.
     """
     stream: IO[str] = sys.stdout if file is None else file
     try:
@@ -223,9 +221,9 @@ def print_line(text: str, file: Any = None) -> None:
 
 
 def _discard_output(file: IO[str]) -> None:
-    """Sends to nowhere what is printed from now on, and by Python when it ends.
+    """Redirects all further output to the null device.
 
-    A file that is not of the operating system stays as it is.
+    Files without a descriptor are left alone.
     """
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)

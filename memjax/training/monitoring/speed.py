@@ -1,4 +1,4 @@
-"""How fast a run goes, from one line of its log to the next."""
+"""Speed of a run between two lines of its log."""
 
 import time
 
@@ -7,13 +7,13 @@ from memjax.training.monitoring.goodput import Goodput
 
 
 class Speed:
-    """Measures steps, leaving out what is paused.
+    """Measures the time of steps, without pauses.
 
     Args:
-        step: from which it measures.
+        step: first step to measure from.
         tokens_per_step: over all devices.
-        flops_per_step: that the model needs, over all devices; None says no MFU.
-        goodput: counts the time of steps.
+        flops_per_step: of the model, over all devices; None for no MFU.
+        goodput: gets the time of steps.
     """
 
     def __init__(
@@ -33,25 +33,24 @@ class Speed:
         self._counted = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Of the time since the last line, so much was no training."""
+        """Excludes seconds from the time since the last line."""
         self._since += seconds
 
     def mark(self, step: int) -> None:
-        """Counts the time up to a step that is about to be saved."""
+        """Adds the time up to a step that is about to be saved."""
         self._count()
         self._goodput.mark(step)
 
     def line(self, step: int) -> dict[str, float]:
-        """What has been measured since the last line, per step.
+        """Measurements per step since the last line.
 
-        Values: `step_seconds`, `tokens_per_second`, and `mfu`, the share of the
-        devices' peak that the model's operations make up, where both are known; none of
-        these where no step was dispatched since then. `goodput`, and the GiB of memory
-        in use and at most so far, where the device counts them.
+        Values: `step_seconds`, `tokens_per_second`, and `mfu` (model FLOPs
+        utilisation) where the peak is known, if a step was dispatched since then;
+        `goodput`, and GiB of memory in use and at most, where the device counts them.
         """
         found = {}
         steps, elapsed = step - self._step, self._elapsed()
-        # Pauses may be longer than what is left, by the resolution of the clock.
+        # Pauses may exceed the elapsed time by the resolution of the clock.
         if steps > 0 and elapsed > 0:
             self._count()
             self.start(step)
@@ -65,7 +64,7 @@ class Speed:
         return time.perf_counter() - self._since
 
     def _count(self) -> None:
-        """Adds the time that was not yet counted."""
+        """Adds the time not yet counted to goodput."""
         elapsed = max(self._elapsed(), self._counted)
         self._goodput.add(elapsed - self._counted)
         self._counted = elapsed

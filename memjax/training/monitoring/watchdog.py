@@ -1,4 +1,4 @@
-"""Names a step that does not end, with its host."""
+"""Watchdog: a warning about a step that does not end."""
 
 import logging
 import socket
@@ -11,11 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Says once, in one line, what a step has waited for too long.
+    """Warns once of a step that waits longer than `minutes` and twice any wait before.
 
-    Too long is longer than `minutes`, and than twice the longest wait before. The line
-    comes from every host that waits: the one whose data stopped says so, the others say
-    that they wait for the devices.
+    Every waiting host warns: the one without data of its batch, the others of the
+    devices.
 
     Args:
         minutes: see `LoopConfig.watchdog_minutes`.
@@ -30,11 +29,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def waits(self, step: int, what: str) -> None:
-        """From now on, `step` waits for `what`."""
+        """Starts a wait of `step` for `what`."""
         self._begin((time.monotonic(), step, what))
 
     def rests(self) -> None:
-        """Nothing is waited for that has a usual time: a compilation, a save."""
+        """Ends the wait, for a compilation or a save of unknown length."""
         self._begin(None)
 
     def __enter__(self) -> "Watchdog":

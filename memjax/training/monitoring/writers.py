@@ -1,8 +1,8 @@
-"""Where a run's metrics go beside `metrics.jsonl`: one small protocol.
+"""Writers of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow.
 
-TensorBoard's files are in the run's folder. Weights & Biases and MLflow are packages of
-their own, and keep a run's number in the folder too, so that a resumed run goes on in
-theirs. None of them can stop a run that has started.
+TensorBoard's files are in the run's folder. Weights & Biases and MLflow are optional
+packages; the id of a run at their service is stored in the folder, so that a resumed
+run continues there. No writer can stop a run that has started.
 """
 
 import importlib
@@ -23,9 +23,9 @@ from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.monitoring.metrics_files import EventsFile
 from memjax.training.resume import flatten
 
-#: Package that each writer needs, and what installs it.
+#: Package and extra of each writer.
 PACKAGES = {"wandb": ("wandb", "wandb"), "mlflow": ("mlflow", "mlflow")}
-#: Seconds that the end of a run waits for what a service has not taken yet.
+#: Seconds to wait at the end of a run for values queued at a service.
 PATIENCE = 60.0
 
 logger = logging.getLogger(__name__)
@@ -40,32 +40,32 @@ class Writer(Protocol):
         ...
 
     def sync(self) -> None:
-        """Puts on the disk what was added."""
+        """Syncs added values to the disk."""
         ...
 
     def close(self) -> None:
-        """Ends, after everything was written."""
+        """Writes everything and ends."""
         ...
 
 
 @runtime_checkable
 class Service(Protocol):
-    """A run at a service; any error of any of these is reported once."""
+    """A run at a service; its first error is reported, later ones are not."""
 
     @property
     def id(self) -> str:
-        """The number under which the service goes on with the run."""
+        """Id of the run at the service."""
         ...
 
     def log(self, row: int, step: int, values: Mapping[str, float]) -> None:
-        """Takes values of a step; `row` counts calls from 0, over all restarts."""
+        """Logs values of a step; `row` counts calls from 0, over all restarts."""
         ...
 
     def finish(self) -> None: ...
 
 
 def require_installed(names: Sequence[str]) -> None:
-    """Raises ValueError where a writer's package is not there."""
+    """Raises ValueError if a writer's package is missing."""
     for name in names:
         package, install = PACKAGES.get(name, ("tensorboardX", "tensorboardX"))
         if importlib.util.find_spec(package) is None:
@@ -102,7 +102,7 @@ def open_writers(
 
 
 class ServiceWriter:
-    """Sends each step once to a service, however often it is done again.
+    """Sends each step to a service once, even if it is repeated.
 
     `<name>.json` in the run's folder has the run's number there, the last step sent of
     each kind, and how often something was sent. It is written before a step is sent: a
@@ -139,10 +139,10 @@ class ServiceWriter:
         self._guarded(lambda: self._service.log(row, step, named))
 
     def sync(self) -> None:
-        """Does nothing: a service must not make training wait."""
+        """No-op: a service must not delay training."""
 
     def close(self) -> None:
-        """Waits a while for what is under way, and ends."""
+        """Waits a limited time for queued values, and ends."""
         self._guarded(self._service.finish)
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -180,7 +180,7 @@ class WandbRun:
     """A run of Weights & Biases; WANDB_PROJECT, WANDB_MODE, ... are read by it.
 
     Args:
-        folder: of the run, whose name it gets; its files are in `wandb/` there.
+        folder: of the run, also its name; files are in `wandb/` there.
         known: its number, if it was begun before.
         record: its configuration.
     """
@@ -207,7 +207,7 @@ class WandbRun:
         self._run.log({"step": step, **values}, step=row)
 
     def finish(self) -> None:
-        """Waits until that has all of them on the disk, and online also sent."""
+        """Waits until all are on the disk and, online, sent."""
         self._run.finish()
 
 
@@ -217,7 +217,7 @@ class MlflowRun:
     Its experiment is MLFLOW_EXPERIMENT_NAME or "memjax". A thread sends the values.
 
     Args:
-        folder: of the run, whose name it gets.
+        folder: of the run, also its name.
         known: its number, if it was begun before.
         record: its configuration, which becomes its parameters.
     """
@@ -235,7 +235,7 @@ class MlflowRun:
         self._under_way: deque[Future] = deque()
 
     def log(self, row: int, step: int, values: Mapping[str, float]) -> None:
-        """Queues the values; raises what sending earlier ones raised."""
+        """Queues the values; raises errors of earlier ones."""
         now = round(1000 * time.time())
         metrics = [self._entities.Metric(n, v, now, step) for n, v in values.items()]
         send = self._client.log_batch
@@ -244,7 +244,7 @@ class MlflowRun:
             self._under_way.popleft().result()
 
     def finish(self) -> None:
-        """Waits for what is queued, but not for ever."""
+        """Waits a limited time for queued values."""
         wait(self._under_way, PATIENCE)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.set_terminated(self.id)

@@ -91,6 +91,7 @@ def arrays(model):
     return {name(path).removesuffix(".value"): np.asarray(x) for path, x in found}
 
 
+@pytest.mark.slow
 def test_each_part_trains_what_is_its_own(base, trained):
     before = arrays(memjax.load(base[0]).model)
     _, aligned = finetune.load(trained[0] / "stage1")
@@ -122,6 +123,7 @@ def test_each_part_trains_what_is_its_own(base, trained):
     )
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, capsys):
     folder, command = trained
     file = folder / LAYERS_FILE
@@ -138,6 +140,7 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
     assert "window was 4 and is now 5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
     model: Any = memjax.load(trained[0]).model
     assert isinstance(model.config.layers[0], HybridConfig)
@@ -164,6 +167,7 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
     assert "Total Parameters: 2,656" in table
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_as_any_model_in_any_segments(trained):
     folder, _ = trained
     found = []

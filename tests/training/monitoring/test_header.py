@@ -54,7 +54,7 @@ def test_a_run_says_what_it_is_made_of(lines):
     assert lines["validation"] == (
         "1 document, 21 tokens; about 5 texts of 2,048, every 10 steps"
     )
-    assert lines["test"].endswith("tokens; not read in training")
+    assert lines["test"].endswith("tokens; not used in training")
 
 
 def test_each_source_of_a_mixture_says_its_share(tmp_path, capsys):

@@ -108,7 +108,7 @@ def test_a_damaged_record_of_time_starts_anew(
 ) -> None:
     (tmp_path / goodput.GOODPUT_FILE).write_text('{"starts": "many"}')
     assert Goodput(tmp_path, 5).starts == 1
-    assert "starts anew" in caplog.text
+    assert "is restarted, as it cannot be read" in caplog.text
 
 
 def test_saves_and_restarts_are_counted_by_a_run(

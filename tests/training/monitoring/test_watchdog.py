@@ -18,11 +18,11 @@ def test_a_step_without_its_batch_is_named_once(
     following = toy_run.Data.__next__
 
     def slow_once(data: Any) -> Any:
-        time.sleep(0.8 if data.position == 6 else 0)
+        time.sleep(1.6 if data.position == 6 else 0)
         return following(data)
 
     monkeypatch.setattr(toy_run.Data, "__next__", slow_once)
-    options = {"steps": 9, "save_every": 100, "watchdog_minutes": 0.1 / 60}
+    options = {"steps": 9, "save_every": 100, "watchdog_minutes": 0.5 / 60}
     with caplog.at_level(logging.WARNING, watchdog.__name__):
         assert toy_run.main(tmp_path, options) == 0
     said = [r.getMessage() for r in caplog.records if r.name == watchdog.__name__]
@@ -36,7 +36,7 @@ def test_a_step_without_its_batch_is_named_once(
 def test_what_takes_long_by_nature_is_not_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, long: str
 ) -> None:
-    options = {"steps": 2, "evaluate_every": 1, "watchdog_minutes": 0.2 / 60, long: 0.5}
+    options = {"steps": 2, "evaluate_every": 1, "watchdog_minutes": 0.4 / 60, long: 0.9}
     with caplog.at_level(logging.WARNING, watchdog.__name__):
         assert toy_run.main(tmp_path, options) == 0
     assert not [r for r in caplog.records if r.name == watchdog.__name__]
