@@ -33,8 +33,8 @@ def draw(time, heads, dtype=jnp.float32):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def with_gradients(form, window, tokens):
     *tokens, weight = tokens
-    y, pull_back = jax.vjp(lambda *x: form(*x, window), *tokens)
-    return y, pull_back(weight)
+    y, pull = jax.vjp(lambda *x: form(*x, window), *tokens)
+    return y, pull(weight)
 
 
 KERNEL = functools.partial(causal_attention, interpret=INTERPRETER)
@@ -77,12 +77,13 @@ def test_scores_far_from_zero_do_not_overflow():
     np.testing.assert_allclose(y, plain(100 * q, 100 * k, v, None), atol=1e-4)
 
 
+@settings(max_examples=40)
 @given(
-    number=st.integers(1, 24),
+    number=st.integers(1, 16),
     # Windows that end where blocks do, or a token or two from there.
     window=st.none()
-    | st.integers(1, 3000)
-    | st.builds(lambda n, more: 128 * n + more, st.integers(1, 16), st.integers(-1, 2)),
+    | st.integers(1, 2000)
+    | st.builds(lambda n, more: 128 * n + more, st.integers(1, 12), st.integers(-1, 2)),
     by_key=st.booleans(),
 )
 def test_steps_are_the_blocks_in_which_some_query_sees_a_key(number, window, by_key):

@@ -62,11 +62,11 @@ def forward(op, how):
 def both(op, how):
     """Values, and gradients under cotangents of the reads and of the last memory."""
 
-    def pull_back(arguments, reset, weights):
+    def pull_both(arguments, reset, weights):
         values, pull = jax.vjp(lambda *a: forward(op, how)(*a, reset), *arguments)
         return values, pull(weights)
 
-    return jax.jit(pull_back)
+    return jax.jit(pull_both)
 
 
 def gradients(op, how, arguments, reset=WHOLE):

@@ -49,6 +49,7 @@ def test_pairs_of_channels_turn_as_complex_numbers():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "rows"),
     [((32, 4, 64), None), ((528, 8, 32), 1), ((48, 3, 128), 2), ((16, 18, 64), 2)],
@@ -63,8 +64,11 @@ def test_the_kernel_turns_as_xla_does(sizes, rows):
     close(jax.jit(functools.partial(run, ROTATE))(), run(xla.rotate), NEAR)
 
 
-@pytest.mark.parametrize("sizes", [(32, 4, 64), (528, 8, 32), (48, 3, 128)])
-@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "scale"),
+    [((32, 4, 64), 1.0), ((528, 8, 32), 0.125), ((48, 3, 128), 1.0)],
+)
 def test_layouts_are_exchanged_axes(sizes, scale):
     x = heads_and_angles(2, *sizes)[0]
 

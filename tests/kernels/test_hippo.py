@@ -86,11 +86,11 @@ def oracle(features, state, start, count):
     """Blocks one by one in float64, by the matrices of the bank."""
     coefficients, memory = [], []
     order = state.shape[1]
-    for element, c, t, complete in zip(features, state, start, count, strict=True):
+    for element, c, t, full in zip(features, state, start, count, strict=True):
         c, reads = np.float64(c) * (t > 0), []
         for j, f in enumerate(element):
             reads.append(READ[:, :order] @ c)
-            if j < complete:
+            if j < full:
                 c = bank.transition(order, t / (t + L)) @ c
                 c = c + bank.block_kernel(order, t, t + L) @ f
                 t += L

@@ -117,11 +117,11 @@ def forward(name, how):
 def both(name, how):
     """Values, and gradients under cotangents of reads and of the last memory."""
 
-    def pull_back(arguments, reset, weights):
+    def pull_both(arguments, reset, weights):
         values, pull = jax.vjp(lambda *a: forward(name, how)(*a, reset), *arguments)
         return values, pull(weights)
 
-    return jax.jit(pull_back)
+    return jax.jit(pull_both)
 
 
 def with_gradients(name, how, arguments, reset=WHOLE):

@@ -93,6 +93,7 @@ CASES += [("lattice", {"forget": "l1"}), ("lattice", {"normalize": False})]
 CASES += [("trellis", {"phi": "softmax"}), ("trellis", {"phi": "ln_silu"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_the_kernel_computes_what_the_step_does(name, options):
     given, step = tokens_of(name, (2, 3, 16, 8)), plain_step(name, **options)
@@ -105,6 +106,7 @@ def test_the_kernel_computes_what_the_step_does(name, options):
     close(run(kernel), run(step), 1e-5)
 
 
+@pytest.mark.slow
 def test_heads_of_several_blocks(monkeypatch):
     monkeypatch.setattr(one_pass, "MOST_HEADS", 8)
     given, step = tokens_of("lattice", (2, 16, 16, 8)), plain_step("lattice")
@@ -118,6 +120,7 @@ def test_a_share_of_heads_that_does_not_fit_is_left_to_xla(monkeypatch):
     close(jax.jit(functools.partial(one_pass.step_tpu, step))(*given), step(*given), 0)
 
 
+@pytest.mark.slow
 def test_bfloat16_tokens_are_read_in_bfloat16():
     given = tokens_of("gated_delta_rule", (2, 3, 16, 8), jnp.bfloat16)
     step = plain_step("gated_delta_rule")

@@ -189,6 +189,7 @@ def test_gradients_of_gradients_differentiate_the_same_function():
     close(twice(DELTA), twice(GATED_DELTA_XLA), 1e-5)
 
 
+@pytest.mark.slow
 @OF_OPS
 def test_a_head_that_fills_no_lanes_runs_without_a_kernel(name):
     """As on a device of a mesh; gradients of gradients take the same form."""

@@ -75,7 +75,7 @@ def forward(how):
 def both(how):
     """Values, and gradients under cotangents of the reads and of the last memory."""
 
-    def pull_back(tokens, memory, positions, reset, weights):
+    def pull_both(tokens, memory, positions, reset, weights):
         def values(tokens, memory):
             after, y = forward(how)(tokens, memory, positions, reset)
             return leaves(after), y
@@ -83,7 +83,7 @@ def both(how):
         out, pull = jax.vjp(values, tokens, memory)
         return out, pull(weights)
 
-    return jax.jit(pull_back)
+    return jax.jit(pull_both)
 
 
 def leaves(state):

@@ -129,6 +129,7 @@ def on_gpu(function, tokens) -> str:
     return lowered.as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
 def test_on_a_hopper_gpu_its_kernels_are_chosen(op, on_hopper):
     function, tokens = draw_half(op)

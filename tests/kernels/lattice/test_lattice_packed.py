@@ -26,7 +26,7 @@ WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 EXACT = functools.partial(products.multiply, dtype=jnp.dtype("float32"))
 
 
-def side_by_side(x):
+def pack_heads(x):
     """[P, heads, ., D] -> [P, ., DD]."""
     return jnp.concatenate([x[:, i] for i in range(x.shape[1])], axis=-1)
 
@@ -68,23 +68,23 @@ def test_a_chunk_and_its_gradient_agree_with_one_head_at_a_time(drawn):
 
     expected, pull = jax.vjp(one_by_one, q, k, v, gamma, start)
     options = packed.Options(variant, heads, EXACT)
-    wide = side_by_side(jnp.broadcast_to(gamma, q.shape))
-    x = packed.Chunk(side_by_side(q), side_by_side(k), side_by_side(v), wide)
-    moved, y = packed.advance(x, side_by_side(start), options)
-    close((moved.after, moved.written, y), [*map(side_by_side, expected)], 2e-5)
-    found = packed_gradient.pull_back(
+    wide = pack_heads(jnp.broadcast_to(gamma, q.shape))
+    x = packed.Chunk(pack_heads(q), pack_heads(k), pack_heads(v), wide)
+    moved, y = packed.advance(x, pack_heads(start), options)
+    close((moved.after, moved.written, y), [*map(pack_heads, expected)], 2e-5)
+    found = packed_gradient.vjp(
         x,
-        side_by_side(start),
-        side_by_side(d_after),
-        side_by_side(d_written),
-        side_by_side(d_y),
+        pack_heads(start),
+        pack_heads(d_after),
+        pack_heads(d_written),
+        pack_heads(d_y),
         options,
     )
     d_q, d_k, d_v, d_gamma, d_start = pull((d_after, d_written, d_y))
     by_head = found.x.gamma.reshape(number, size, heads, slots).sum(-1)
     actual = *found.x[:3], by_head, found.start
-    theirs = side_by_side(d_q), side_by_side(d_k), side_by_side(d_v)
-    theirs = *theirs, side_by_side(d_gamma), side_by_side(d_start)
+    theirs = pack_heads(d_q), pack_heads(d_k), pack_heads(d_v)
+    theirs = *theirs, pack_heads(d_gamma), pack_heads(d_start)
     for mine, other in zip(actual, theirs, strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-4 * (1 + np.abs(other).max()))
 

@@ -31,13 +31,13 @@ CHUNK_SIZES = st.sampled_from([1, 2, 4, 8, 16, 64])
 EXACT = functools.partial(products.multiply, dtype=jnp.dtype("float32"))
 
 
-def side_by_side(heads, x):
+def pack_heads(heads, x):
     """[H, ., D] -> [P, ., DD]."""
     return jnp.concatenate([x[i::heads] for i in range(heads)], axis=-1)
 
 
-def apart(heads, x):
-    """Undoes `side_by_side`."""
+def two_memories(heads, x):
+    """Undoes `pack_heads`."""
     split = jnp.stack(jnp.split(x, heads, axis=-1), axis=1)
     return split.reshape(-1, *split.shape[2:])
 
@@ -48,7 +48,7 @@ def gates_of(heads, gamma, g):
     sums = gate_sums.Sums(jnp.cumsum(coarse, -1), jnp.cumsum(g - coarse, -1))
 
     def row(x):
-        return side_by_side(heads, x[:, None])
+        return pack_heads(heads, x[:, None])
 
     row_sums = gate_sums.Sums(*map(row, sums))
     columns = tuple(
@@ -79,8 +79,8 @@ def chunks(draw):
 def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     sizes, seed, phi, activation, shared = drawn
     size, slots, heads = sizes["C"], sizes["M"], sizes["heads"]
-    paired = functools.partial(side_by_side, heads)
-    split = functools.partial(apart, heads)
+    paired = functools.partial(pack_heads, heads)
+    split = functools.partial(two_memories, heads)
     # A norm of one slot and a layer norm of two are steps from -1 to 1, which neither
     # kernel finds near the step.
     slots += 2
@@ -103,8 +103,8 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     def slots_last(q, k, v, alpha, gamma, g, *memories):
         chunk = one_chunk.Chunk(q, (k, v), alpha, tuple(gamma), tuple(g))
         before = Memories(memories[:2], memories[2:])
-        complete = jnp.ones((1, 1))
-        after, y = one_chunk.advance(chunk, before, None, complete, None, options)
+        full = jnp.ones((1, 1))
+        after, y = one_chunk.advance(chunk, before, None, full, None, options)
         return after.running, y
 
     primals = (q, k, v, alpha, gamma, g, *memories)
@@ -120,7 +120,7 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
     ready = packed.prepare(x, gates, options)
     new, read = packed.advance(x, ready, gates, *given_memories, options)
     close(jax.tree.map(split, (new, read)), (after, y), 1e-5)
-    found = packed_gradient.pull_back(
+    found = packed_gradient.vjp(
         x,
         ready,
         gates,
@@ -151,13 +151,13 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_diagonal_keeps_each_heads_own_lanes(dtype):
     x = jax.random.normal(jax.random.key(0), (2, 16, 96)).astype(dtype)
-    wide = jax.jit(packs.diagonal, static_argnums=1)(x, 3)
+    wide = jax.jit(packs.block_diagonal, static_argnums=1)(x, 3)
     assert wide.shape == (2, 48, 96) and wide.dtype == dtype
     for i in range(3):
         rows, lanes = slice(16 * i, 16 * i + 16), slice(32 * i, 32 * i + 32)
         np.testing.assert_array_equal(wide[:, rows, lanes], x[:, :, lanes])
         assert not wide[:, rows].at[:, :, lanes].set(0).any()
-    np.testing.assert_array_equal(packs.own(wide, 3), x)
+    np.testing.assert_array_equal(packs.diagonal_blocks(wide, 3), x)
 
 
 @st.composite

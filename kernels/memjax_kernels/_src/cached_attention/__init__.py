@@ -78,11 +78,15 @@ def attend(
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B Q H"]]:
     """`cached_attention` by XLA."""
 
-    def apart(x):
+    def split_heads(x):
         return x.reshape(*x.shape[:2], -1, q.shape[-1]).astype(q.dtype)
 
     y, mass = jax.nn.dot_product_attention(
-        q, apart(keys), apart(values), mask=seen[:, None], return_residual=True
+        q,
+        split_heads(keys),
+        split_heads(values),
+        mask=seen[:, None],
+        return_residual=True,
     )
     # The library's is in the dtype of the queries.
     return y, mass.astype(jnp.float32)

@@ -149,10 +149,10 @@ def _kernel(blocks, rows, keys, values, seen, total, largest, weight, *, heads, 
         scores = jnp.where(shows, scores, UNSEEN)
         before = largest[:, :1]
         after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-        kept, weights = jnp.exp(before - after), jnp.exp(scores - after)
+        rescale, weights = jnp.exp(before - after), jnp.exp(scores - after)
         added = product(weights.astype(q.dtype), v, (((1,), (0,)), ((), ())))
-        total[...] = kept * total[...] + added
-        summed = kept * weight[:, :1] + weights.sum(axis=1, keepdims=True)
+        total[...] = rescale * total[...] + added
+        summed = rescale * weight[:, :1] + weights.sum(axis=1, keepdims=True)
         weight[...] = jnp.broadcast_to(summed, weight.shape)
         largest[...] = jnp.broadcast_to(after, largest.shape)
 

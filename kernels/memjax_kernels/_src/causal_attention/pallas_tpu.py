@@ -83,8 +83,8 @@ def _forward_call(static, q, k, v):
     return tuple(checkpoint_name(x, READS) for x in found)
 
 
-def _backward(static, kept, d_y):
-    q, k, v, y, mass = kept
+def _backward(static, residuals, d_y):
+    q, k, v, y, mass = residuals
     grid = _Grid(static, q, by_key=True)
     heads, block = len(HEADS), grid.plan.block
     scratch = [
@@ -206,10 +206,10 @@ def _forward_kernel(*refs):
         now = jnp.maximum(before, jnp.max(scores, axis=0, keepdims=True))
         highest[one] = now
         weight = jnp.exp2((scores - now) * scale)
-        kept = jnp.exp2((before - now) * scale)
-        weights[one] = weights[one] * kept + jnp.sum(weight, axis=0, keepdims=True)
+        residuals = jnp.exp2((before - now) * scale)
+        weights[one] = weights[one] * residuals + jnp.sum(weight, axis=0, keepdims=True)
         read = _dot(values[channels], weight.astype(v.dtype), NN)
-        total[channels] = total[channels] * kept + read
+        total[channels] = total[channels] * residuals + read
 
     @pl.when(steps.last[n] == 1)
     def _():

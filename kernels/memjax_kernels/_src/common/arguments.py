@@ -101,7 +101,7 @@ def distinct(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
     place = {index: i for i, index in enumerate(indices)}
     places = [place[first[id(leaf)]] for leaf in leaves]
 
-    def whole(kept: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(treedef, [kept[i] for i in places])
+    def whole(given: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(treedef, [given[i] for i in places])
 
     return indices, whole

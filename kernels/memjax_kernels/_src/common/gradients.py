@@ -30,7 +30,7 @@ def of_kernels(
     Args:
         name: of the op.
         forward: the kernel (static, *primals, keep=) -> ((memory, y), kept); without
-            `keep` it keeps nothing.
+            `with_residuals` it keeps nothing.
         backward: the kernel (static, primals, kept, cotangents of (memory, y)) ->
             cotangents of the primals.
         form: the same function as `forward` in XLA, (static, *primals) -> (memory, y).
@@ -39,25 +39,25 @@ def of_kernels(
 
     @differentiable
     def op(static, *primals):
-        return forward(static, *primals, keep=False)[0]
+        return forward(static, *primals, with_residuals=False)[0]
 
     # What a gradient calls is differentiable itself, for gradients of gradients. What
     # is kept depends on the primals alone, so that its own cotangent is left out.
     @differentiable
     def keeping(static, *primals):
-        return forward(static, *primals, keep=True)
+        return forward(static, *primals, with_residuals=True)
 
     @differentiable
-    def pullback(static, primals, kept, cotangents):
-        return backward(static, primals, kept, cotangents)
+    def pullback(static, primals, residuals, cotangents):
+        return backward(static, primals, residuals, cotangents)
 
     def op_forward(static, *primals):
         results: Any = keeping(static, *primals)
-        (memory, y), kept = results
+        (memory, y), residuals = results
         # Named, so that a rematerialisation policy can save them and skip the forward
         # kernel.
-        kept = checkpoint_name(kept, f"{name}_chunk_states")
-        return (memory, checkpoint_name(y, f"{name}_reads")), (primals, kept)
+        residuals = checkpoint_name(residuals, f"{name}_chunk_states")
+        return (memory, checkpoint_name(y, f"{name}_reads")), (primals, residuals)
 
     def op_backward(static, residuals, cotangents):
         return pullback(static, *residuals, cotangents)
@@ -73,14 +73,14 @@ def of_kernels(
         return pullback(static, *given), given
 
     def pullback_backward(static, given, second):
-        primals, kept, cotangents = given
+        primals, residuals, cotangents = given
 
         # The kernel itself has no gradient; the same function in XLA has.
         def in_xla(primals, cotangents):
             return jax.vjp(functools.partial(form, static), *primals)[1](cotangents)
 
         d_primals, d_cotangents = jax.vjp(in_xla, primals, cotangents)[1](second)
-        return d_primals, jax.tree.map(jnp.zeros_like, kept), d_cotangents
+        return d_primals, jax.tree.map(jnp.zeros_like, residuals), d_cotangents
 
     op.defvjp(op_forward, op_backward)
     keeping.defvjp(keeping_forward, keeping_backward)
@@ -105,16 +105,16 @@ def of_prepared(
 
     def apart(*primals):
         x = prepare(*primals)
-        kept = {name: getattr(x, name) for name in indices}
-        return x._replace(**dict.fromkeys(indices)), kept
+        residuals = {name: getattr(x, name) for name in indices}
+        return x._replace(**dict.fromkeys(indices)), residuals
 
-    floats, pull, kept = jax.vjp(apart, *primals, has_aux=True)
+    floats, pull, residuals = jax.vjp(apart, *primals, has_aux=True)
 
     # A gradient must vary over the axes of a mesh that its argument varies over.
     def back(cotangents):
         return pull(vary_alike((cotangents, primals))[0])
 
-    return floats._replace(**kept), back
+    return floats._replace(**residuals), back
 
 
 def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

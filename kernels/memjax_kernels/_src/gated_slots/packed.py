@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.common.packs.channels import Decays, decays, pairs, suffix_sums
 from memjax_kernels._src.common.packs.recurrence_kernels import Channels, Cotangents
 from memjax_kernels._src.common.products import multiply
@@ -29,48 +29,54 @@ def advance(
     """The memory after a chunk, and how much of each slot a token reads; x.v is α."""
     left = decays(x.g, x.parts)
     compared, _ = _compare(x, start, left)
-    written = own(x.dot(x.k, x.low(x.v * left.until), "tn"), x.heads)
+    written = diagonal_blocks(x.dot(x.k, x.cast(x.v * left.until), "tn"), x.heads)
     return left.since[:, -1:] * start + written, _softmax(compared, x.heads)
 
 
-def pull_back(
+def vjp(
     x: Channels,
     start: Float[Array, "P K MM"],
     d_after: Float[Array, "P K MM"],
     d_weights: Float[Array, "P C MM"],
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
-    heads, low, dot = x.heads, x.low, x.dot
+    heads, cast, dot = x.heads, x.cast, x.dot
     left = decays(x.g, x.parts)
     compared, overlap = _compare(x, start, left)
     weights = _softmax(compared, heads)
     products = weights * d_weights
     d_c = products - weights * _sum_heads(products, heads)
 
-    d_past = low(left.since * d_c)
-    d_memory = diagonal(low(d_after), heads)
+    d_past = cast(left.since * d_c)
+    d_memory = block_diagonal(cast(d_after), heads)
     d_written = left.until * dot(x.k, d_memory, "nn")
-    past = dot(x.q, diagonal(low(start), heads), "nn")
+    past = dot(x.q, block_diagonal(cast(start), heads), "nn")
     d_overlap, d_alpha = jnp.zeros_like(overlap), d_written
     sums = d_past * past - x.v * d_written
     for chosen, f in zip(pairs(overlap), left.blocks, strict=True):
-        alpha, d_read = low(x.v * f), low(d_c * f)
-        seen, by_head = low(jnp.where(chosen, overlap, 0.0)), diagonal(alpha, heads)
-        reads, writes = dot(seen, by_head, "nn"), own(dot(seen, d_read, "tn"), heads)
+        alpha, d_read = cast(x.v * f), cast(d_c * f)
+        seen, by_head = (
+            cast(jnp.where(chosen, overlap, 0.0)),
+            block_diagonal(alpha, heads),
+        )
+        reads, writes = (
+            dot(seen, by_head, "nn"),
+            diagonal_blocks(dot(seen, d_read, "tn"), heads),
+        )
         d_overlap = jnp.where(chosen, dot(d_read, by_head, "nt"), d_overlap)
         d_alpha += f * writes
         # Of the rounded operands: what a pair adds here cancels for all gates but those
         # between its tokens.
         sums += d_read * reads - alpha * writes
-    d_overlap = low(d_overlap)
-    d_q = dot(d_overlap, diagonal(x.k, heads), "nn")
-    d_q += dot(d_past, diagonal(low(start), heads), "nt")
-    d_k = own(dot(d_overlap, x.q, "tn"), heads)
-    d_k += dot(low(x.v * left.until), d_memory, "nt")
-    kept = left.since[:, -1:] * d_after
-    d_start = kept + own(dot(x.q, d_past, "tn"), heads)
+    d_overlap = cast(d_overlap)
+    d_q = dot(d_overlap, block_diagonal(x.k, heads), "nn")
+    d_q += dot(d_past, block_diagonal(cast(start), heads), "nt")
+    d_k = diagonal_blocks(dot(d_overlap, x.q, "tn"), heads)
+    d_k += dot(cast(x.v * left.until), d_memory, "nt")
+    decay = left.since[:, -1:] * d_after
+    d_start = decay + diagonal_blocks(dot(x.q, d_past, "tn"), heads)
     # All that the memory after the chunk receives, at every token.
-    end = packs.sum_slots(kept * start) + packs.sum_slots(x.v * d_written)
+    end = packs.sum_slots(decay * start) + packs.sum_slots(x.v * d_written)
     return Cotangents((d_q, d_k, d_alpha, suffix_sums(sums, x.parts) + end), d_start)
 
 
@@ -78,12 +84,12 @@ def _compare(
     x: Channels, start: Float[Array, "P K MM"], left: Decays
 ) -> tuple[Float[Array, "P C MM"], Float[Array, "P C CC"]]:
     """K̃ q of every token, and q kᵀ of every pair."""
-    low, dot = x.low, x.dot
-    overlap = dot(x.q, diagonal(x.k, x.heads), "nt")
-    compared = left.since * dot(x.q, diagonal(low(start), x.heads), "nn")
+    cast, dot = x.cast, x.dot
+    overlap = dot(x.q, block_diagonal(x.k, x.heads), "nt")
+    compared = left.since * dot(x.q, block_diagonal(cast(start), x.heads), "nn")
     for chosen, f in zip(pairs(overlap), left.blocks, strict=True):
-        seen = low(jnp.where(chosen, overlap, 0.0))
-        compared += f * dot(seen, diagonal(low(x.v * f), x.heads), "nn")
+        seen = cast(jnp.where(chosen, overlap, 0.0))
+        compared += f * dot(seen, block_diagonal(cast(x.v * f), x.heads), "nn")
     return compared, overlap
 
 
@@ -104,5 +110,5 @@ def _softmax(x: Float[Array, "P C MM"], heads: int) -> Float[Array, "P C MM"]:
 def _sum_heads(x: Float[Array, "P C MM"], heads: int) -> Float[Array, "P C MM"]:
     """Sums over each head's lanes, in all of them."""
     ones = jnp.ones((x.shape[0], x.shape[-1] // heads, x.shape[-1]), BF16)
-    ones = diagonal(ones, heads)
+    ones = block_diagonal(ones, heads)
     return packs.in_parts(lambda part: multiply(part, ones, "nn", BF16), x)

@@ -60,4 +60,4 @@ def _in_xla(q, k, alpha, g, beta, state, *, chunk_size):
     return keys.swapaxes(2, 3), weights
 
 
-OP = Op("slot_weights", packed.advance, packed.pull_back, _in_xla, exact=False)
+OP = Op("slot_weights", packed.advance, packed.vjp, _in_xla, exact=False)

@@ -50,8 +50,8 @@ def gated_slots_step(
     q32, k32, v32, write = (x.astype(jnp.float32) for x in (q, k, v, alpha))
     keys, values = state
     if g is not None:
-        keep = jnp.exp(g.astype(jnp.float32))[..., None]
-        keys, values = keep * keys, keep * values
+        decay = jnp.exp(g.astype(jnp.float32))[..., None]
+        keys, values = decay * keys, decay * values
     keys = keys + write[..., None] * k32[..., None, :]
     values = values + write[..., None] * v32[..., None, :]
     # The slots are read after the write: a token sees itself.

@@ -23,8 +23,11 @@ def hippo_reference(
         moved = on_demand.advance(t, stop, c)
         written = on_demand.kernel(c.shape[1], t, stop, 1) * f[:, None]
         # Tokens of a block that is not full stay outside of the coefficients.
-        keep = (t - start < count * length)[:, None, None]
-        return (jnp.where(keep, moved + written, c), jnp.where(keep[:, 0, 0], stop, t))
+        inside = (t - start < count * length)[:, None, None]
+        return (
+            jnp.where(inside, moved + written, c),
+            jnp.where(inside[:, 0, 0], stop, t),
+        )
 
     def read_and_absorb(carry, f):
         memory = jnp.einsum("mn,bnx->bmx", reconstruction, carry[0])

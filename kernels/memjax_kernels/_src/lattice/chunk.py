@@ -74,7 +74,7 @@ class Written(NamedTuple):
 def advance(
     tokens: Tokens,
     start: Float[Array, "*B M V"],
-    begun: tuple[Float[Array, "*B M V"], Float[Array, "*B 1 1"]] | None,
+    open_chunk: tuple[Float[Array, "*B M V"], Float[Array, "*B 1 1"]] | None,
     rule: Rule,
     multiply: Multiply,
 ) -> tuple[Written, Float[Array, "*B C V"]]:
@@ -83,16 +83,16 @@ def advance(
     Args:
         tokens: of any float dtype.
         start: M'.
-        begun: `pending` and `decay` of tokens that came before in this chunk; None
+        open_chunk: `pending` and `decay` of tokens that came before in this chunk; None
             is none.
         rule: forget="l1" only in `token`.
         multiply: the products of matrices that are not sums over tokens.
     """
     q, k, v, gamma, _ = jax.tree.map(lambda x: x.astype(F32), tokens)
     between, inside = _decays(tokens.g, gamma)
-    kept = inside
-    if begun is not None and rule.forget == "l2":
-        kept = inside * begun[1]
+    decay_factor = inside
+    if open_chunk is not None and rule.forget == "l2":
+        decay_factor = inside * open_chunk[1]
     direction, inverse = directions(start, rule)
     h, c, along = _residuals(direction, k, v, rule.variant, multiply)
     write = gamma * c
@@ -103,30 +103,32 @@ def advance(
     before = multiply(_below(between) * multiply(h, h, "nt"), write, "nn")
     squares = jnp.sum(h * h, axis=-1, keepdims=True)
     added = 2 * write * before + write * write * squares
-    if begun is not None:
-        added += 2 * inside * write * multiply(h, begun[0], "nt")
+    if open_chunk is not None:
+        added += 2 * inside * write * multiply(h, open_chunk[0], "nt")
     # Terms of a difference: not in the dtype of the tokens.
     cumulative = multiplier(jnp.dtype(F32))
     taken = cumulative(between, write * along, "nn")
     size = cumulative(between * between, added, "nn")
-    if begun is not None:
+    if open_chunk is not None:
 
         def row(x):
             return jnp.sum(x, axis=-1)[..., None, :]
 
-        taken += inside * row(direction * begun[0])
-        size += inside * inside * row(begun[0] * begun[0])
+        taken += inside * row(direction * open_chunk[0])
+        size += inside * inside * row(open_chunk[0] * open_chunk[0])
 
     if rule.normalize:
         # Queries are divided by the slots' norms instead of the slots: C x M numbers,
         # not C memories.
-        q = q * inverse_norm(kept, size - taken * taken)
-        y = multiply(q * (kept + taken), start, "nn")
+        q = q * inverse_norm(decay_factor, size - taken * taken)
+        y = multiply(q * (decay_factor + taken), start, "nn")
     else:
-        y = multiply(q * kept, start, "nn") + multiply(q * taken, direction, "nn")
+        y = multiply(q * decay_factor, start, "nn") + multiply(
+            q * taken, direction, "nn"
+        )
     y -= multiply(between * multiply(q, write, "nt"), h, "nn")
-    if begun is not None:
-        y -= multiply(q * inside, begun[0], "nn")
+    if open_chunk is not None:
+        y -= multiply(q * inside, open_chunk[0], "nn")
 
     def last(x):
         return x[..., -1:, :]
@@ -134,11 +136,11 @@ def advance(
     if tokens.g is not None:
         write = write * jnp.swapaxes(last(between), -1, -2)
     pending = multiply(write, h, "tn")
-    if begun is not None:
-        pending += last(inside) * begun[0]
-    after = _memory(start, direction, pending, last(kept))
+    if open_chunk is not None:
+        pending += last(inside) * open_chunk[0]
+    after = _memory(start, direction, pending, last(decay_factor))
     return Written(
-        l2_normalize(after) if rule.normalize else after, pending, last(kept)
+        l2_normalize(after) if rule.normalize else after, pending, last(decay_factor)
     ), y
 
 
@@ -202,9 +204,9 @@ def token(
             h, c = -v, k
     write = gamma * c * inverse
     along = sums.overlap(direction, h)
-    kept = jnp.exp(g) if rule.forget == "l2" else jnp.ones_like(gamma)
+    decay_factor = jnp.exp(g) if rule.forget == "l2" else jnp.ones_like(gamma)
     beside = (write * along) * direction - write * h
-    memory = kept * start + beside
+    memory = decay_factor * start + beside
     if rule.forget == "l1":
         memory = shrink(memory, g)
     after = l2_normalize(memory) if rule.normalize else memory
@@ -219,7 +221,7 @@ def token(
     else:
         squares = jnp.sum(h * h, axis=-1, keepdims=True)
         size = write * write * (squares - along * along)
-    return after, sums.combine(q * inverse_norm(kept, size), memory)
+    return after, sums.combine(q * inverse_norm(decay_factor, size), memory)
 
 
 def _memory(start, direction, pending, decay):

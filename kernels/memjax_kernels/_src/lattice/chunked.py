@@ -68,8 +68,8 @@ def _split(q, k, v, gamma, g, reset, size, position) -> Chunks:
         v=split(v),
         gamma=split(gamma),
         g=None if g is None else split(g),
-        complete=chunks.completed(count, size, time, position, batch),
-        cleared=None if reset is None else split(reset)[:, :, 0],
+        full=chunks.completed(count, size, time, position, batch),
+        reset=None if reset is None else split(reset)[:, :, 0],
     )
 
 
@@ -83,7 +83,7 @@ def _from_open_chunks(implementation, tokens: Chunks, state, empty, rule):
     rest = jax.tree.map(lambda x: x[:, 1:], tokens)
     (start, pending, decay), more = implementation(rest, memory[0], empty, rule=rule)
     # Without a whole first chunk, a batch element has nothing in the others.
-    short = ~tokens.complete[:, 0]
+    short = ~tokens.full[:, 0]
     pending = jnp.where(short[:, None, None, None], memory[1], pending)
     decay = jnp.where(short[:, None], memory[2], decay)
     return (start, pending, decay), jnp.concatenate([y, more], axis=1)

@@ -2,8 +2,8 @@
 
 `chunk` has the same equations for any leading axes. Here arrays have a leading axis of
 P packs of heads (`common.packs`): tokens and slots are [P, C, MM], memories [P, M, VV],
-and what is of pairs of tokens [P, C, CC]. With S = start, D(.) `packs.diagonal` and T
-the sum over tokens up to each:
+and what is of pairs of tokens [P, C, CC]. With S = start, D(.)
+`packs.block_diagonal` and T the sum over tokens up to each:
 
     h = k D(S) - v,  a = h D(S)^T,  c = k,  w = gamma c          ("dec"; see `errors`)
     L = 2 below the diagonal, 1 on it, of h D(h)^T
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.lattice.memory import LatticeVariant
 from memjax_kernels._src.lattice.sphere import inverse_norm
@@ -94,18 +94,18 @@ def advance(
     """Takes a memory through a chunk in which nothing is pending."""
     dot, heads = options.multiply, options.heads
 
-    def low(y):
+    def cast(y):
         return y.astype(x.q.dtype)
 
-    slots = diagonal(low(start), heads)
+    slots = block_diagonal(cast(start), heads)
     error = errors(x, slots, options)
-    h, w = low(error.h), x.gamma * error.c
-    apart = diagonal(low(w), heads)
+    h, w = cast(error.h), x.gamma * error.c
+    apart = block_diagonal(cast(w), heads)
     norm = norms(h, w, apart, error.a, options)
     r = x.q.astype(F32) * norm.rho
-    y = dot(low(r + r * norm.taken), slots, "nn")
-    scores = low(lower(dot(low(r), apart, "nt"), heads))
-    y -= dot(scores, diagonal(h, heads), "nn")
+    y = dot(cast(r + r * norm.taken), slots, "nn")
+    scores = cast(lower(dot(cast(r), apart, "nt"), heads))
+    y -= dot(scores, block_diagonal(h, heads), "nn")
     return move(h, w, start, options), y
 
 
@@ -126,7 +126,7 @@ def errors(x: Chunk, slots: Float[Array, "P MM VV"], options: Options) -> Errors
 def norms(h, w, apart, a, options: Options) -> Norms:
     """The norms of the slots; `apart` is D(w)."""
     dot, heads = options.multiply, options.heads
-    pairs = weigh(dot(h, diagonal(h, heads), "nt"), heads).astype(h.dtype)
+    pairs = weigh(dot(h, block_diagonal(h, heads), "nt"), heads).astype(h.dtype)
     before = dot(pairs, apart, "nn")
     sums = sum_tokens(jnp.concatenate([w * a, w * before], axis=-1))
     taken, added = jnp.split(sums, 2, axis=-1)
@@ -138,7 +138,7 @@ def norms(h, w, apart, a, options: Options) -> Norms:
 def move(h, w, start: Float[Array, "P M VV"], options: Options) -> Moved:
     """The memory after the chunk."""
     heads = options.heads
-    written = own(options.multiply(w.astype(h.dtype), h, "tn"), heads)
+    written = diagonal_blocks(options.multiply(w.astype(h.dtype), h, "tn"), heads)
     along = sum_channels(start * written, heads)
     memory = start + along * start - written
     squares = sum_channels(memory * memory, heads)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.lattice import packed
 from memjax_kernels._src.lattice.packed import (
     Chunk,
@@ -30,7 +30,7 @@ class Cotangents(NamedTuple):
     start: Float[Array, "P M VV"]
 
 
-def pull_back(
+def vjp(
     x: Chunk,
     start: Float[Array, "P M VV"],
     d_after: Float[Array, "P M VV"],
@@ -50,20 +50,20 @@ def pull_back(
     """
     dot, heads = options.multiply, options.heads
 
-    def low(y):
+    def cast(y):
         return y.astype(x.q.dtype)
 
     def rows(*parts):
-        return jnp.concatenate([low(part) for part in parts], axis=1)
+        return jnp.concatenate([cast(part) for part in parts], axis=1)
 
-    slots = diagonal(low(start), heads)
+    slots = block_diagonal(cast(start), heads)
     error = packed.errors(x, slots, options)
-    h, w = low(error.h), x.gamma * error.c
-    apart_h, apart_w = diagonal(h, heads), diagonal(low(w), heads)
+    h, w = cast(error.h), x.gamma * error.c
+    apart_h, apart_w = block_diagonal(h, heads), block_diagonal(cast(w), heads)
     norm = packed.norms(h, w, apart_w, error.a, options)
     q = x.q.astype(F32)
     r = q * norm.rho
-    scores = low(lower(dot(low(r), apart_w, "nt"), heads))
+    scores = cast(lower(dot(cast(r), apart_w, "nt"), heads))
     moved = packed.move(h, w, start, options)
 
     # The memory after the chunk.
@@ -72,12 +72,12 @@ def pull_back(
     along = sum_channels(d_memory * start, heads)
     d_written += along * start - d_memory
     d_start = (1.0 + moved.along) * d_memory + along * moved.written
-    apart_d = diagonal(low(d_written), heads)
+    apart_d = block_diagonal(cast(d_written), heads)
 
     # The reads.
-    d_y = low(d_y)
+    d_y = cast(d_y)
     d_past = dot(d_y, slots, "nt")
-    d_scores = low(lower(-dot(d_y, apart_h, "nt"), heads))
+    d_scores = cast(lower(-dot(d_y, apart_h, "nt"), heads))
     d_r = d_past * (1.0 + norm.taken) + dot(d_scores, apart_w, "nn")
     d_norm = -0.5 * norm.rho * norm.rho * norm.rho * (d_r * q)
     d_norm = jnp.where(norm.across > 0, d_norm, 0.0)
@@ -87,27 +87,29 @@ def pull_back(
 
     # The writes.
     d_before = of_before * w
-    d_pairs = low(weigh(dot(low(d_before), apart_w, "nt"), heads))
+    d_pairs = cast(weigh(dot(cast(d_before), apart_w, "nt"), heads))
     d_w = of_along * error.a + of_before * norm.before + dot(h, apart_d, "nt")
-    d_w += own(dot(rows(norm.pairs, d_scores), rows(d_before, r), "tn"), heads)
+    d_w += diagonal_blocks(
+        dot(rows(norm.pairs, d_scores), rows(d_before, r), "tn"), heads
+    )
     d_c = x.gamma * d_w
     d_a = of_along * w
     if options.variant == "enc":
         d_a += d_c
-    d_h = own(dot(rows(d_pairs, scores), rows(h, -d_y), "tn"), heads)
+    d_h = diagonal_blocks(dot(rows(d_pairs, scores), rows(h, -d_y), "tn"), heads)
     d_h += dot(d_pairs, apart_h, "nn")
     both = jnp.concatenate([apart_d, slots], axis=1)
-    d_h += dot(jnp.concatenate([low(w), low(d_a)], axis=-1), both, "nn")
+    d_h += dot(jnp.concatenate([cast(w), cast(d_a)], axis=-1), both, "nn")
 
     # The tokens and the memory that the errors are of.
     by_slots, by_channels = (r + r * norm.taken, d_a), (d_y, h)
     match options.variant:
         case "dec":
-            d_k, d_v = d_c + dot(low(d_h), slots, "nt"), -d_h
+            d_k, d_v = d_c + dot(cast(d_h), slots, "nt"), -d_h
             by_slots, by_channels = (*by_slots, x.k), (*by_channels, d_h)
         case "enc":
             d_k, d_v = -d_c, d_h
         case "sim":
             d_k, d_v = d_c, -d_h
-    d_start += own(dot(rows(*by_slots), rows(*by_channels), "tn"), heads)
+    d_start += diagonal_blocks(dot(rows(*by_slots), rows(*by_channels), "tn"), heads)
     return Cotangents(Chunk(d_r * norm.rho, d_k, d_v, d_w * error.c), d_start)

@@ -102,7 +102,7 @@ def lattice_tpu(
             b * h, -1, block, x.shape[-1]
         )
 
-    flags = (None if exact else tokens.complete, tokens.cleared)
+    flags = (None if exact else tokens.full, tokens.reset)
 
     def each(f):
         return jnp.broadcast_to(f.astype(F32)[:, :, None, None], (b, n, c, h))
@@ -155,28 +155,28 @@ def _head_bytes(block: int, slots: int, width: int, exact: bool) -> int:
     return 4 * (tokens + memories + squares)
 
 
-def _forward(static: Static, x: Inputs, start, empty, *, keep: bool):
+def _forward(static: Static, x: Inputs, start, empty, *, with_residuals: bool):
     like = functools.partial(varying.like, x.q)
     y = like(x.v.shape, x.v.dtype)
     shape = (start.shape[0], x.q.shape[1], *start.shape[1:])
-    kept = like(shape, x.q.dtype) if keep else None
+    residuals = like(shape, x.q.dtype) if with_residuals else None
     after = like(start.shape, F32)
     memory = (after, None if static.exact else after)
     block, whole = _specs(static.heads, lambda i: i)
-    memory, y, kept = _call(
+    memory, y, residuals = _call(
         static,
         tpu_kernels.token_forward if static.exact else tpu_kernels.chunk_forward,
         "forward",
         (x, start, empty),
         (block(x), whole(start), whole(empty)),
-        (memory, y, kept),
-        (whole(memory), block(y), block(kept)),
+        (memory, y, residuals),
+        (whole(memory), block(y), block(residuals)),
         [],
     )
-    return (memory, y), kept
+    return (memory, y), residuals
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     # The memory before the first block is the first that was kept.
     x, _, empty = primals
     d_memory, d_y = cotangents
@@ -192,8 +192,8 @@ def _backward(static: Static, primals, kept, cotangents):
         static,
         tpu_kernels.token_backward if static.exact else tpu_kernels.chunk_backward,
         "backward",
-        (x, empty, kept, d_memory, d_y),
-        (block(x), whole(empty), block(kept), whole(d_memory), block(d_y)),
+        (x, empty, residuals, d_memory, d_y),
+        (block(x), whole(empty), block(residuals), whole(d_memory), block(d_y)),
         (like(x), like(empty), like(empty)),
         (block(x), whole(empty), whole(empty)),
         [pltpu.VMEM(scratch, F32)],
@@ -227,8 +227,8 @@ def _in_xla(static: Static, x: Inputs, start, empty):
         v=one_head(x.v),
         gamma=gates[..., :1],
         g=None,
-        complete=flags[0],
-        cleared=flags[1] if len(flags) > 1 else None,
+        full=flags[0],
+        reset=flags[1] if len(flags) > 1 else None,
     )
     (after, pending, _), y = lattice_xla(
         tokens, start[:, None], empty[:, None], static.rule

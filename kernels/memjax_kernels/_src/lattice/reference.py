@@ -80,13 +80,13 @@ def advance(
         pending, decay = mu[..., None, None] * pending, mu * decay
     else:
         decay = jnp.ones_like(gamma)
-    kept = decay[..., None, None]
+    decay_factor = decay[..., None, None]
     write = gamma[..., None] * c * inverse[..., 0]
     # Kept apart from M': its norm across the slots is needed by itself.
     pending = pending + write[..., None] * h[:, :, None]
     along = jnp.sum(direction * pending, axis=-1, keepdims=True)
     beside = along * direction - pending
-    memory = kept * start + beside
+    memory = decay_factor * start + beside
     if rule.forget == "l1":
         assert g is not None
         memory = shrink(memory, g.astype(jnp.float32)[..., None, None])
@@ -100,7 +100,7 @@ def advance(
             across = jnp.sum(beside * beside, axis=-1, keepdims=True)
         else:
             across = jnp.sum(pending * pending, axis=-1, keepdims=True) - along * along
-        read = memory * inverse_norm(kept, across)
+        read = memory * inverse_norm(decay_factor, across)
     y = jnp.einsum("bhmv,bhm->bhv", read, q)
     # An open chunk keeps its start, in which its next tokens take gradients.
     done = state.position + 1 == state.chunk_size

@@ -9,7 +9,7 @@ first chunk where an earlier call may have begun it. For each batch element, wit
 M = `start`:
 
     for j in range(n):
-        if cleared[j]: M = empty
+        if reset[j]: M = empty
         y[j], A, M_next = the chunk's reads, its written part, the normalised memory
         if complete[j]: M = M_next
 
@@ -35,8 +35,8 @@ class Chunks(NamedTuple):
         v: [B, n, C, H, V].
         gamma: [B, n, C, H].
         g: [B, n, C, H], or None without forgetting.
-        complete: whether a batch element's tokens reach the end of each chunk.
-        cleared: whether its memory is emptied before each chunk; None is never.
+        full: whether a batch element's tokens reach the end of each chunk.
+        reset: whether its memory is emptied before each chunk; None is never.
     """
 
     q: Float[Array, "B n C H M"]
@@ -44,8 +44,8 @@ class Chunks(NamedTuple):
     v: Float[Array, "B n C H V"]
     gamma: Float[Array, "B n C H"]
     g: Float[Array, "B n C H"] | None
-    complete: Bool[Array, "B n"]
-    cleared: Bool[Array, "B n"] | None
+    full: Bool[Array, "B n"]
+    reset: Bool[Array, "B n"] | None
 
 
 Memory = tuple[Float[Array, "B H M V"], Float[Array, "B H M V"], Float[Array, "B H"]]

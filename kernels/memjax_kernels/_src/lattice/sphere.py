@@ -32,15 +32,15 @@ def shrink(x: Float[Array, "*B M V"], log_gate: Float[Array, "*B 1 1"]) -> Array
 
 
 def inverse_norm(
-    kept: Float[Array, "*B _ _"], across: Float[Array, "*B _ _"]
+    decay: Float[Array, "*B _ _"], across: Float[Array, "*B _ _"]
 ) -> Float[Array, "*B _ _"]:
-    """1 / |s| of a slot made of `kept` of a unit vector and of a part across it.
+    """1 / |s| of a slot made of `decay` of a unit vector and of a part across it.
 
     Args:
-        kept: how much of the unit vector is left.
+        decay: how much of the unit vector is left.
         across: squared norm of the other part, a difference that may round below 0.
     """
-    return jax.lax.rsqrt(jnp.maximum(kept * kept + jnp.maximum(across, 0.0), 1e-30))
+    return jax.lax.rsqrt(jnp.maximum(decay * decay + jnp.maximum(across, 0.0), 1e-30))
 
 
 def _inverse_norms(rows, empty):

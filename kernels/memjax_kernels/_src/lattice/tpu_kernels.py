@@ -26,8 +26,8 @@ class Inputs(NamedTuple):
         k: [G, n, C, M].
         v: [G, n, C, V].
         gates: float32, gamma and flags: [G, n, R, C] of a chunk: gamma, complete, and
-            cleared if resets were given; [G, n, C, R] of single tokens: gamma, and
-            cleared if resets were given.
+            reset if resets were given; [G, n, C, R] of single tokens: gamma, and
+            reset if resets were given.
     """
 
     q: Any
@@ -37,9 +37,9 @@ class Inputs(NamedTuple):
 
 
 def chunk_forward(
-    x: Inputs, before, empty, memory, y, kept, *, rule: Rule, multiply: Multiply
+    x: Inputs, before, empty, memory, y, residuals, *, rule: Rule, multiply: Multiply
 ):
-    """One chunk; `kept` None does not keep the memory before it."""
+    """One chunk; `residuals` None does not keep the memory before it."""
     after, pending = memory
 
     @pl.when(pl.program_id(1) == 0)
@@ -49,8 +49,8 @@ def chunk_forward(
         pending[...] = jnp.zeros(pending.shape, F32)
 
     start = after[...]
-    if kept is not None:
-        kept[...] = start.astype(kept.dtype)
+    if residuals is not None:
+        residuals[...] = start.astype(residuals.dtype)
     tokens, flags = _read_chunk(x)
     (after[...], pending[...]), read = _through_chunk(
         tokens, start, pending[...], empty[...], flags, rule, multiply
@@ -61,7 +61,7 @@ def chunk_forward(
 def chunk_backward(
     x: Inputs,
     empty,
-    kept,
+    residuals,
     d_memory,
     d_y,
     d_x: Inputs,
@@ -87,7 +87,7 @@ def chunk_backward(
 
     # What is pending is only added to: its value does not matter here.
     nothing = jnp.zeros(d_pending.shape, F32)
-    pull = jax.vjp(through, tokens, kept[...].astype(F32), nothing, empty[...])[1]
+    pull = jax.vjp(through, tokens, residuals[...].astype(F32), nothing, empty[...])[1]
     cotangents = (d_start[...], d_pending[...]), d_y[...].astype(F32)
     d_tokens, d_start[...], d_pending[...], d_fresh = pull(cotangents)
     d_empty[...] += d_fresh
@@ -99,7 +99,7 @@ def chunk_backward(
     d_x.gates[:, 0, :] = d_tokens.gamma[..., 0]
 
 
-def token_forward(x: Inputs, before, empty, memory, y, kept, *, rule: Rule):
+def token_forward(x: Inputs, before, empty, memory, y, residuals, *, rule: Rule):
     """Tokens of C = 1, one after the other; nothing is ever pending."""
     after, _ = memory
 
@@ -107,13 +107,13 @@ def token_forward(x: Inputs, before, empty, memory, y, kept, *, rule: Rule):
     def _():
         after[...] = before[...]
 
-    if kept is not None:
-        kept[...] = after[...]
+    if residuals is not None:
+        residuals[...] = after[...]
 
     def one(t, _):
-        tokens, cleared = _read_token(x, t)
+        tokens, reset = _read_token(x, t)
         after[...], y[:, pl.ds(t, 1), :] = _through_token(
-            tokens, after[...], empty[...], cleared, rule
+            tokens, after[...], empty[...], reset, rule
         )
 
     jax.lax.fori_loop(0, x.q.shape[1], one, None)
@@ -122,7 +122,7 @@ def token_forward(x: Inputs, before, empty, memory, y, kept, *, rule: Rule):
 def token_backward(
     x: Inputs,
     empty,
-    kept,
+    residuals,
     d_memory,
     d_y,
     d_x: Inputs,
@@ -141,19 +141,19 @@ def token_backward(
         d_empty[...] = jnp.zeros(d_empty.shape, F32)
 
     size = x.q.shape[1]
-    memories[0] = kept[...]
+    memories[0] = residuals[...]
 
     def recompute(t, _):
-        tokens, cleared = _read_token(x, t)
-        after = _through_token(tokens, memories[t], empty[...], cleared, rule)[0]
+        tokens, reset = _read_token(x, t)
+        after = _through_token(tokens, memories[t], empty[...], reset, rule)[0]
         memories[t + 1] = after
 
-    def pull_back(i, _):
+    def vjp(i, _):
         t = size - 1 - i
-        tokens, cleared = _read_token(x, t)
+        tokens, reset = _read_token(x, t)
 
         def through(tokens, start, empty):
-            return _through_token(tokens, start, empty, cleared, rule)
+            return _through_token(tokens, start, empty, reset, rule)
 
         pull = jax.vjp(through, tokens, memories[t], empty[...])[1]
         at = pl.ds(t, 1)
@@ -167,7 +167,7 @@ def token_backward(
         d_x.gates[:, at, :] = jnp.where(first, d_tokens.gamma, 0.0)
 
     jax.lax.fori_loop(0, size - 1, recompute, None)
-    jax.lax.fori_loop(0, size, pull_back, None)
+    jax.lax.fori_loop(0, size, vjp, None)
 
 
 def _read_chunk(x: Inputs) -> tuple[chunk.Tokens, list[Array]]:
@@ -177,26 +177,26 @@ def _read_chunk(x: Inputs) -> tuple[chunk.Tokens, list[Array]]:
 
 
 def _through_chunk(tokens, start, pending, empty, flags, rule, multiply):
-    complete, *cleared = flags
-    if cleared:
-        start = _choose(cleared[0], empty, start)
+    full, *reset = flags
+    if reset:
+        start = _choose(reset[0], empty, start)
     written, y = chunk.advance(tokens, start, None, rule, multiply)
     left = pending + written.pending
-    after = _choose(complete, written.after, start)
-    return (after, _choose(complete, jnp.zeros_like(left), left)), y
+    after = _choose(full, written.after, start)
+    return (after, _choose(full, jnp.zeros_like(left), left)), y
 
 
 def _read_token(x: Inputs, t) -> tuple[chunk.Tokens, Array | None]:
     at = pl.ds(t, 1)
     gates = x.gates[:, at, :]
-    cleared = gates[:, :, 1:2] if gates.shape[-1] > 1 else None
+    reset = gates[:, :, 1:2] if gates.shape[-1] > 1 else None
     q, k, v = x.q[:, at, :], x.k[:, at, :], x.v[:, at, :]
-    return chunk.Tokens(q, k, v, gates[:, :, :1], None), cleared
+    return chunk.Tokens(q, k, v, gates[:, :, :1], None), reset
 
 
-def _through_token(tokens, start, empty, cleared, rule):
-    if cleared is not None:
-        start = _choose(cleared, empty, start)
+def _through_token(tokens, start, empty, reset, rule):
+    if reset is not None:
+        start = _choose(reset, empty, start)
     return chunk.token(tokens, start, rule, chunk.SUMS)
 
 

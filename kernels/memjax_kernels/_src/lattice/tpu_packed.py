@@ -22,14 +22,14 @@ from memjax_kernels._src.common.packs.blocks import (
     BLOCK_BYTES,
     ROWS,
     Specs,
-    apart,
     divisor,
     flag_columns,
     gate_columns,
     gates_of_columns,
     group_size,
+    pack_heads,
     packings,
-    side_by_side,
+    unpack_heads,
 )
 from memjax_kernels._src.lattice import tpu_packed_kernels
 from memjax_kernels._src.lattice.memory import Rule
@@ -99,15 +99,15 @@ def lattice_packed(
     group = group_size(number // heads, each)
     # Batch elements of a program, each with its tokens in all packs.
     rows = min(TOKENS // (group * size), BLOCK_BYTES // (group * each))
-    layout = Layout(divisor(b, rows), group, heads, tokens.cleared is not None)
+    layout = Layout(divisor(b, rows), group, heads, tokens.reset is not None)
 
     def flag(x):
         return None if x is None else x.astype(F32)
 
     tokens = tokens._replace(
         gamma=tokens.gamma.astype(F32),
-        complete=flag(tokens.complete),
-        cleared=flag(tokens.cleared),
+        full=flag(tokens.full),
+        reset=flag(tokens.reset),
     )
     static = Static(rule, layout, interpret)
     results: Any = _chunks(static, *varying.vary_alike((tokens, start, empty)))
@@ -117,46 +117,46 @@ def lattice_packed(
 
 def _arrange(static: Static, x: Chunks) -> Blocks:
     gates = [gate_columns(x.gamma, static.layout.group, static.layout.heads)]
-    flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
+    flags = [flag for flag in (x.full, x.reset) if flag is not None]
     gates += [flag_columns(flag, gates[0]) for flag in flags]
     tokens = Tokens(*(t.reshape(*t.shape[:3], -1) for t in (x.q, x.k, x.v)))
     return Blocks(tokens, jnp.concatenate(gates, axis=-1))
 
 
-def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
+def _forward(static: Static, x: Chunks, start, empty, *, with_residuals: bool):
     blocks = _arrange(static, x)
-    join = functools.partial(side_by_side, heads=static.layout.heads)
+    join = functools.partial(pack_heads, heads=static.layout.heads)
     start, empty = join(start), join(empty)
     like = functools.partial(varying.like, x.q)
     y = like(blocks.tokens.v.shape, x.v.dtype)
     after = like(start.shape, F32)
     # In the tokens' dtype, to which the operands of products are rounded anyway.
     shape = (start.shape[0], x.q.shape[1], *start.shape[1:])
-    kept = like(shape, x.q.dtype) if keep else None
+    residuals = like(shape, x.q.dtype) if with_residuals else None
     of = Specs(
         static.layout.rows, static.layout.group, blocks.gates.shape[2], lambda i: i
     )
-    memory, y, kept = _call(
+    memory, y, residuals = _call(
         of,
         static,
         tpu_packed_kernels.forward_kernel,
         "lattice_forward",
         blocks,
         inputs=(start, empty),
-        outputs=((after, after), y, kept),
+        outputs=((after, after), y, residuals),
         specs=(_specs(of, blocks), of.memories(start), of.memories(empty)),
-        out_specs=(of.memories((after, after)), of.tokens(y), of.kept(kept)),
+        out_specs=(of.memories((after, after)), of.tokens(y), of.residuals(residuals)),
     )
-    part = functools.partial(apart, heads=static.layout.heads)
-    return (jax.tree.map(part, memory), y.reshape(x.v.shape)), kept
+    part = functools.partial(unpack_heads, heads=static.layout.heads)
+    return (jax.tree.map(part, memory), y.reshape(x.v.shape)), residuals
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     x, _, empty = primals
     d_memory, d_y = cotangents
     blocks = _arrange(static, x)
     heads, group = static.layout.heads, static.layout.group
-    join = functools.partial(side_by_side, heads=heads)
+    join = functools.partial(pack_heads, heads=heads)
     empty, d_memory = join(empty), jax.tree.map(join, d_memory)
     d_y = d_y.reshape(blocks.tokens.v.shape)
     like = functools.partial(varying.like, x.q)
@@ -174,12 +174,12 @@ def _backward(static: Static, primals, kept, cotangents):
         tpu_packed_kernels.backward_kernel,
         "lattice_backward",
         blocks,
-        inputs=(empty, kept, d_memory, d_y),
+        inputs=(empty, residuals, d_memory, d_y),
         outputs=(shaped(blocks.tokens), d_gates, memory, memory),
         specs=(
             _specs(of, blocks),
             of.memories(empty),
-            of.kept(kept),
+            of.residuals(residuals),
             of.memories(d_memory),
             of.tokens(d_y),
         ),
@@ -197,10 +197,10 @@ def _backward(static: Static, primals, kept, cotangents):
         gamma=gates_of_columns(d_gates, group, heads),
         g=None,
         # Flags have no gradient.
-        complete=jnp.zeros_like(x.complete),
-        cleared=None if x.cleared is None else jnp.zeros_like(x.cleared),
+        full=jnp.zeros_like(x.full),
+        reset=None if x.reset is None else jnp.zeros_like(x.reset),
     )
-    return d_x, apart(d_start, heads), apart(d_empty, heads)
+    return d_x, unpack_heads(d_start, heads), unpack_heads(d_empty, heads)
 
 
 def _in_xla(static: Static, x: Chunks, start, empty):
@@ -209,7 +209,7 @@ def _in_xla(static: Static, x: Chunks, start, empty):
     def flag(f):
         return None if f is None else f > 0.5
 
-    x = x._replace(complete=flag(x.complete), cleared=flag(x.cleared))
+    x = x._replace(full=flag(x.full), reset=flag(x.reset))
     (after, pending, _), y = lattice_xla(x, start, empty, static.rule)
     return (after, pending), y
 

@@ -38,14 +38,14 @@ class _Block(NamedTuple):
     """A chunk of P = rows * group packs; flags are float32 [P, 1, 1]."""
 
     chunk: Chunk
-    complete: Array
-    cleared: Array | None
+    full: Array
+    reset: Array | None
 
 
 def forward_kernel(
-    x, before, empty, memory, y, kept, *, layout: Layout, options: Options
+    x, before, empty, memory, y, residuals, *, layout: Layout, options: Options
 ):
-    """One chunk; `kept` None does not keep the memory before it."""
+    """One chunk; `residuals` None does not keep the memory before it."""
     after, pending = memory
 
     @pl.when(pl.program_id(2) == 0)
@@ -56,21 +56,21 @@ def forward_kernel(
 
     block = _read(x, layout)
     start = _load(after)
-    if block.cleared is not None:
-        start = _choose(block.cleared, _load(empty), start)
-    if kept is not None:
-        _store(kept, start)
+    if block.reset is not None:
+        start = _choose(block.reset, _load(empty), start)
+    if residuals is not None:
+        _store(residuals, start)
     moved, read = packed.advance(block.chunk, start, options)
-    _store(after, _choose(block.complete, moved.after, start))
+    _store(after, _choose(block.full, moved.after, start))
     left = _load(pending) + moved.written
-    _store(pending, _choose(block.complete, jnp.zeros_like(left), left))
+    _store(pending, _choose(block.full, jnp.zeros_like(left), left))
     packs.store_rows(y, read)
 
 
 def backward_kernel(
     x,
     empty,
-    kept,
+    residuals,
     d_memory,
     d_y,
     d_tokens,
@@ -93,22 +93,22 @@ def backward_kernel(
     block = _read(x, layout)
     d_whole, d_open = _load(d_start), _load(d_pending)
     zeros = jnp.zeros_like(d_whole)
-    d_new = _choose(block.complete, d_whole, zeros)
+    d_new = _choose(block.full, d_whole, zeros)
     # What is pending is only added to, and dropped where a chunk is complete.
-    d_open = _choose(block.complete, zeros, d_open)
-    found = packed_gradient.pull_back(
+    d_open = _choose(block.full, zeros, d_open)
+    found = packed_gradient.vjp(
         block.chunk,
-        _load(kept).astype(F32),
+        _load(residuals).astype(F32),
         d_new,
         d_open,
         packs.load_rows(d_y, layout.group),
         options,
     )
     d = found.start + (d_whole - d_new)
-    if block.cleared is not None:
+    if block.reset is not None:
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        _store(d_empty, _load(d_empty) + _choose(block.cleared, d, zeros))
-        d = _choose(block.cleared, zeros, d)
+        _store(d_empty, _load(d_empty) + _choose(block.reset, d, zeros))
+        d = _choose(block.reset, zeros, d)
     _store(d_start, d)
     _store(d_pending, d_open)
     for ref, value in zip(d_tokens, found.x[:3], strict=True):
@@ -130,13 +130,13 @@ def _read(x, layout: Layout) -> _Block:
             jnp.broadcast_to(each[:, None], (*each.shape[:1], layout.group, 1, 1))
         )
 
-    cleared = flag(1) if layout.resets else None
+    reset = flag(1) if layout.resets else None
     return _Block(
         Chunk(
             q, k, v, pack_columns.spread(gates, q.shape[-1], layout.group, layout.heads)
         ),
         flag(0),
-        cleared,
+        reset,
     )
 
 

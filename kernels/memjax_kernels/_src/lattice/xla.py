@@ -58,41 +58,41 @@ def _scan(step, tokens, memory, remat_every):
         gamma=chunk_first(tokens.gamma[..., None]),
         g=None if tokens.g is None else chunk_first(tokens.g[..., None]),
     )
-    flags = jax.tree.map(jnp.transpose, (tokens.complete, tokens.cleared))
+    flags = jax.tree.map(jnp.transpose, (tokens.full, tokens.reset))
     memory, y = chunks.scan(step, memory, (items, *flags), remat_every=remat_every)
     return memory, jnp.moveaxis(y, (0, 2), (1, 3))
 
 
-def _clear(start, cleared, empty):
-    if cleared is None:
+def _clear(start, reset, empty):
+    if reset is None:
         return start
-    return jnp.where(cleared[:, None, None, None], empty, start)
+    return jnp.where(reset[:, None, None, None], empty, start)
 
 
 def _chunk(memory, item, *, rule, empty, entering):
     """One chunk; `entering` says that something may be pending before it."""
-    tokens, complete, cleared = item
+    tokens, full, reset = item
     start, pending, decay = memory
-    start = _clear(start, cleared, empty)
-    begun = (pending, decay[..., None, None]) if entering else None
+    start = _clear(start, reset, empty)
+    open_chunk = (pending, decay[..., None, None]) if entering else None
     multiply = multiplier(operand_dtype(tokens.q, tokens.k, tokens.v))
     # Products may run in bfloat16; sums over tokens stay float32 in `advance`.
-    written, y = chunk.advance(tokens, start, begun, rule, multiply)
-    left, kept = written.pending, written.decay[..., 0, 0]
+    written, y = chunk.advance(tokens, start, open_chunk, rule, multiply)
+    left, decay_factor = written.pending, written.decay[..., 0, 0]
     if not entering:
         # Only a chunk without tokens follows one that is not complete.
-        left, kept = pending + left, decay * kept
-    done = complete[:, None]
+        left, decay_factor = pending + left, decay * decay_factor
+    done = full[:, None]
     memory = (
         jnp.where(done[..., None, None], written.after, start),
         jnp.where(done[..., None, None], 0.0, left),
-        jnp.where(done, 1.0, kept),
+        jnp.where(done, 1.0, decay_factor),
     )
     return memory, y.astype(tokens.v.dtype)
 
 
 def _token(start, item, *, rule, empty):
-    tokens, _, cleared = item
-    start = _clear(start, cleared, empty)
+    tokens, _, reset = item
+    start = _clear(start, reset, empty)
     after, y = chunk.token(tokens, start, rule, chunk.PRODUCTS)
     return after, y.astype(tokens.v.dtype)

@@ -109,16 +109,16 @@ def linear_reads(
 
 def carry(
     state: Float[Array, "B H K V"],
-    kept: Float[Array, "#n #B #H #K"],
+    decay: Float[Array, "#n #B #H #K"],
     written: Float[Array, "n B H K V"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H K V"]]:
     """The memory after the group, and before each of its chunks."""
     # Without gates there is one decay of 1 for all chunks, and a scan needs one for
     # each.
-    kept = jnp.broadcast_to(kept, (written.shape[0], *kept.shape[1:]))
+    decay = jnp.broadcast_to(decay, (written.shape[0], *decay.shape[1:]))
 
     def move(state, item):
-        kept, written = item
-        return kept[..., None] * state + written, state
+        decay, written = item
+        return decay[..., None] * state + written, state
 
-    return jax.lax.scan(move, state, (kept, written))
+    return jax.lax.scan(move, state, (decay, written))

@@ -44,12 +44,12 @@ def delta_group(
     values, keys = exact(solved, v, "nn"), exact(solved, left.since * k, "nn")
 
     def move(state, item):
-        values, keys, k, kept = item
+        values, keys, k, decay = item
         writes = values - exact(keys, state, "nn")
-        return kept[..., None] * state + exact(k, writes, "tn"), (writes, state)
+        return decay[..., None] * state + exact(k, writes, "tn"), (writes, state)
 
-    kept = jnp.broadcast_to(left.since[..., -1, :], (*k.shape[:3], 1))
-    items = (values, keys, k * left.until, kept)
+    decay = jnp.broadcast_to(left.since[..., -1, :], (*k.shape[:3], 1))
+    items = (values, keys, k * left.until, decay)
     state, (writes, starts) = jax.lax.scan(move, state, items)
     # Reads do not feed back into the memory, so that they may run in bfloat16.
     y = read(decays.scores(q, k, left, read), writes, "nn")

@@ -3,7 +3,7 @@
 `chunks.linear_group` has the same equations for any leading axes. Here arrays have a
 leading axis of P packs of heads (`common.packs`): tokens are [P, C, KK] and [P, C, VV],
 memories [P, K, VV]. With W the decays between tokens, since and until those from the
-chunk's start and to its end, and D(.) `packs.diagonal`:
+chunk's start and to its end, and D(.) `packs.block_diagonal`:
 
     y = ((q D(k)^T) W) D(v) + (q since) D(S)
     S' = last S + (k until)^T v
@@ -17,8 +17,8 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.common.packs import decays as pack_decays
-from memjax_kernels._src.common.packs import diagonal, own
 from memjax_kernels._src.common.packs.recurrence_kernels import (
     Chunk,
     Cotangents,
@@ -35,20 +35,20 @@ def advance(
     """The memory after a chunk, and its reads."""
     heads = len(x.total.column)
 
-    def low(y):
+    def cast(y):
         return y.astype(x.q.dtype)
 
     dot = functools.partial(multiply, dtype=operand_dtype(x.q))
     since, until = x.since(x.q.shape[-1]), x.until(x.k.shape[-1])
     between = pack_decays.decays(x.total).between
-    scores = low(dot(x.q, diagonal(x.k, heads), "nt") * between)
-    y = dot(scores, diagonal(x.v, heads), "nn")
-    y += dot(low(x.q * since), diagonal(low(start), heads), "nn")
-    written = own(dot(low(x.k * until), x.v, "tn"), heads)
-    return pack_decays.kept_at_end(x.total, start.shape[-1]) * start + written, y
+    scores = cast(dot(x.q, block_diagonal(x.k, heads), "nt") * between)
+    y = dot(scores, block_diagonal(x.v, heads), "nn")
+    y += dot(cast(x.q * since), block_diagonal(cast(start), heads), "nn")
+    written = diagonal_blocks(dot(cast(x.k * until), x.v, "tn"), heads)
+    return pack_decays.decay_at_end(x.total, start.shape[-1]) * start + written, y
 
 
-def pull_back(
+def vjp(
     x: Chunk,
     start: Float[Array, "P K VV"],
     d_after: Float[Array, "P K VV"],
@@ -57,30 +57,30 @@ def pull_back(
     """The cotangents of a chunk, which is computed again from its memory."""
     heads = len(x.total.column)
 
-    def low(y):
+    def cast(y):
         return y.astype(x.q.dtype)
 
     dot = functools.partial(multiply, dtype=operand_dtype(x.q))
 
     def rows(*parts):
-        return jnp.concatenate([low(part) for part in parts], axis=1)
+        return jnp.concatenate([cast(part) for part in parts], axis=1)
 
     since, until = x.since(x.q.shape[-1]), x.until(x.k.shape[-1])
     between = pack_decays.decays(x.total).between
-    d_y, d_memory = low(d_y), diagonal(low(d_after), heads)
-    scores = low(dot(x.q, diagonal(x.k, heads), "nt") * between)
-    d_scores = low(dot(d_y, diagonal(x.v, heads), "nt") * between)
+    d_y, d_memory = cast(d_y), block_diagonal(cast(d_after), heads)
+    scores = cast(dot(x.q, block_diagonal(x.k, heads), "nt") * between)
+    d_scores = cast(dot(d_y, block_diagonal(x.v, heads), "nt") * between)
 
-    d_past = since * dot(d_y, diagonal(low(start), heads), "nt")
-    d_q = dot(d_scores, diagonal(x.k, heads), "nn") + d_past
+    d_past = since * dot(d_y, block_diagonal(cast(start), heads), "nt")
+    d_q = dot(d_scores, block_diagonal(x.k, heads), "nn") + d_past
     d_written = until * dot(x.v, d_memory, "nt")
-    d_k = own(dot(d_scores, x.q, "tn"), heads) + d_written
-    d_v = own(dot(scores, d_y, "tn"), heads)
-    d_v += dot(low(x.k * until), d_memory, "nn")
-    kept = pack_decays.kept_at_end(x.total, start.shape[-1]) * d_after
-    d_start = kept + own(dot(rows(x.q * since), d_y, "tn"), heads)
+    d_k = diagonal_blocks(dot(d_scores, x.q, "tn"), heads) + d_written
+    d_v = diagonal_blocks(dot(scores, d_y, "tn"), heads)
+    d_v += dot(cast(x.k * until), d_memory, "nn")
+    decay = pack_decays.decay_at_end(x.total, start.shape[-1]) * d_after
+    d_start = decay + diagonal_blocks(dot(rows(x.q * since), d_y, "tn"), heads)
 
     q, k = x.q.astype(F32), x.k.astype(F32)
     sums = q * d_q - k * d_k + at_end(k * d_written, x.q.shape[1])
-    end = at_end(kept * start, x.q.shape[1])
+    end = at_end(decay * start, x.q.shape[1])
     return Cotangents((d_q, d_k, d_v), d_start, (sums, end))

@@ -60,10 +60,10 @@ def advance(
     y = read(solved.scores, solved.writes, "nn")
     y += x.since(width) * read(x.q, start, "nn")
     written = exact(x.k, x.until(width) * solved.writes, "tn")
-    return pack_decays.kept_at_end(x.total, width) * start + written, y
+    return pack_decays.decay_at_end(x.total, width) * start + written, y
 
 
-def pull_back(
+def vjp(
     x: Chunk,
     start: Float[Array, "P K VV"],
     d_after: Float[Array, "P K VV"],
@@ -85,8 +85,8 @@ def pull_back(
     q_reads, k_reads = jnp.split(read(d_overlaps, x.k, "nn") + past, 2, axis=1)
     carried = x.until(of_keys) * read(writes, d_after, "nt")
     k_writes = read(d_overlaps, _rows(x.q, x.k), "tn") + carried
-    kept = pack_decays.kept_at_end(x.total, width) * d_after
-    d_start = kept + read(x.q, since * d_y, "tn") - exact(x.k, since * d_target, "tn")
+    decay = pack_decays.decay_at_end(x.total, width) * d_after
+    d_start = decay + read(x.q, since * d_y, "tn") - exact(x.k, since * d_target, "tn")
 
     q, k, size = x.q.astype(F32), x.k.astype(F32), x.q.shape[1]
     return Cotangents(
@@ -94,7 +94,7 @@ def pull_back(
         d_start,
         sums=(
             q * q_reads + k * (k_reads - k_writes) + at_end(k * carried, size),
-            at_end(kept * start, size),
+            at_end(decay * start, size),
         ),
         # A small difference, where the memory knows what comes.
         beta=d_solved * (target - exact(later, writes, "nn")),
@@ -169,8 +169,8 @@ def _products(x: Chunk) -> tuple[Multiply, Multiply]:
     def read(x: Array, y: Array, form: Form):
         x, y = x.astype(dtype), y.astype(dtype)
         if form == "tn":
-            return packs.own(multiply(x, y, form, dtype), heads)
-        return multiply(x, packs.diagonal(y, heads), form, dtype)
+            return packs.diagonal_blocks(multiply(x, y, form, dtype), heads)
+        return multiply(x, packs.block_diagonal(y, heads), form, dtype)
 
     def parts(x):
         exact = x.dtype == dtype

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.common.packs.channels import decays, pairs, suffix_sums
 from memjax_kernels._src.common.packs.recurrence_kernels import Channels, Cotangents
 from memjax_kernels._src.common.products import multiply
@@ -26,50 +26,50 @@ def advance(
     x: Channels, start: Float[Array, "P K VV"]
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
-    heads, low, dot = x.heads, x.low, x.dot
+    heads, cast, dot = x.heads, x.cast, x.dot
     blocks, since, until = decays(x.g, x.parts)
-    y = dot(low(_scores(x, blocks)), diagonal(x.v, heads), "nn")
-    y += dot(low(x.q * since), diagonal(low(start), heads), "nn")
-    written = own(dot(low(x.k * until), x.v, "tn"), heads)
-    return _kept(x, start) * start + written, y
+    y = dot(cast(_scores(x, blocks)), block_diagonal(x.v, heads), "nn")
+    y += dot(cast(x.q * since), block_diagonal(cast(start), heads), "nn")
+    written = diagonal_blocks(dot(cast(x.k * until), x.v, "tn"), heads)
+    return _decay(x, start) * start + written, y
 
 
-def pull_back(
+def vjp(
     x: Channels,
     start: Float[Array, "P K VV"],
     d_after: Float[Array, "P K VV"],
     d_y: Float[Array, "P C VV"],
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
-    heads, low, dot = x.heads, x.low, x.dot
+    heads, cast, dot = x.heads, x.cast, x.dot
     blocks, since, until = decays(x.g, x.parts)
-    d_y, d_memory = low(d_y), diagonal(low(d_after), heads)
-    d_scores = dot(d_y, diagonal(x.v, heads), "nt")
-    d_q = since * dot(d_y, diagonal(low(start), heads), "nt")
+    d_y, d_memory = cast(d_y), block_diagonal(cast(d_after), heads)
+    d_scores = dot(d_y, block_diagonal(x.v, heads), "nt")
+    d_q = since * dot(d_y, block_diagonal(cast(start), heads), "nt")
     d_written = until * dot(x.v, d_memory, "nt")
     d_k = d_written
     sums = x.q * d_q - x.k * d_k
     for chosen, f in zip(pairs(d_scores), blocks, strict=True):
         d_pairs, q, k = (
-            low(jnp.where(chosen, d_scores, 0.0)),
-            low(x.q * f),
-            low(x.k * f),
+            cast(jnp.where(chosen, d_scores, 0.0)),
+            cast(x.q * f),
+            cast(x.k * f),
         )
-        reads = dot(d_pairs, diagonal(k, heads), "nn")
-        writes = own(dot(d_pairs, q, "tn"), heads)
+        reads = dot(d_pairs, block_diagonal(k, heads), "nn")
+        writes = diagonal_blocks(dot(d_pairs, q, "tn"), heads)
         d_q, d_k = d_q + f * reads, d_k + f * writes
         # Of the rounded operands: what a pair adds here cancels for all gates but those
         # between its tokens.
         sums += q * reads - k * writes
-    d_v = own(dot(low(_scores(x, blocks)), d_y, "tn"), heads)
-    d_v += dot(low(x.k * until), d_memory, "nn")
-    kept = _kept(x, start) * d_after
-    d_start = kept + own(dot(low(x.q * since), d_y, "tn"), heads)
+    d_v = diagonal_blocks(dot(cast(_scores(x, blocks)), d_y, "tn"), heads)
+    d_v += dot(cast(x.k * until), d_memory, "nn")
+    decay = _decay(x, start) * d_after
+    d_start = decay + diagonal_blocks(dot(cast(x.q * since), d_y, "tn"), heads)
 
     # All that the memory after the chunk receives, at every token.
     ones = jnp.ones_like(d_y, BF16)
     end = packs.in_parts(
-        lambda part: dot(ones, diagonal(part, heads), "nt"), kept * start
+        lambda part: dot(ones, block_diagonal(part, heads), "nt"), decay * start
     )
     d_g = suffix_sums(sums, x.parts) + packs.sum_slots(x.k * d_written) + end
     return Cotangents((d_q, d_k, d_v, d_g), d_start)
@@ -78,16 +78,16 @@ def pull_back(
 def _scores(
     x: Channels, blocks: list[Float[Array, "P C KK"]]
 ) -> Float[Array, "P C CC"]:
-    low, dot = x.low, x.dot
+    cast, dot = x.cast, x.dot
     scores = jnp.zeros((*x.q.shape[:2], x.heads * x.q.shape[1]))
     for chosen, f in zip(pairs(scores), blocks, strict=True):
-        product = dot(low(x.q * f), diagonal(low(x.k * f), x.heads), "nt")
+        product = dot(cast(x.q * f), block_diagonal(cast(x.k * f), x.heads), "nt")
         scores = jnp.where(chosen, product, scores)
     return scores
 
 
-def _kept(x: Channels, start: Float[Array, "P K VV"]) -> Float[Array, "P K VV"]:
+def _decay(x: Channels, start: Float[Array, "P K VV"]) -> Float[Array, "P K VV"]:
     """The decays over the whole chunk, in all lanes of a head."""
     ones = jnp.ones((*x.g.shape[:2], start.shape[-1]), BF16)
     sums = packs.in_parts(lambda part: multiply(part, ones, "tn", BF16), x.g, x.parts)
-    return jnp.exp(own(sums, x.heads))
+    return jnp.exp(diagonal_blocks(sums, x.heads))

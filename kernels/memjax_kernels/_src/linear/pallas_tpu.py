@@ -25,15 +25,13 @@ def _delta_in_xla(q, k, v, g, beta, state, *, chunk_size):
 
 
 # Products with operands rounded to the tokens' dtype anyway.
-LINEAR = Op(
-    "linear_attention", packed.advance, packed.pull_back, _linear_in_xla, exact=False
-)
-GLA = Op("gla", packed_gla.advance, packed_gla.pull_back, _linear_in_xla, exact=False)
+LINEAR = Op("linear_attention", packed.advance, packed.vjp, _linear_in_xla, exact=False)
+GLA = Op("gla", packed_gla.advance, packed_gla.vjp, _linear_in_xla, exact=False)
 # Errors of the memory grow where a chunk is computed again from it.
 DELTA = Op(
     "delta_rule",
     packed_delta.advance,
-    packed_delta.pull_back,
+    packed_delta.vjp,
     _delta_in_xla,
     exact=True,
 )

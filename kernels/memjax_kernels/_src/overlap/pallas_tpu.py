@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import chunks, gradients, packs, partition, varying
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.common.packs import columns as pack_columns
-from memjax_kernels._src.common.packs import diagonal, own
 from memjax_kernels._src.common.packs.blocks import (
     LANES,
     PARAMS,
@@ -147,8 +147,8 @@ def _arrange(static, x):
     return Tokens(k, gate_columns(x.gamma, static.group, static.heads))
 
 
-def _forward(static: Static, x: Tokens, *, keep: bool):
-    del keep
+def _forward(static: Static, x: Tokens, *, with_residuals: bool):
+    del with_residuals
     (b, n, size, number), heads = x.gamma.shape, static.heads
     rows = varying.like(x.k, (b, n, number // heads, 1, heads * size), F32)
     left = _call(static, _forward_kernel, "overlap_forward", x, (), rows)
@@ -156,8 +156,8 @@ def _forward(static: Static, x: Tokens, *, keep: bool):
     return (x.k, by_token), None
 
 
-def _backward(static: Static, primals, kept, cotangents):
-    del kept
+def _backward(static: Static, primals, residuals, cotangents):
+    del residuals
     (x,), (d_k, d_left) = primals, cotangents
     (b, n, size, number), heads = x.gamma.shape, static.heads
     d_left = d_left.swapaxes(2, 3).reshape(b, n, number // heads, 1, heads * size)
@@ -190,9 +190,9 @@ def _call(static: Static, kernel, name, x: Tokens, more, outputs):
     def both(t):
         return Tokens(of.tokens(t.k), of.gates(t.gamma))
 
-    spec = both if isinstance(outputs, Tokens) else of.kept
+    spec = both if isinstance(outputs, Tokens) else of.residuals
     # Cotangents: of the keys, which lie as tokens do, and of what is left.
-    specs = (of.tokens, of.kept)[: len(more)]
+    specs = (of.tokens, of.residuals)[: len(more)]
     blocks = _arrange(static, x)
     (result,) = pl.pallas_call(
         functools.partial(kernel, static=static),
@@ -211,7 +211,7 @@ def _pairs(k, columns, static):
     """The pairs of a block's tokens."""
     size = k.shape[1]
     dot = functools.partial(multiply, dtype=operand_dtype(k))
-    alike = dot(k, diagonal(k, static.heads), "nt")
+    alike = dot(k, block_diagonal(k, static.heads), "nt")
     gamma = pack_columns.spread(
         columns[None], alike.shape[-1], static.group, static.heads
     )
@@ -242,5 +242,7 @@ def _backward_kernel(x, d_keys, d_left, d_x, *, static: Static):
     d_gamma = pack_columns.sum_lanes(d_pair * pairs.alike, shape, static.group, heads)
     d_x.gamma[...] = d_gamma[0]
     d_alike = 2 * pairs.gamma * d_pair
-    d_k = dot(d_alike, diagonal(k, heads), "nn") + own(dot(d_alike, k, "tn"), heads)
+    d_k = dot(d_alike, block_diagonal(k, heads), "nn") + diagonal_blocks(
+        dot(d_alike, k, "tn"), heads
+    )
     packs.store(d_x.k, packs.load(d_keys, static.group) + d_k)

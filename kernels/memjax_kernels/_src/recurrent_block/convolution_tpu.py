@@ -96,14 +96,14 @@ def _in_xla(static: Static, x, filters, before, seen):
     return (), xla.short_convolution(x, filters[0], before, positions)
 
 
-def _forward(static: Static, x, filters, before, seen, *, keep: bool):
-    del keep
+def _forward(static: Static, x, filters, before, seen, *, with_residuals: bool):
+    del with_residuals
     y = _call(static, False, x, filters, before, seen)
     return ((), y.reshape(x.shape)), None
 
 
-def _backward(static: Static, primals, kept, cotangents):
-    del kept
+def _backward(static: Static, primals, residuals, cotangents):
+    del residuals
     x, filters, before, seen = primals
     d_y = cotangents[1]
     d_x, d_filters = _call(static, True, x, filters, before, seen, d_y)

@@ -74,14 +74,14 @@ def _in_xla(static: Static, y, gate, scale):
     return (), xla.gated_norm(y, gate, scale, epsilon=static.epsilon)
 
 
-def _forward(static: Static, y, gate, scale, *, keep: bool):
-    del keep
+def _forward(static: Static, y, gate, scale, *, with_residuals: bool):
+    del with_residuals
     out = _call(static, _forward_kernel, "gated_norm_forward", scale, y, gate)
     return ((), out.reshape(y.shape)), None
 
 
-def _backward(static: Static, primals, kept, cotangents):
-    del kept
+def _backward(static: Static, primals, residuals, cotangents):
+    del residuals
     (y, gate, scale), (_, d_out) = primals, cotangents
     given = (y, gate, d_out)
     found = _call(static, _backward_kernel, "gated_norm_backward", scale, *given)

@@ -53,13 +53,13 @@ def _in_xla(static: Static, x):
     return (), norms.l2_normalize(x, static.norm)
 
 
-def _forward(static: Static, x, *, keep: bool):
-    del keep
+def _forward(static: Static, x, *, with_residuals: bool):
+    del with_residuals
     return ((), _call(static, _forward_kernel, "l2_normalize_forward", x)), None
 
 
-def _backward(static: Static, primals, kept, cotangents):
-    del kept
+def _backward(static: Static, primals, residuals, cotangents):
+    del residuals
     given = (*primals, cotangents[1])
     return (_call(static, _backward_kernel, "l2_normalize_backward", *given),)
 

@@ -48,21 +48,21 @@ def advance(
     chunk: Chunk,
     memories: Memories,
     empty: tuple[Array, ...] | None,
-    complete: Array,
-    cleared: Array | None,
+    full: Array,
+    reset: Array | None,
     options: Options,
 ) -> tuple[Memories, Float[Array, "*B C _"]]:
     """Takes the memories through a chunk; flags are float32 0 or 1."""
     start, running = memories
-    if cleared is not None:
+    if reset is not None:
         assert empty is not None
-        start = _choose(cleared, empty, start)
-        running = _choose(cleared, empty, running)
+        start = _choose(reset, empty, start)
+        running = _choose(reset, empty, running)
     reads, keys = _compress(0, chunk.q, chunk, start[0], running[0], options)
     query = functions.apply(options.activation, reads)
     y, values = _compress(1, query, chunk, start[1], running[1], options)
     running = keys, values
-    return Memories(_choose(complete, running, start), running), y
+    return Memories(_choose(full, running, start), running), y
 
 
 def _compress(index, q, chunk, start, running, options):
@@ -72,7 +72,7 @@ def _compress(index, q, chunk, start, running, options):
     # Sums of gates stay finite for differences: see `FORGETS_ALL`.
     total = _cumulative(chunk.g[index])  # [..., C]
     last = Sums(*(part[..., -1:] for part in total))
-    kept = jnp.exp(total.coarse + total.fine)[..., None]
+    decay = jnp.exp(total.coarse + total.fine)[..., None]
     u = functions.error_gradient(options.phi, dot(x, start, "nt"), target)
     u = u * gamma[..., None]
     if index == 0:
@@ -81,7 +81,7 @@ def _compress(index, q, chunk, start, running, options):
         scores, written, past = dot(q, x, "nt"), u, dot(q, running, "nt")
     else:
         scores, written, past = dot(q, u, "nt"), x, dot(q, running, "nn")
-    y = kept * past - dot(scores * _decay(total), written, "nn")
+    y = decay * past - dot(scores * _decay(total), written, "nn")
     decayed = u * jnp.exp(_minus(last, total))[..., None]
     return y, jnp.exp(last.coarse + last.fine)[..., None] * running - dot(
         decayed, x, "tn"

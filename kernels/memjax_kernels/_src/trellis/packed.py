@@ -3,14 +3,14 @@
 `chunk` has the same equations with slots along the lanes, for any leading axes. Here
 arrays have a leading axis of P packs of heads (`common.packs`): tokens are [P, C, KK],
 memories [P, M, KK], and all that has slots [P, M, CC]. With S = start and R = running
-memory, W the decays and D(.) `packs.diagonal`:
+memory, W the decays and D(.) `packs.block_diagonal`:
 
     first pass    z = S D(k)^T,  u = gamma E(z, t),  A = (q D(k)^T) * W
-                  y1 = kept * R D(q)^T - u D(A)^T,  R' = last * R - (u * until) D(k)
+                  y1 = decay * R D(q)^T - u D(A)^T,  R' = last * R - (u * until) D(k)
     second pass   the same for z, u and R' with v;  f = activation(y1),  F = f^T
-                  A = (F u) * W,  y = kept * F R - A D(v)
+                  A = (F u) * W,  y = decay * F R - A D(v)
 
-where t = alpha^T, E is `functions.error_gradient`, kept, until and last are the decays
+where t = alpha^T, E is `functions.error_gradient`, decay, until and last are the decays
 since the chunk's start, until its end, and over all of it.
 """
 
@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.common.packs.decays import (
     Decays,
     Totals,
+    decay_at_end,
+    decay_by_token,
     decays,
-    kept_at_end,
-    kept_by_token,
     until_end,
 )
 from memjax_kernels._src.trellis import functions
@@ -61,7 +61,7 @@ class Memory(NamedTuple):
 
 def targets(alpha: Float[Array, "P C MM"], heads: int, options: Options):
     """alpha with slots along the sublanes: a product with ones is a transpose."""
-    return options.multiply(units(alpha, heads), diagonal(alpha, heads), "nt")
+    return options.multiply(units(alpha, heads), block_diagonal(alpha, heads), "nt")
 
 
 def units(alpha: Float[Array, "P C MM"], heads: int) -> Float[Array, "P M MM"]:
@@ -106,9 +106,9 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates], options: Options) -> Prepared:
     left = decays(first)
     # Computed once where both are the same.
     both = left, (left if second is first else decays(second))
-    dq, dk, dv = (diagonal(y, heads) for y in (x.q, x.k, x.v))
+    dq, dk, dv = (block_diagonal(y, heads) for y in (x.q, x.k, x.v))
     scores = (options.multiply(x.q, dk, "nt") * left.between).astype(x.q.dtype)
-    scores = diagonal(scores, heads)
+    scores = block_diagonal(scores, heads)
     return Prepared(targets(x.alpha, heads, options), dq, dk, dv, scores, both)
 
 
@@ -123,26 +123,26 @@ def advance(
     """The running memories after a chunk, and its reads."""
     dot, heads = options.multiply, len(gates[0].total.column)
 
-    def low(y):
+    def cast(y):
         return y.astype(x.q.dtype)
 
     target, dq, dk, dv, scores, (first, second) = ready
     u = gates[0].gamma * error_gradient(options, dot(keys.start, dk, "nt"), target)
-    reads = first.kept * dot(keys.running, dq, "nt") - dot(u, scores, "nt")
-    after_keys = kept_at_end(gates[0].total, keys.running.shape[-1]) * keys.running
+    reads = first.decay * dot(keys.running, dq, "nt") - dot(u, scores, "nt")
+    after_keys = decay_at_end(gates[0].total, keys.running.shape[-1]) * keys.running
     after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
 
-    f = low(activate(options, reads))
-    by_token = low(dot(eye(f, f.shape[-1]), f, "nt"))
+    f = cast(activate(options, reads))
+    by_token = cast(dot(eye(f, f.shape[-1]), f, "nt"))
     u = gates[1].gamma * error_gradient(options, dot(values.start, dv, "nt"), target)
-    scores = own(dot(by_token, u, "nn"), heads) * second.between
-    parts = [low(scores), low(u * until_end(gates[1].total))]
+    scores = diagonal_blocks(dot(by_token, u, "nn"), heads) * second.between
+    parts = [cast(scores), cast(u * until_end(gates[1].total))]
     written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
     size, width = x.v.shape[1:]
-    past = own(dot(by_token, values.running, "nn"), heads)
-    y = kept_by_token(gates[1].total, width) * past - written[:, :size]
+    past = diagonal_blocks(dot(by_token, values.running, "nn"), heads)
+    y = decay_by_token(gates[1].total, width) * past - written[:, :size]
     after_values = (
-        kept_at_end(gates[1].total, width) * values.running - written[:, size:]
+        decay_at_end(gates[1].total, width) * values.running - written[:, size:]
     )
     return (after_keys, after_values), y
 

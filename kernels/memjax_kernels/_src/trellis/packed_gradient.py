@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import diagonal, own, sum_slots
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks, sum_slots
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.packed import (
     Chunk,
@@ -24,9 +24,9 @@ from memjax_kernels._src.trellis.packed import (
     Memory,
     Prepared,
     activate,
+    decay_at_end,
     error_gradient,
     eye,
-    kept_at_end,
     units,
     until_end,
 )
@@ -50,7 +50,7 @@ class Cotangents(NamedTuple):
     values: Memory
 
 
-def pull_back(
+def vjp(
     x: Chunk,
     ready: Prepared,
     gates: tuple[Gates, Gates],
@@ -63,16 +63,16 @@ def pull_back(
     """The cotangents of a chunk, which is computed again from its memories."""
     dot, (slots, size) = options.multiply, (keys.start.shape[1], x.q.shape[1])
     heads = len(gates[0].total.column)
-    apart = functools.partial(diagonal, heads=heads)
+    spread = functools.partial(block_diagonal, heads=heads)
     target, dq, dk, dv, scores, left = ready
     until = until_end(gates[0].total), until_end(gates[1].total)
-    mine = functools.partial(own, heads=heads)
+    blocks = functools.partial(diagonal_blocks, heads=heads)
 
-    def low(y):
+    def cast(y):
         return y.astype(x.q.dtype)
 
     def stack(*rows):
-        return jnp.concatenate([low(row) for row in rows], axis=1)
+        return jnp.concatenate([cast(row) for row in rows], axis=1)
 
     d_keys, d_values = d_after
 
@@ -80,27 +80,27 @@ def pull_back(
     products = dot(stack(keys.start, d_keys), dk, "nt")
     first = _write(products[:, :slots], target, gates[0].gamma, options)
     state_keys = products[:, slots:]
-    reads = left[0].kept * dot(keys.running, dq, "nt") - dot(first.u, scores, "nt")
+    reads = left[0].decay * dot(keys.running, dq, "nt") - dot(first.u, scores, "nt")
     f, back = jax.vjp(functools.partial(activate, options), reads)
-    by_token = low(dot(eye(low(f), heads * size), f, "nt"))
+    by_token = cast(dot(eye(cast(f), heads * size), f, "nt"))
 
     # The second, with its cotangents.
     products = dot(stack(values.start, d_values, d_y), dv, "nt")
     second = _write(products[:, :slots], target, gates[1].gamma, options)
     state_values, d_scores = products[:, slots : 2 * slots], products[:, 2 * slots :]
-    written = mine(dot(by_token, second.u, "nn")) * left[1].between
-    d_scores = apart(low(-d_scores * left[1].between))
-    dd_y = apart(low(d_y))
-    d_f = left[1].kept * dot(values.running, dd_y, "nt")
+    written = blocks(dot(by_token, second.u, "nn")) * left[1].between
+    d_scores = spread(cast(-d_scores * left[1].between))
+    dd_y = spread(cast(d_y))
+    d_f = left[1].decay * dot(values.running, dd_y, "nt")
     d_f += dot(second.u, d_scores, "nt")
     d_state = -until[1] * state_values
     d_u = dot(f, d_scores, "nn") + d_state
     d_z, d_target = second.back(gates[1].gamma * d_u)
-    decayed = kept_at_end(gates[1].total, values.running.shape[-1]) * d_values
+    decayed = decay_at_end(gates[1].total, values.running.shape[-1]) * d_values
     d_values_before = Memory(
-        dot(d_z, dv, "nn"), decayed + dot(f * left[1].kept, dd_y, "nn")
+        dot(d_z, dv, "nn"), decayed + dot(f * left[1].decay, dd_y, "nn")
     )
-    d_v = mine(
+    d_v = blocks(
         dot(
             stack(-written, -second.u * until[1], d_z),
             stack(d_y, d_values, values.start),
@@ -115,22 +115,22 @@ def pull_back(
 
     # The first pass.
     (d_reads,) = back(d_f)
-    d_past = left[0].kept * d_reads
+    d_past = left[0].decay * d_reads
     d_state = -until[0] * state_keys
     d_u = d_state - dot(d_reads, scores, "nn")
-    d_scores = low(-mine(dot(d_reads, first.u, "tn")) * left[0].between)
+    d_scores = cast(-blocks(dot(d_reads, first.u, "tn")) * left[0].between)
     d_z, d_target_1 = first.back(gates[0].gamma * d_u)
-    decayed = kept_at_end(gates[0].total, keys.running.shape[-1]) * d_keys
+    decayed = decay_at_end(gates[0].total, keys.running.shape[-1]) * d_keys
     d_keys_before = Memory(dot(d_z, dk, "nn"), decayed + dot(d_past, dq, "nn"))
-    d_k = mine(
+    d_k = blocks(
         dot(
             stack(d_scores, -first.u * until[0], d_z),
             stack(x.q, d_keys, keys.start),
             "tn",
         )
     )
-    d_q = dot(d_scores, dk, "nn") + mine(dot(d_past, keys.running, "tn"))
-    d_alpha = mine(dot(d_target + d_target_1, units(x.alpha, heads), "tn"))
+    d_q = dot(d_scores, dk, "nn") + blocks(dot(d_past, keys.running, "tn"))
+    d_alpha = blocks(dot(d_target + d_target_1, units(x.alpha, heads), "tn"))
     gamma_1 = sum_slots(first.error * d_u)
     total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
     total_1 += _at_end(

@@ -111,7 +111,7 @@ def trellis_tpu(
     def flat(x):
         return x.reshape(b * h, *x.shape[2:])
 
-    flags = [f for f in (tokens.complete, tokens.cleared) if f is not None]
+    flags = [f for f in (tokens.full, tokens.reset) if f is not None]
     # Flags travel as further rows of the gates: one small block instead of three.
     wide = [
         jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
@@ -160,33 +160,35 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     return 4 * (tokens + memories + between)
 
 
-def _forward(static: Static, x: Inputs, memories: Memories, empty, *, keep: bool):
+def _forward(
+    static: Static, x: Inputs, memories: Memories, empty, *, with_residuals: bool
+):
     like = functools.partial(varying.like, x.q)
     y = like(x.inputs[1].shape, x.inputs[1].dtype)
     # In the tokens' dtype, to which the operands of products are rounded anyway.
-    kept = (
+    residuals = (
         jax.tree.map(
             lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype),
             memories.start,
         )
-        if keep
+        if with_residuals
         else None
     )
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
     specs = functools.partial(_specs, static.heads, lambda i: i)
-    after, y, kept = _call(
+    after, y, residuals = _call(
         static,
         tpu_kernels.forward_kernel,
         "trellis_forward",
         (x, memories, empty),
         (specs(x, 4), specs(memories, 3), specs(empty, 3)),
-        (after, y, kept),
-        (specs(after, 3), specs(y, 4), specs(kept, 4)),
+        (after, y, residuals),
+        (specs(after, 3), specs(y, 4), specs(residuals, 4)),
     )
-    return (after, y), kept
+    return (after, y), residuals
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     x, (_, running), empty = primals
     d_after, d_y = cotangents
     n = x.q.shape[1]
@@ -196,22 +198,22 @@ def _backward(static: Static, primals, kept, cotangents):
 
     # The backward pass goes through the chunks in reverse.
     specs = functools.partial(_specs, static.heads, lambda i: n - 1 - i)
-    before, fresh = like(Memories(running, running)), like(empty)
+    before, emptied = like(Memories(running, running)), like(empty)
     return _call(
         static,
         tpu_kernels.backward_kernel,
         "trellis_backward",
-        (x, running, empty, kept, d_after, d_y),
+        (x, running, empty, residuals, d_after, d_y),
         (
             specs(x, 4),
             specs(running, 3),
             specs(empty, 3),
-            specs(kept, 4),
+            specs(residuals, 4),
             specs(d_after, 3),
             specs(d_y, 4),
         ),
-        (like(x), before, fresh),
-        (specs(x, 4), specs(before, 3), specs(fresh, 3)),
+        (like(x), before, emptied),
+        (specs(x, 4), specs(before, 3), specs(emptied, 3)),
     )
 
 
@@ -230,8 +232,8 @@ def _in_xla(static: Static, x: Inputs, memories: Memories, empty):
         alpha=one_head(x.alpha),
         gamma=gates[..., :2],
         g=gates[..., 2:4],
-        complete=flags[0],
-        cleared=flags[1] if len(flags) > 1 else None,
+        full=flags[0],
+        reset=flags[1] if len(flags) > 1 else None,
     )
 
     def of_head(tree):

@@ -86,8 +86,10 @@ def trellis_reference(
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """A loop of steps; the arguments are those of `trellis`."""
     # Only the memory at the chunk's start is read of `empty`: see `trellis`.
-    fresh = empty.memories.start
-    empty = TrellisState.of(Memories(fresh, fresh), empty.position, empty.chunk_size)
+    emptied = empty.memories.start
+    empty = TrellisState.of(
+        Memories(emptied, emptied), empty.position, empty.chunk_size
+    )
     plain = inspect.unwrap(trellis_step)
 
     def one_token(state, item):
@@ -106,8 +108,8 @@ def _write(start, memory, k, alpha, gamma, g, phi):
     # Gradients inside a chunk are taken at its start, and written to the memory now.
     z = jnp.einsum("bhmk,bhk->bhm", start, k)
     u = functions.error_gradient(phi, z, alpha)
-    kept = memory if g is None else jnp.exp(_wide(g)) * memory
-    return kept - _wide(gamma) * jnp.einsum("bhm,bhk->bhmk", u, k)
+    decay = memory if g is None else jnp.exp(_wide(g)) * memory
+    return decay - _wide(gamma) * jnp.einsum("bhm,bhk->bhmk", u, k)
 
 
 def _next(state, start, memory):

@@ -12,7 +12,7 @@ of v.
 
 For each batch element and chunk i, in order, with M' = `start` and R = `running`:
 
-1. if cleared[i]: M' = R = empty. Given only together: `cleared` and `empty` are both
+1. if reset[i]: M' = R = empty. Given only together: `reset` and `empty` are both
    None, or neither.
 2. For both passes, with x = k, then v, and cs the inclusive sum of g over the chunk, g
    no lower than -104, where exp is 0 already (g may be -inf):
@@ -55,8 +55,8 @@ class Tokens(NamedTuple):
         alpha: [B, n, C, H, M].
         gamma: [B, n, C, H, 2] float32 for each pass, or [B, n, C, H, 1] for both.
         g: likewise, log space.
-        complete: Bool[B, n], whether the tokens reach the chunk's end.
-        cleared: Bool[B, n], whether the chunk starts from `empty`; None is never.
+        full: Bool[B, n], whether the tokens reach the chunk's end.
+        reset: Bool[B, n], whether the chunk starts from `empty`; None is never.
     """
 
     q: PyTree
@@ -65,8 +65,8 @@ class Tokens(NamedTuple):
     alpha: PyTree
     gamma: PyTree
     g: PyTree
-    complete: PyTree
-    cleared: PyTree
+    full: PyTree
+    reset: PyTree
 
 
 def in_chunks(
@@ -91,13 +91,13 @@ def in_chunks(
     size, time = empty.chunk_size, q.shape[1]
     position = None if state is None else state.position
     tokens = align(q, k, v, alpha, gamma, g, reset, size, position)
-    fresh = empty.memories.start
+    emptied = empty.memories.start
     # The same arrays twice: implementations can see that the two memories are equal.
-    before = Memories(fresh, fresh) if state is None else state.memories
+    before = Memories(emptied, emptied) if state is None else state.memories
     memories, y = implementation(
         tokens,
         before,
-        None if reset is None else fresh,
+        None if reset is None else emptied,
         phi=phi,
         activation=activation,
     )
@@ -134,10 +134,10 @@ def align(
         alpha=cut(alpha),
         gamma=cut(gamma),
         g=cut(g),
-        complete=chunks.completed(number, size, time, position, batch),
+        full=chunks.completed(number, size, time, position, batch),
         # A reset counts at the first token of a chunk; others have been refused or give
         # NaN.
-        cleared=None if reset is None else cut(reset)[:, :, 0],
+        reset=None if reset is None else cut(reset)[:, :, 0],
     )
 
 

@@ -22,12 +22,12 @@ from memjax_kernels._src.common import gradients, products, varying
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.packs.blocks import (
     Specs,
-    apart,
     flag_columns,
     gate_columns,
     join_chunks,
-    side_by_side,
+    pack_heads,
     split_chunks,
+    unpack_heads,
 )
 from memjax_kernels._src.trellis import packed
 from memjax_kernels._src.trellis.chunk import Options
@@ -49,14 +49,14 @@ class Kernels(NamedTuple):
     Attributes:
         forward: of references to blocks; see `tpu_packed_kernels`.
         backward: likewise.
-        kept: dtype of the memories before blocks; None is that of the tokens, to which
-            the operands of products are rounded anyway.
+        residuals: dtype of the memories saved before blocks; None is that of the
+            tokens, to which operands of products are rounded anyway.
         scratch: (layout, tokens in blocks) -> what each has in VMEM alone.
     """
 
     forward: Callable[..., None]
     backward: Callable[..., None]
-    kept: Any = None
+    residuals: Any = None
     scratch: Callable[[Any, Any], tuple[Sequence[Any], Sequence[Any]]] = _no_scratch
 
 
@@ -85,9 +85,7 @@ def run(
     def flag(x):
         return None if x is None else x.astype(F32)
 
-    tokens = tokens._replace(
-        complete=flag(tokens.complete), cleared=flag(tokens.cleared)
-    )
+    tokens = tokens._replace(full=flag(tokens.full), reset=flag(tokens.reset))
     static = Static(phi, activation, layout, interpret)
     return op(static, *varying.vary_alike((tokens, memories, empty)))
 
@@ -115,7 +113,7 @@ def _arrange(layout: Layout, x: Tokens) -> Blocks:
     b, n, c = x.q.shape[:3]
     columns = functools.partial(gate_columns, group=layout.group, heads=layout.heads)
     gates = [columns(x.gamma), columns(x.g)]
-    flags = [flag for flag in (x.complete, x.cleared) if flag is not None]
+    flags = [flag for flag in (x.full, x.reset) if flag is not None]
     gates += [flag_columns(flag, gates[0]) for flag in flags]
     gates = jnp.concatenate(gates, axis=-1)
     chunk = packed.Chunk(*(t.reshape(b, n, c, -1) for t in (x.q, x.k, x.v, x.alpha)))
@@ -126,13 +124,15 @@ def _in_blocks(layout: Layout, x: Tokens) -> Tokens:
     """Several chunks in one, and flags of every token."""
     # Where the two memories may differ, chunks behind all tokens keep them so. Where
     # they do after the last chunk alone, that one has to stay the last.
-    join = functools.partial(join_chunks, parts=layout.parts, front=not layout.apart)
+    join = functools.partial(
+        join_chunks, parts=layout.parts, front=not layout.two_memories
+    )
 
     def of_tokens(f):
         return jnp.broadcast_to(f[..., None], x.q.shape[:3])
 
-    flags = [f if f is None else of_tokens(f) for f in (x.complete, x.cleared)]
-    x = x._replace(complete=flags[0], cleared=flags[1])
+    flags = [f if f is None else of_tokens(f) for f in (x.full, x.reset)]
+    x = x._replace(full=flags[0], reset=flags[1])
     return jax.tree.map(join, x)
 
 
@@ -143,59 +143,61 @@ def _forward(
     memories: Memories,
     empty,
     *,
-    keep: bool,
+    with_residuals: bool,
 ):
     layout, number = static.layout, x.q.shape[1]
     x = _in_blocks(layout, x)
     blocks = _arrange(layout, x)
-    join = functools.partial(side_by_side, heads=layout.heads)
+    join = functools.partial(pack_heads, heads=layout.heads)
     memories, empty = jax.tree.map(join, (memories, empty))
     like = functools.partial(varying.like, x.q)
     y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
     after = jax.tree.map(lambda m: like(m.shape, F32), memories)
-    dtype = kernels.kept or x.q.dtype
-    kept = (
+    dtype = kernels.residuals or x.q.dtype
+    residuals = (
         jax.tree.map(
             lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), dtype),
             memories.start,
         )
-        if keep
+        if with_residuals
         else None
     )
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
-    after, y, kept = _call(
+    after, y, residuals = _call(
         of,
         static,
         kernels.forward,
         "trellis_forward",
         blocks,
         inputs=(memories, empty),
-        outputs=(after, y, kept),
+        outputs=(after, y, residuals),
         specs=(
             Blocks(of.tokens(blocks.tokens), of.gates(blocks.gates)),
             of.memories(memories),
             of.memories(empty),
         ),
-        out_specs=(of.memories(after), of.tokens(y), of.kept(kept)),
+        out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
         scratch=kernels.scratch(layout, x)[0],
     )
-    part = functools.partial(apart, heads=layout.heads)
-    y = split_chunks(y.reshape(x.v.shape), layout.parts, not layout.apart, number)
-    return (jax.tree.map(part, after), y), kept
+    part = functools.partial(unpack_heads, heads=layout.heads)
+    y = split_chunks(
+        y.reshape(x.v.shape), layout.parts, not layout.two_memories, number
+    )
+    return (jax.tree.map(part, after), y), residuals
 
 
-def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
+def _backward(kernels: Kernels, static: Static, primals, residuals, cotangents):
     x, memories, empty = primals
     d_after, d_y = cotangents
     # Flags have no gradient.
-    no_flags = jax.tree.map(jnp.zeros_like, (x.complete, x.cleared))
+    no_flags = jax.tree.map(jnp.zeros_like, (x.full, x.reset))
     number, layout = x.q.shape[1], static.layout
     x = _in_blocks(layout, x)
-    d_y = join_chunks(d_y, layout.parts, not layout.apart)
+    d_y = join_chunks(d_y, layout.parts, not layout.two_memories)
     blocks = _arrange(layout, x)
     b, n, c, heads, _ = x.q.shape
     of_pack = layout.heads
-    join = functools.partial(side_by_side, heads=of_pack)
+    join = functools.partial(pack_heads, heads=of_pack)
     running, empty, d_after = jax.tree.map(join, (memories.running, empty, d_after))
     d_y = d_y.reshape(b, n, c, -1)
     like = functools.partial(varying.like, x.q)
@@ -204,7 +206,7 @@ def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
         return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
 
     d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
-    before, fresh = shaped(Memories(running, running)), shaped(empty)
+    before, emptied = shaped(Memories(running, running)), shaped(empty)
     # The backward pass goes through the blocks in reverse.
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
     tokens = of.tokens(blocks.tokens)
@@ -214,21 +216,21 @@ def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
         kernels.backward,
         "trellis_backward",
         blocks,
-        inputs=(running, empty, kept, d_after, d_y),
-        outputs=(shaped(blocks.tokens), d_gates, before, fresh),
+        inputs=(running, empty, residuals, d_after, d_y),
+        outputs=(shaped(blocks.tokens), d_gates, before, emptied),
         specs=(
             Blocks(tokens, of.gates(blocks.gates)),
             of.memories(running),
             of.memories(empty),
-            of.kept(kept),
+            of.residuals(residuals),
             of.memories(d_after),
             of.tokens(d_y),
         ),
         out_specs=(
             tokens,
-            of.kept(d_gates),
+            of.residuals(d_gates),
             of.memories(before),
-            of.memories(fresh),
+            of.memories(emptied),
         ),
         scratch=kernels.scratch(layout, x)[1],
     )
@@ -240,14 +242,14 @@ def _backward(kernels: Kernels, static: Static, primals, kept, cotangents):
         alpha=d_tokens.alpha.reshape(x.alpha.shape),
         gamma=d_gamma,
         g=d_g,
-        complete=None,
-        cleared=None,
+        full=None,
+        reset=None,
     )
     d_x = jax.tree.map(
-        lambda d: split_chunks(d, layout.parts, not layout.apart, number), d_x
+        lambda d: split_chunks(d, layout.parts, not layout.two_memories, number), d_x
     )
-    d_x = d_x._replace(complete=no_flags[0], cleared=no_flags[1])
-    part = functools.partial(apart, heads=of_pack)
+    d_x = d_x._replace(full=no_flags[0], reset=no_flags[1])
+    part = functools.partial(unpack_heads, heads=of_pack)
     return d_x, *jax.tree.map(part, (d_memories, d_empty))
 
 
@@ -271,7 +273,7 @@ def _in_xla(static: Static, x: Tokens, memories: Memories, empty):
     def flag(f):
         return None if f is None else f > 0.5
 
-    x = x._replace(complete=flag(x.complete), cleared=flag(x.cleared))
+    x = x._replace(full=flag(x.full), reset=flag(x.reset))
     return trellis_xla(x, memories, empty, phi=static.phi, activation=static.activation)
 
 

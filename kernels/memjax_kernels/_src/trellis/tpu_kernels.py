@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
         inputs: [G, n, C, K], [G, n, C, V].
         alpha: [G, n, C, M].
         gates: [G, n, R, C] float32: gamma of each pass, g of each pass, complete,
-            and cleared if resets were given.
+            and reset if resets were given.
     """
 
     q: Any
@@ -56,8 +56,8 @@ def _store(refs, values):
     jax.tree.map(lambda ref, x: ref.__setitem__(..., x.astype(ref.dtype)), refs, values)
 
 
-def forward_kernel(x, before, empty, after, y, kept, *, options):
-    """One chunk; `kept` None does not keep the memories before it."""
+def forward_kernel(x, before, empty, after, y, residuals, *, options):
+    """One chunk; `residuals` None does not keep the memories before it."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -65,18 +65,18 @@ def forward_kernel(x, before, empty, after, y, kept, *, options):
         _store(after, _load(before))
 
     memories = _load(after)
-    if kept is not None:
-        _store(kept, memories.start)
-    chunk, complete, cleared = _read(x)
+    if residuals is not None:
+        _store(residuals, memories.start)
+    chunk, full, reset = _read(x)
     memories, read = one_chunk.advance(
-        chunk, memories, _load(empty), complete, cleared, options
+        chunk, memories, _load(empty), full, reset, options
     )
     _store(after, memories)
     _store(y, read)
 
 
 def backward_kernel(
-    x, running, empty, kept, d_after, d_y, d_x, d_before, d_empty, *, options
+    x, running, empty, residuals, d_after, d_y, d_x, d_before, d_empty, *, options
 ):
     """Cotangents of one chunk, after those of the chunks behind it."""
 
@@ -85,18 +85,18 @@ def backward_kernel(
         _store(d_before, _load(d_after))
         _store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
 
-    chunk, complete, cleared = _read(x)
-    start = _load(kept)
+    chunk, full, reset = _read(x)
+    start = _load(residuals)
     # After the first chunk the two memories are equal, where there are tokens.
     first = pl.program_id(1) == pl.num_programs(1) - 1
-    # `kept` holds one memory a chunk; the running one of the first comes from the
+    # `residuals` holds one memory a chunk; the running one of the first comes from the
     # caller.
-    begun = jax.tree.map(lambda r, s: jnp.where(first, r, s), _load(running), start)
+    entering = jax.tree.map(lambda r, s: jnp.where(first, r, s), _load(running), start)
 
     def advance(chunk, memories, empty) -> Any:
-        return one_chunk.advance(chunk, memories, empty, complete, cleared, options)
+        return one_chunk.advance(chunk, memories, empty, full, reset, options)
 
-    _, vjp = jax.vjp(advance, chunk, Memories(start, begun), _load(empty))
+    _, vjp = jax.vjp(advance, chunk, Memories(start, entering), _load(empty))
     d_chunk, d_memories, d_fresh = vjp((_load(d_before), d_y[...].astype(F32)))
     _store(d_before, d_memories)
     # Every reset reads `empty`, so that its gradient is a sum over chunks.

@@ -63,8 +63,8 @@ def trellis_packed(
         heads,
         tokens.gamma.shape[-1],
         tokens.g.shape[-1],
-        apart=may_differ(memories),
-        resets=tokens.cleared is not None,
+        two_memories=may_differ(memories),
+        resets=tokens.reset is not None,
         size=size,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}

@@ -28,8 +28,8 @@ class Layout(NamedTuple):
         heads: of a pack.
         gammas: 2 where each pass has its own, else 1.
         gates: likewise.
-        apart: whether a chunk may find two memories that differ; else they do so after
-            the last chunk alone.
+        two_memories: whether the running memory may differ from the chunk-start one
+            before any chunk; else after the last chunk alone.
         resets: whether there is a flag of chunks that start from `empty`.
         size: tokens of a chunk.
     """
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     heads: int
     gammas: int
     gates: int
-    apart: bool
+    two_memories: bool
     resets: bool
     size: int
 
@@ -70,7 +70,7 @@ def read(x, layout: Layout, options: Options) -> Block:
 
 
 def flags(x, layout: Layout) -> tuple[Array, Array | None]:
-    """Whether a chunk is complete, and cleared: [P, 1, 1]."""
+    """Whether a chunk is full, and reset: [P, 1, 1]."""
     columns = x.gates[:, :, layout.gate_columns :]
     # All tokens of a chunk have its flags.
     found = jnp.max(columns, axis=1, keepdims=True)[:, None]
@@ -111,7 +111,7 @@ def _gates_of_row(block: Array, layout: Layout):
         return pack_decays.total(columns, rows, (coarse, fine), group, heads)
 
     steps = [
-        pack_decays.side_by_side(rows, each * index, group, heads)
+        pack_decays.pack_heads(rows, each * index, group, heads)
         for index in range(layout.gammas)
     ]
     return steps, [total(index) for index in range(layout.gates)]

@@ -30,9 +30,9 @@ def choose(flag, new, old):
 
 
 def forward_kernel(
-    x, before, empty, after, y, kept, *, layout: Layout, options: Options
+    x, before, empty, after, y, residuals, *, layout: Layout, options: Options
 ):
-    """One chunk; `kept` None does not keep the memories before it."""
+    """One chunk; `residuals` None does not keep the memories before it."""
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -40,27 +40,27 @@ def forward_kernel(
         blocks.store(after, blocks.load(before))
 
     block = blocks.read(x, layout, options)
-    complete, cleared = blocks.flags(x, layout)
+    full, reset = blocks.flags(x, layout)
     running = blocks.load(after.running)
-    start = blocks.load(after.start) if layout.apart else running
-    if cleared is not None:
-        fresh = blocks.load(empty)
-        start, running = choose(cleared, (fresh, fresh), (start, running))
-    if kept is not None:
-        blocks.store(kept, start)
+    start = blocks.load(after.start) if layout.two_memories else running
+    if reset is not None:
+        emptied = blocks.load(empty)
+        start, running = choose(reset, (emptied, emptied), (start, running))
+    if residuals is not None:
+        blocks.store(residuals, start)
     keys, values = map(Memory, start, running)
     given = (block.gates, keys, values, options)
     new, read = packed.advance(block.tokens, block.ready, *given)
     blocks.store(after.running, new)
     packs.store_rows(y, read)
-    blocks.store(after.start, choose(complete, new, start))
+    blocks.store(after.start, choose(full, new, start))
 
 
 def backward_kernel(
     x,
     running,
     empty,
-    kept,
+    residuals,
     d_after,
     d_y,
     d_tokens,
@@ -80,7 +80,7 @@ def backward_kernel(
     @pl.when(step == 0)
     def _():
         d = blocks.load(d_after)
-        if not layout.apart:
+        if not layout.two_memories:
             # What the memory at the start receives behind an incomplete chunk waits in
             # `d_before` until that chunk is done.
             d = by_completeness(d, blocks.flags(x, layout)[0])
@@ -90,34 +90,34 @@ def backward_kernel(
         )
 
     block = blocks.read(x, layout, options)
-    complete, cleared = blocks.flags(x, layout)
-    start = blocks.load(kept)
-    begun = start
-    if layout.apart:
-        # `kept` holds one memory a chunk; the running one of the first comes from
+    full, reset = blocks.flags(x, layout)
+    start = blocks.load(residuals)
+    entering = start
+    if layout.two_memories:
+        # `residuals` holds one memory a chunk; the running one of the first comes from
         # the caller. After it the two are equal, where there are tokens.
         given = blocks.load(running)
-        if cleared is not None:
-            given = choose(cleared, start, given)
+        if reset is not None:
+            given = choose(reset, start, given)
         first = (step == last).astype(F32)
-        begun = choose(first, given, start)
+        entering = choose(first, given, start)
     d = Memories(blocks.load(d_before.start), blocks.load(d_before.running))
-    if layout.apart:
-        d = by_completeness(d, complete)
+    if layout.two_memories:
+        d = by_completeness(d, full)
     given_y = packs.load_rows(d_y, layout.group)
-    keys, values = map(Memory, start, begun)
+    keys, values = map(Memory, start, entering)
     given = (block.gates, keys, values, d.running, given_y, options)
-    found = packed_gradient.pull_back(block.tokens, block.ready, *given)
+    found = packed_gradient.vjp(block.tokens, block.ready, *given)
     d_start = add(d.start, (found.keys.start, found.values.start))
     d_running = found.keys.running, found.values.running
-    if cleared is not None:
+    if reset is not None:
         zeros = jax.tree.map(jnp.zeros_like, d_running)
-        fresh = choose(cleared, add(d_start, d_running), zeros)
+        emptied = choose(reset, add(d_start, d_running), zeros)
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        blocks.store(d_empty, add(blocks.load(d_empty), fresh))
-        d_start = choose(cleared, zeros, d_start)
-        d_running = choose(cleared, zeros, d_running)
-    if not layout.apart:
+        blocks.store(d_empty, add(blocks.load(d_empty), emptied))
+        d_start = choose(reset, zeros, d_start)
+        d_running = choose(reset, zeros, d_running)
+    if not layout.two_memories:
         d_start, d_running = (
             jax.tree.map(jnp.zeros_like, d_start),
             add(d_start, d_running),
@@ -140,11 +140,11 @@ def _from_sums(d: Array, heads: int) -> Array:
     return _exact(d[:, 0], later.astype(F32), "nn")[:, None]
 
 
-def by_completeness(d: Memories, complete) -> Memories:
+def by_completeness(d: Memories, full) -> Memories:
     """Cotangents of the memory at the start and of the new one, behind a chunk."""
     zeros = jax.tree.map(jnp.zeros_like, d.start)
     to_new, to_start = (
-        choose(complete, d.start, zeros),
-        choose(complete, zeros, d.start),
+        choose(full, d.start, zeros),
+        choose(full, zeros, d.start),
     )
     return Memories(to_start, jax.tree.map(jnp.add, d.running, to_new))

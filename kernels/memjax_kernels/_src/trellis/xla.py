@@ -39,8 +39,8 @@ def trellis_xla(
     options = one_chunk.Options(phi, activation, multiply)
 
     def one_chunk_after(memories, item):
-        tokens, complete, cleared = item
-        return one_chunk.advance(tokens, memories, empty, complete, cleared, options)
+        tokens, full, reset = item
+        return one_chunk.advance(tokens, memories, empty, full, reset, options)
 
     def flag(x):
         # [B, n] -> [n, B, 1, 1, 1]
@@ -64,7 +64,7 @@ def trellis_xla(
     memories, y = chunks.scan(
         one_chunk_after,
         memories,
-        (chunk, flag(tokens.complete), flag(tokens.cleared)),
+        (chunk, flag(tokens.full), flag(tokens.reset)),
         remat_every=min(remat_every, number),
     )
     return memories, jnp.moveaxis(y, (0, 2), (1, 3)).astype(tokens.v.dtype)

@@ -8,7 +8,7 @@ which cost little, and the gates of tokens are rows.
 
 Shapes: P packs of `heads` heads, C tokens, D channels of a head; CC and DD are those of
 all heads of a pack. A product of all heads at once needs one operand that is zero where
-rows and lanes are of two heads: `diagonal`.
+rows and lanes are of two heads: `block_diagonal`.
 """
 
 import functools
@@ -44,8 +44,8 @@ def within(shape: tuple[int, ...], size: int) -> Int[Array, "..."]:
     return jax.lax.rem(lane(shape), jnp.int32(size))
 
 
-def diagonal(x: Float[Array, "P C DD"], heads: int) -> Float[Array, "P CC DD"]:
-    """Each head's rows, the others' lanes cleared."""
+def block_diagonal(x: Float[Array, "P C DD"], heads: int) -> Float[Array, "P CC DD"]:
+    """Each head's rows, the others' lanes zero."""
 
     def stack(parts):
         return jnp.concatenate(parts, axis=1)
@@ -60,8 +60,8 @@ def diagonal(x: Float[Array, "P C DD"], heads: int) -> Float[Array, "P CC DD"]:
     return stack([jnp.where(of == i, x, zero) for i in range(heads)])
 
 
-def own(x: Float[Array, "P CC DD"], heads: int) -> Float[Array, "P C DD"]:
-    """Undoes `diagonal`: of each head's rows the head's own lanes."""
+def diagonal_blocks(x: Float[Array, "P CC DD"], heads: int) -> Float[Array, "P C DD"]:
+    """Undoes `block_diagonal`: of each head's rows the head's own lanes."""
     return _by_head(jnp.split(x, heads, axis=1))
 
 

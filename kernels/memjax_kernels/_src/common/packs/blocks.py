@@ -57,17 +57,17 @@ def divisor(number: int, most: int) -> int:
     return max(n for n in range(1, max(1, most) + 1) if number % n == 0)
 
 
-def side_by_side(
-    memory: Float[Array, "B H M D"], heads: int
-) -> Float[Array, "B P M DD"]:
+def pack_heads(memory: Float[Array, "B H M D"], heads: int) -> Float[Array, "B P M DD"]:
     """Memories of each pack's heads in one."""
     b, number, slots, width = memory.shape
     split = memory.reshape(b, number // heads, heads, slots, width)
     return split.swapaxes(2, 3).reshape(b, -1, slots, heads * width)
 
 
-def apart(memory: Float[Array, "B P M DD"], heads: int) -> Float[Array, "B H M D"]:
-    """Undoes `side_by_side`."""
+def unpack_heads(
+    memory: Float[Array, "B P M DD"], heads: int
+) -> Float[Array, "B H M D"]:
+    """Undoes `pack_heads`."""
     b, packs, slots, width = memory.shape
     split = memory.reshape(b, packs, slots, heads, width // heads)
     return split.swapaxes(2, 3).reshape(b, heads * packs, slots, -1)
@@ -157,7 +157,7 @@ class Specs(NamedTuple):
             lambda b, g, i: (b, self.order(i), g, 0, 0),
         )
 
-    def kept(self, tree):
+    def residuals(self, tree):
         """[B, n, P, ...]."""
 
         def spec(x):

@@ -39,11 +39,11 @@ class Decays(NamedTuple):
 
     Attributes:
         between: from token j (lanes) to token i, 0 for j > i.
-        kept: since the chunk's start.
+        decay: since the chunk's start.
     """
 
     between: Float[Array, "P C CC"]
-    kept: Float[Array, "P 1 CC"]
+    decay: Float[Array, "P 1 CC"]
 
 
 def sum_gates(g: Float[Array, "C N"], size: int | None = None) -> Float[Array, "C NN"]:
@@ -84,7 +84,7 @@ def transpose(columns: Float[Array, "C N"]) -> Float[Array, "N C"]:
     return _exact(eye.astype(F32), columns, "nt")
 
 
-def side_by_side(
+def pack_heads(
     rows: Float[Array, "N C"], start: int, group: int, heads: int
 ) -> Float[Array, "P 1 CC"]:
     """The rows from `start` on, those of a pack's heads in one."""
@@ -108,7 +108,7 @@ def total(
     of_head = tuple(
         Sums(*(column(start + i * group) for start in starts)) for i in range(heads)
     )
-    row = Sums(*(side_by_side(rows, start, group, heads) for start in starts))
+    row = Sums(*(pack_heads(rows, start, group, heads) for start in starts))
     ends = zip(*(packs.ends(part, heads) for part in row), strict=True)
     return Totals(row, of_head, tuple(Sums(*end) for end in ends))
 
@@ -136,11 +136,11 @@ def until_end(total: Totals) -> Float[Array, "P 1 CC"]:
     return jnp.exp(jnp.minimum(between, 0.0))
 
 
-def kept_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
+def decay_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
     """The decay since the chunk's start, tokens along the sublanes."""
     return packs.widen([jnp.exp(x.coarse + x.fine) for x in total.column], width)
 
 
-def kept_at_end(total: Totals, width: int) -> Float[Array, "P 1 DD"]:
+def decay_at_end(total: Totals, width: int) -> Float[Array, "P 1 DD"]:
     """The decay over the whole chunk, in a memory's lanes."""
     return jnp.exp(packs.widen([x.coarse + x.fine for x in total.end], width))

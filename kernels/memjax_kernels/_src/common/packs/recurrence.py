@@ -23,12 +23,12 @@ from memjax_kernels._src.common.packs import recurrence_kernels
 from memjax_kernels._src.common.packs.blocks import (
     LANES,
     Specs,
-    apart,
     gate_columns,
     gates_of_columns,
     group_size,
+    pack_heads,
     packings,
-    side_by_side,
+    unpack_heads,
 )
 from memjax_kernels._src.common.packs.recurrence_kernels import Op, Static
 
@@ -170,32 +170,34 @@ def _specs_for(static: Static, x: Tokens, order) -> Specs:
     )
 
 
-def _forward(static: Static, x: Tokens, state: Array, *, keep: bool):
-    blocks, state = _arrange(static, x), side_by_side(state, static.heads)
+def _forward(static: Static, x: Tokens, state: Array, *, with_residuals: bool):
+    blocks, state = _arrange(static, x), pack_heads(state, static.heads)
     like = functools.partial(varying.like, x.q)
     y = like(blocks.tokens[2].shape, x.v.dtype)
     shape = (state.shape[0], x.q.shape[1], *state.shape[1:])
-    kept = like(shape, F32 if static.op.exact else x.q.dtype) if keep else None
+    residuals = (
+        like(shape, F32 if static.op.exact else x.q.dtype) if with_residuals else None
+    )
     after = like(state.shape, F32)
     of = _specs_for(static, x, lambda i: i)
-    after, y, kept = _call(
+    after, y, residuals = _call(
         of,
         static,
         recurrence_kernels.forward_kernel,
         "forward",
         blocks,
         inputs=(state,),
-        outputs=(after, y, kept),
+        outputs=(after, y, residuals),
         specs=(_specs(of, blocks), of.memories(state)),
-        out_specs=(of.memories(after), of.tokens(y), of.kept(kept)),
+        out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
     )
-    return (apart(after, static.heads), y.reshape(x.v.shape)), kept
+    return (unpack_heads(after, static.heads), y.reshape(x.v.shape)), residuals
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     x, _ = primals
     d_after, d_y = cotangents
-    blocks, d_after = _arrange(static, x), side_by_side(d_after, static.heads)
+    blocks, d_after = _arrange(static, x), pack_heads(d_after, static.heads)
     d_y = d_y.reshape(blocks.tokens[2].shape)
     like = functools.partial(varying.like, x.q)
 
@@ -212,12 +214,12 @@ def _backward(static: Static, primals, kept, cotangents):
         recurrence_kernels.backward_kernel,
         "backward",
         blocks,
-        inputs=(kept, d_after, d_y),
+        inputs=(residuals, d_after, d_y),
         outputs=(shaped(blocks), shaped(d_after)),
-        specs=(specs, of.kept(kept), memories, of.tokens(d_y)),
+        specs=(specs, of.residuals(residuals), memories, of.tokens(d_y)),
         out_specs=(specs, memories),
     )
-    return _undo(static, d_x, x), apart(d_state, static.heads)
+    return _undo(static, d_x, x), unpack_heads(d_state, static.heads)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ class Op(NamedTuple):
     Attributes:
         name: of its kernels, before "_forward" and "_backward".
         advance: (Chunk, memory) -> (memory, y).
-        pull_back: (Chunk, memory, their cotangents) -> Cotangents.
+        vjp: (Chunk, memory, their cotangents) -> Cotangents.
         in_xla: (q, k, v, g, beta, memory, chunk_size=) -> (memory, y), for gradients
             of gradients.
         exact: whether memories are kept in float32 for the backward kernel, or in the
@@ -37,7 +37,7 @@ class Op(NamedTuple):
 
     name: str
     advance: Callable[..., Any]
-    pull_back: Callable[..., Any]
+    vjp: Callable[..., Any]
     in_xla: Callable[..., Any]
     exact: bool
 
@@ -90,7 +90,7 @@ class Channels(NamedTuple):
     g: Float[Array, "P C GG"]
     heads: int
 
-    def low(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def cast(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """In the tokens' dtype, as operands of products are."""
         return x.astype(self.q.dtype)
 
@@ -128,29 +128,29 @@ def at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:
     return jnp.where(last, packs.sum_slots(x), 0.0)
 
 
-def forward_kernel(x, before, after, y, kept, *, static: Static):
-    """One chunk; `kept` None does not keep the memory before it."""
+def forward_kernel(x, before, after, y, residuals, *, static: Static):
+    """One chunk; `residuals` None does not keep the memory before it."""
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         after[...] = before[...]
 
     start = after[...]
-    if kept is not None:
-        kept[...] = start.astype(kept.dtype)
+    if residuals is not None:
+        residuals[...] = start.astype(residuals.dtype)
     after[...], read = static.op.advance(_read(x, static), start)
     packs.store(y, read)
 
 
-def backward_kernel(x, kept, d_after, d_y, d_x, d_memory, *, static: Static):
+def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static):
     """Cotangents of one chunk, after those of the chunks behind it."""
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         d_memory[...] = d_after[...]
 
-    start, given = kept[...].astype(F32), packs.load(d_y, static.group)
-    found = static.op.pull_back(_read(x, static), start, d_memory[...], given)
+    start, given = residuals[...].astype(F32), packs.load(d_y, static.group)
+    found = static.op.vjp(_read(x, static), start, d_memory[...], given)
     d_memory[...] = found.start
 
     # What is raised to the lowest gate has no gradient.

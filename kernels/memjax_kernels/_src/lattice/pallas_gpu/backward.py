@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    static: Static, x: ChunkInputs, kept, d_y, d_after, d_pending
+    static: Static, x: ChunkInputs, residuals, d_y, d_after, d_pending
 ) -> Gradients:
     """Runs the backward kernel on what `forward` kept, and cotangents."""
     m, width = x.start.shape[2:]
@@ -68,7 +68,7 @@ def backward(
     }
     for name in ("along", "before", "taken", "size"):
         scratch[name] = work(ROWS, m, dtype=F32)
-    given = (kept, d_y, d_after, d_pending)
+    given = (residuals, d_y, d_after, d_pending)
     x = x._replace(start=None, empty=None)
     return call(_Backward, static, x, given, outputs, scratch, "backward")
 
@@ -76,9 +76,9 @@ def backward(
 class _Backward(Program):
     """One batch element and head, backward; gradients overwrite the tokens."""
 
-    def __init__(self, static, x, kept, d_y, d_after, d_pending, outputs, scratch):
+    def __init__(self, static, x, residuals, d_y, d_after, d_pending, outputs, scratch):
         super().__init__(static, x, scratch)
-        self.kept, self.d_y, self.d_after = kept, d_y, d_after
+        self.saved, self.d_y, self.d_after = residuals, d_y, d_after
         self.d_pending, self.out = d_pending, outputs
 
     def tokens(self):
@@ -102,8 +102,8 @@ class _Backward(Program):
         scratch, (row, head) = self.scratch, self.at
         self.fetch(i)
         arrived = scratch["arrived"]
-        kept = self.kept.at[row, i, head]
-        plgpu.copy_gmem_to_smem(kept, scratch["operand"], arrived)
+        residuals = self.saved.at[row, i, head]
+        plgpu.copy_gmem_to_smem(residuals, scratch["operand"], arrived)
         plgpu.barrier_wait(arrived)
         plgpu.commit_smem()
         squares = self.recompute()
@@ -236,10 +236,10 @@ class _Backward(Program):
         plgpu.copy_smem_to_gmem(scratch["d_gamma"], self.out.gamma.at[row, i, head])
         # Only until the tiles have been read: the next chunk's tokens overwrite them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.x.cleared is None:
+        if self.x.reset is None:
             return
 
-        @pl.when((i > 0) & (self.x.cleared[row, i] != 0))
+        @pl.when((i > 0) & (self.x.reset[row, i] != 0))
         def _():
             before = self.ops.global_matrix(self.out.empty, *self.at)
             self.out.empty[*self.at] = before + self.matrix("d_memory")

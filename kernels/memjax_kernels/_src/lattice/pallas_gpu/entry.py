@@ -70,11 +70,11 @@ def lattice_gpu(
 
 def _prepared(floats, flags, start, empty) -> ChunkInputs:
     q, k, v, gamma = floats
-    complete, cleared = jax.tree.map(lambda x: x > 0.5, flags)
-    if cleared is not None:
+    full, reset = jax.tree.map(lambda x: x > 0.5, flags)
+    if reset is not None:
         # The first chunk's reset is applied here, so that kernels fetch `empty` for
         # later ones alone.
-        start = jnp.where(cleared[:, 0, None, None, None], empty, start)
+        start = jnp.where(reset[:, 0, None, None, None], empty, start)
     gamma = jnp.moveaxis(gamma.astype(jnp.float32), 2, -1)
     return ChunkInputs(
         q=q,
@@ -83,27 +83,29 @@ def _prepared(floats, flags, start, empty) -> ChunkInputs:
         # Padding of rate 0 writes nothing.
         gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, ROWS - gamma.shape[-1])]),
         start=start,
-        empty=None if cleared is None else empty,
-        whole=jnp.sum(complete, axis=1, dtype=jnp.int32),
-        cleared=None if cleared is None else cleared.astype(jnp.int32),
+        empty=None if reset is None else empty,
+        whole=jnp.sum(full, axis=1, dtype=jnp.int32),
+        reset=None if reset is None else reset.astype(jnp.int32),
     )
 
 
-def _forward(static: Static, *primals, keep: bool):
-    y, after, pending, kept = forward(static, _prepared(*primals), keep=keep)
-    return varying.vary_alike(((((after, pending), y), kept), primals))[0]
+def _forward(static: Static, *primals, with_residuals: bool):
+    y, after, pending, residuals = forward(
+        static, _prepared(*primals), with_residuals=with_residuals
+    )
+    return varying.vary_alike(((((after, pending), y), residuals), primals))[0]
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     (d_after, d_pending), d_y = cotangents
-    x, back = gradients.of_prepared(_prepared, ("whole", "cleared"), primals)
-    d = backward(static, x, kept, d_y, d_after, d_pending)
-    return back(ChunkInputs(*d, whole=None, cleared=None))
+    x, back = gradients.of_prepared(_prepared, ("whole", "reset"), primals)
+    d = backward(static, x, residuals, d_y, d_after, d_pending)
+    return back(ChunkInputs(*d, whole=None, reset=None))
 
 
 def _in_xla(static: Static, floats, flags, start, empty):
-    complete, cleared = jax.tree.map(lambda x: x > 0.5, flags)
-    tokens = Chunks(*floats, g=None, complete=complete, cleared=cleared)
+    full, reset = jax.tree.map(lambda x: x > 0.5, flags)
+    tokens = Chunks(*floats, g=None, full=full, reset=reset)
     (after, pending, _), y = lattice_xla(tokens, start, empty, static.rule)
     return (after, pending), y
 

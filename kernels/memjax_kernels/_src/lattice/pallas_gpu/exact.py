@@ -33,10 +33,10 @@ def lattice_gpu_exact(
     tokens: Chunks, start: Array, empty: Array, static: Static
 ) -> tuple[Memory, Array]:
     """A chunk implementation; see `segment`, for C = 1."""
-    cleared = tokens.cleared
+    reset = tokens.reset
     # Flags are floats, so that everything has a gradient.
-    cleared = None if cleared is None else cleared.astype(F32)
-    arguments = (tokens[:4], cleared, start, empty)
+    reset = None if reset is None else reset.astype(F32)
+    arguments = (tokens[:4], reset, start, empty)
     results: Any = _tokens(static, *varying.vary_alike(arguments))
     after, y = results
     b, h = start.shape[:2]
@@ -51,41 +51,43 @@ def _cut(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, GROUP, *x.shape[2:])
 
 
-def _prepared(floats, cleared, start, empty) -> TokenInputs:
+def _prepared(floats, reset, start, empty) -> TokenInputs:
     q, k, v, gamma = floats
     gamma = jnp.swapaxes(_cut(gamma.astype(F32)), 2, 3)
-    if cleared is not None:
-        cleared = _cut((cleared > 0.5).astype(jnp.int32)[..., None])
+    if reset is not None:
+        reset = _cut((reset > 0.5).astype(jnp.int32)[..., None])
     return TokenInputs(
         *(_cut(x.astype(F32)) for x in (q, k, v)),
         gamma=jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)]),
         start=start,
-        empty=None if cleared is None else empty,
-        cleared=cleared,
+        empty=None if reset is None else empty,
+        reset=reset,
     )
 
 
-def _forward(static: Static, *primals, keep: bool):
-    y, after, kept = forward(static, _prepared(*primals), keep=keep)
+def _forward(static: Static, *primals, with_residuals: bool):
+    y, after, residuals = forward(
+        static, _prepared(*primals), with_residuals=with_residuals
+    )
     (_, _, v, _), *_ = primals
     b, time, _, h, width = v.shape
     y = y.reshape(b, -1, 1, h, width)[:, :time].astype(v.dtype)
-    return varying.vary_alike((((after, y), kept), primals))[0]
+    return varying.vary_alike((((after, y), residuals), primals))[0]
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     d_after, d_y = cotangents
-    x, back = gradients.of_prepared(_prepared, ("cleared",), primals)
-    d = backward(static, x, kept, _cut(d_y.astype(F32)), d_after)
+    x, back = gradients.of_prepared(_prepared, ("reset",), primals)
+    d = backward(static, x, residuals, _cut(d_y.astype(F32)), d_after)
     gamma = jnp.swapaxes(jnp.sum(d.gamma, axis=-1), 2, 3)
     gamma = jnp.pad(gamma, [(0, 0)] * 3 + [(0, GATES - GROUP)])
-    return back(TokenInputs(*d._replace(gamma=gamma), cleared=None))
+    return back(TokenInputs(*d._replace(gamma=gamma), reset=None))
 
 
-def _in_xla(static: Static, floats, cleared, start, empty):
-    complete = jnp.ones(floats[0].shape[:2], bool)
-    cleared = None if cleared is None else cleared > 0.5
-    tokens = Chunks(*floats, g=None, complete=complete, cleared=cleared)
+def _in_xla(static: Static, floats, reset, start, empty):
+    full = jnp.ones(floats[0].shape[:2], bool)
+    reset = None if reset is None else reset > 0.5
+    tokens = Chunks(*floats, g=None, full=full, reset=reset)
     (after, _, _), y = lattice_xla(tokens, start, empty, static.rule)
     return after, y
 

@@ -54,7 +54,7 @@ class Gradients(NamedTuple):
     empty: Any
 
 
-def backward(static: Static, x: TokenInputs, kept, d_y, d_after) -> Gradients:
+def backward(static: Static, x: TokenInputs, residuals, d_y, d_after) -> Gradients:
     """Runs the backward kernel on what `forward` kept, and cotangents."""
     m, width = x.start.shape[2:]
     outputs = Gradients(
@@ -73,7 +73,7 @@ def backward(static: Static, x: TokenInputs, kept, d_y, d_after) -> Gradients:
         "memory_arrived": plgpu.Barrier(),
     }
     x = x._replace(start=None)
-    given = (kept, d_y, d_after)
+    given = (residuals, d_y, d_after)
     name = "exact_backward"
     return call(_Backward, static, x, given, outputs, scratch, name, **REDUCTIONS)
 
@@ -81,9 +81,14 @@ def backward(static: Static, x: TokenInputs, kept, d_y, d_after) -> Gradients:
 class _Backward(Program):
     """One batch element and head, backward; gradients overwrite the tokens."""
 
-    def __init__(self, static, x, kept, d_y, d_after, outputs, scratch):
+    def __init__(self, static, x, residuals, d_y, d_after, outputs, scratch):
         super().__init__(static, x, scratch)
-        self.kept, self.d_y, self.d_after, self.out = kept, d_y, d_after, outputs
+        self.residuals, self.d_y, self.d_after, self.out = (
+            residuals,
+            d_y,
+            d_after,
+            outputs,
+        )
         self.memories, self.d_memory = scratch["memories"], scratch["d_memory"]
 
     def tokens(self):
@@ -107,7 +112,7 @@ class _Backward(Program):
     def block(self, i):
         row, head = self.at
         plgpu.commit_smem()
-        self.fetch_memory(self.kept.at[row, i, head], self.memories.at[0])
+        self.fetch_memory(self.residuals.at[row, i, head], self.memories.at[0])
         first = i * GROUPS
         # Memories at the start of groups: those before all tokens would not fit.
         lax.fori_loop(0, GROUPS - 1, lambda j, _: self.through(first, j), None)
@@ -195,10 +200,10 @@ class _Backward(Program):
 
     def give_to_empty(self, i, t):
         """Ends the gradient of a memory that was emptied before token t."""
-        if self.x.cleared is None:
+        if self.x.reset is None:
             return
 
-        @pl.when(self.x.cleared[self.at[0], i, t] != 0)
+        @pl.when(self.x.reset[self.at[0], i, t] != 0)
         def _():
             before = self.ops.global_matrix(self.out.empty, *self.at)
             self.out.empty[*self.at] = before + self.ops.matrix(self.d_memory)

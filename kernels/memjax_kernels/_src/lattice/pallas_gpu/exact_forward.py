@@ -22,12 +22,12 @@ from memjax_kernels._src.lattice.pallas_gpu.inputs import (
 from memjax_kernels._src.lattice.pallas_gpu.program import call, l2_normalize
 
 
-def forward(static: Static, x: TokenInputs, *, keep: bool):
+def forward(static: Static, x: TokenInputs, *, with_residuals: bool):
     """Runs the forward kernel.
 
     Returns:
-        y [B, n, GROUP, H, V]; the memory after the last token; and if `keep` the memory
-        before every block [B, n / GROUPS, H, M, V], else None.
+        y [B, n, GROUP, H, V]; the memory after the last token; and if `with_residuals`
+        the memory before every block [B, n / GROUPS, H, M, V], else None.
     """
     b, n, _, h, _ = x.q.shape
     m, width = x.start.shape[2:]
@@ -35,7 +35,7 @@ def forward(static: Static, x: TokenInputs, *, keep: bool):
     outputs = (
         jax.ShapeDtypeStruct(x.v.shape, F32),
         jax.ShapeDtypeStruct(x.start.shape, F32),
-        blocks if keep else None,
+        blocks if with_residuals else None,
     )
     scratch = shared(x) | {
         "arrived": plgpu.Barrier(num_arrivals=4),
@@ -52,7 +52,7 @@ class _Forward(Program):
 
     def __init__(self, static, x, outputs, scratch):
         super().__init__(static, x, scratch)
-        self.y, self.after, self.kept = outputs
+        self.y, self.after, self.residuals = outputs
         self.memory = scratch["memory"]
 
     def compute(self):
@@ -66,12 +66,12 @@ class _Forward(Program):
     def group(self, i):
         row, head = self.at
         self.fetch(i)
-        if self.kept is not None:
-            kept = self.kept.at[row, lax.div(i, GROUPS), head]
+        if self.residuals is not None:
+            residuals = self.residuals.at[row, lax.div(i, GROUPS), head]
 
             @pl.when(lax.rem(i, GROUPS) == 0)
             def _():
-                plgpu.copy_smem_to_gmem(self.memory, kept)
+                plgpu.copy_smem_to_gmem(self.memory, residuals)
 
         # Also what the group before gave.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

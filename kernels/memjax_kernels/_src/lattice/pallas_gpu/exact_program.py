@@ -87,10 +87,10 @@ class Program:
 
     def clear(self, memory, group, t):
         """Replaces a memory by the empty one, where token t starts from that."""
-        if self.x.cleared is None:
+        if self.x.reset is None:
             return
 
-        @pl.when(self.x.cleared[self.at[0], group, t] != 0)
+        @pl.when(self.x.reset[self.at[0], group, t] != 0)
         def _():
             memory[...] = self.ops.global_matrix(self.x.empty, *self.at)
 

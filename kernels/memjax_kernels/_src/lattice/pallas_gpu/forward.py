@@ -19,22 +19,23 @@ from memjax_kernels._src.lattice.pallas_gpu.program import (
 )
 
 
-def forward(static: Static, x: ChunkInputs, *, keep: bool):
+def forward(static: Static, x: ChunkInputs, *, with_residuals: bool):
     """Runs the forward kernel.
 
     Returns:
-        y; the memory after the last whole chunk; what the one after it writes; and if
-        `keep` the memory at every chunk's start, in the dtype of q, else None.
+        y; the memory after the last full chunk; the writes of the open chunk after it;
+        and if `with_residuals` the memory at every chunk's start, in the dtype of q,
+        else None.
     """
     b, n, _, h, m = x.q.shape
     width = x.v.shape[-1]
     memory = jax.ShapeDtypeStruct((b, h, m, width), F32)
-    kept = jax.ShapeDtypeStruct((b, n, h, m, width), x.q.dtype)
+    residuals = jax.ShapeDtypeStruct((b, n, h, m, width), x.q.dtype)
     outputs = (
         jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
         memory,
         memory,
-        kept if keep else None,
+        residuals if with_residuals else None,
     )
     scratch = shared(x) | {
         "memory": mosaic.tile(m, width, dtype=F32),
@@ -50,7 +51,7 @@ class _Forward(Program):
 
     def __init__(self, static, x, outputs, scratch):
         super().__init__(static, x, scratch)
-        self.y, self.after, self.pending, self.kept = outputs
+        self.y, self.after, self.pending, self.saved = outputs
 
     def compute(self):
         self.prepare()
@@ -74,14 +75,14 @@ class _Forward(Program):
     def chunk(self, i, whole):
         scratch, ops = self.scratch, self.ops
         row, head = self.at
-        if self.x.cleared is not None:
-            again = (i > 0) & (self.x.cleared[row, i] != 0)
+        if self.x.reset is not None:
+            again = (i > 0) & (self.x.reset[row, i] != 0)
             pl.when(again)(lambda: self.fetch_memory(self.x.empty))
         plgpu.wait_smem_to_gmem(0)
         self.store("operand", self.matrix("memory"))
         plgpu.commit_smem()
-        if self.kept is not None:
-            plgpu.copy_smem_to_gmem(scratch["operand"], self.kept.at[row, i, head])
+        if self.saved is not None:
+            plgpu.copy_smem_to_gmem(scratch["operand"], self.saved.at[row, i, head])
         plgpu.barrier_wait(scratch["arrived"])
         write, along, before, squares = self.residuals()
         taken, size = self.sums(write, along, before, squares)

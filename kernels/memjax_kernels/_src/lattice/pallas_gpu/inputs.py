@@ -31,7 +31,7 @@ class ChunkInputs(NamedTuple):
         start: [B, H, M, V] float32, the memory before the first chunk.
         empty: likewise, or None.
         whole: Int32[B], chunks that a batch element fills.
-        cleared: Int32[B, n], or None; not 0 where a chunk but the first starts from
+        reset: Int32[B, n], or None; not 0 where a chunk but the first starts from
             `empty`.
     """
 
@@ -42,11 +42,11 @@ class ChunkInputs(NamedTuple):
     start: Any
     empty: Any
     whole: Any
-    cleared: Any
+    reset: Any
 
 
 class TokenInputs(NamedTuple):
-    """What the kernels of single tokens take, float32 but for `cleared`.
+    """What the kernels of single tokens take, float32 but for `reset`.
 
     There are n groups, which make whole blocks.
 
@@ -57,7 +57,7 @@ class TokenInputs(NamedTuple):
         gamma: [B, n, H, GATES], 0 after the group.
         start: [B, H, M, V], the memory before the first token.
         empty: likewise, or None.
-        cleared: Int32[B, n, GROUP], or None; not 0 where a token starts from `empty`.
+        reset: Int32[B, n, GROUP], or None; not 0 where a token starts from `empty`.
     """
 
     q: Any
@@ -66,4 +66,4 @@ class TokenInputs(NamedTuple):
     gamma: Any
     start: Any
     empty: Any
-    cleared: Any
+    reset: Any

@@ -21,15 +21,15 @@ from memjax_kernels._src.common.packs.blocks import (
     BLOCK_BYTES,
     ROWS,
     Specs,
-    apart,
     divisor,
     flag_columns,
     gate_columns,
     gates_of_columns,
     join_chunks,
+    pack_heads,
     packings,
-    side_by_side,
     split_chunks,
+    unpack_heads,
 )
 from memjax_kernels._src.lattice.memory import Rule
 from memjax_kernels._src.lattice.segment import Chunks, Memory
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         tokens: q, k and v, each [B, m, 16, H D].
-        gates: [B, m, groups, 16, R] float32: gamma, and cleared if resets were given.
+        gates: [B, m, groups, 16, R] float32: gamma, and reset if resets were given.
     """
 
     tokens: tuple[Any, Any, Any]
@@ -95,11 +95,11 @@ def lattice_tokens(
     each = heads * _block_bytes(slots, width)
     group = divisor(number // heads, min(PACKS, BLOCK_BYTES // each))
     rows = min(PACKS // group, BLOCK_BYTES // (group * each))
-    layout = Layout(divisor(b, rows), group, heads, tokens.cleared is not None)
-    cleared = None if tokens.cleared is None else tokens.cleared.astype(F32)
-    tokens = tokens._replace(gamma=tokens.gamma.astype(F32), cleared=cleared)
+    layout = Layout(divisor(b, rows), group, heads, tokens.reset is not None)
+    reset = None if tokens.reset is None else tokens.reset.astype(F32)
+    tokens = tokens._replace(gamma=tokens.gamma.astype(F32), reset=reset)
     # Every chunk is complete, but those of padding, which write nothing.
-    tokens = tokens._replace(complete=None)
+    tokens = tokens._replace(full=None)
     static = Static(rule, layout, interpret)
     results: Any = _tokens(static, *varying.vary_alike((tokens, start, empty)))
     after, y = results
@@ -113,8 +113,8 @@ def _in_blocks(static: Static, x: Chunks) -> Blocks:
         return join(t).reshape(t.shape[0], -1, ROWS, t.shape[3] * t.shape[4])
 
     gates = gate_columns(join(x.gamma), static.layout.group, static.layout.heads)
-    if x.cleared is not None:
-        flags = flag_columns(join(x.cleared[..., None]), gates)
+    if x.reset is not None:
+        flags = flag_columns(join(x.reset[..., None]), gates)
         gates = jnp.concatenate([gates, flags], axis=-1)
     return Blocks((flat(x.q), flat(x.k), flat(x.v)), gates)
 
@@ -125,36 +125,40 @@ def _of_blocks(x: Array, like: Array) -> Array:
     return split_chunks(x, ROWS, False, like.shape[1])
 
 
-def _forward(static: Static, x: Chunks, start, empty, *, keep: bool):
+def _forward(static: Static, x: Chunks, start, empty, *, with_residuals: bool):
     blocks, layout = _in_blocks(static, x), static.layout
-    join = functools.partial(side_by_side, heads=layout.heads)
+    join = functools.partial(pack_heads, heads=layout.heads)
     start, empty = join(start), join(empty)
     like = functools.partial(varying.like, x.q)
     y, after = like(blocks.tokens[2].shape, x.v.dtype), like(start.shape, F32)
     number = blocks.gates.shape[1]
-    kept = like((start.shape[0], number, *start.shape[1:]), F32) if keep else None
+    residuals = (
+        like((start.shape[0], number, *start.shape[1:]), F32)
+        if with_residuals
+        else None
+    )
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
     rows = _rows(static, blocks)
-    after, y, kept = _call(
+    after, y, residuals = _call(
         of,
         static,
         forward_kernel,
         "lattice_token_forward",
         blocks,
         inputs=(start, empty),
-        outputs=(after, y, kept),
+        outputs=(after, y, residuals),
         specs=(_specs(of, blocks), of.memories(start), of.memories(empty)),
-        out_specs=(of.memories(after), of.tokens(y), of.kept(kept)),
+        out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
         scratch=[rows, rows.v],
     )
-    return (apart(after, layout.heads), _of_blocks(y, x.v)), kept
+    return (unpack_heads(after, layout.heads), _of_blocks(y, x.v)), residuals
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     x, _, empty = primals
     d_after, d_y = cotangents
     blocks, layout = _in_blocks(static, x), static.layout
-    join = functools.partial(side_by_side, heads=layout.heads)
+    join = functools.partial(pack_heads, heads=layout.heads)
     empty, d_after = join(empty), join(d_after)
     d_y = join_chunks(d_y, ROWS, front=False).reshape(blocks.tokens[2].shape)
     like = functools.partial(varying.like, x.q)
@@ -176,12 +180,12 @@ def _backward(static: Static, primals, kept, cotangents):
         backward_kernel,
         "lattice_token_backward",
         blocks,
-        inputs=(empty, kept, d_after, d_y),
+        inputs=(empty, residuals, d_after, d_y),
         outputs=(shaped(blocks.tokens), d_gates, memory, memory),
         specs=(
             _specs(of, blocks),
             of.memories(empty),
-            of.kept(kept),
+            of.residuals(residuals),
             of.memories(d_after),
             of.tokens(d_y),
         ),
@@ -199,9 +203,9 @@ def _backward(static: Static, primals, kept, cotangents):
         v=_of_blocks(d_v, x.v),
         gamma=split_chunks(gamma, ROWS, False, x.q.shape[1]),
         # A flag has no gradient.
-        cleared=None if x.cleared is None else jnp.zeros_like(x.cleared),
+        reset=None if x.reset is None else jnp.zeros_like(x.reset),
     )
-    return d_x, apart(d_start, layout.heads), apart(d_empty, layout.heads)
+    return d_x, unpack_heads(d_start, layout.heads), unpack_heads(d_empty, layout.heads)
 
 
 def _scratch(static: Static, width: int):
@@ -217,9 +221,9 @@ def _rows(static: Static, x: Blocks) -> Rows:
 
 def _in_xla(static: Static, x: Chunks, start, empty):
     """The function of the forward kernel."""
-    cleared = None if x.cleared is None else x.cleared > 0.5
-    complete = jnp.ones(x.q.shape[:2], bool)
-    x = x._replace(complete=complete, cleared=cleared)
+    reset = None if x.reset is None else x.reset > 0.5
+    full = jnp.ones(x.q.shape[:2], bool)
+    x = x._replace(full=full, reset=reset)
     (after, _, _), y = lattice_xla(x, start, empty, static.rule)
     return after, y
 

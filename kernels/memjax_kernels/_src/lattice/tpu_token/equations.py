@@ -98,7 +98,7 @@ def advance(
     return moved.memory * moved.sums.inverse, y
 
 
-def pull_back(
+def vjp(
     x: Token,
     start: Float[Array, "P M VV"],
     sums: Sums,

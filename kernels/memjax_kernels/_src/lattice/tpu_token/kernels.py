@@ -20,9 +20,9 @@ from memjax_kernels._src.lattice.tpu_token.equations import (
     Token,
     advance,
     move,
-    pull_back,
     rows_of_slots,
     slots_of_rows,
+    vjp,
 )
 
 F32 = jnp.float32
@@ -41,16 +41,16 @@ class Rows(NamedTuple):
 
 
 def forward_kernel(
-    x, before, empty, after, y, kept, rows: Rows, reads, *, layout, variant
+    x, before, empty, after, y, residuals, rows: Rows, reads, *, layout, variant
 ):
-    """One block; `kept` None does not keep the memory before it."""
+    """One block; `residuals` None does not keep the memory before it."""
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         after[...] = before[...]
 
-    if kept is not None:
-        kept[...] = after[...]
+    if residuals is not None:
+        residuals[...] = after[...]
     _unpack(x, rows, layout)
 
     def one(t):
@@ -79,7 +79,7 @@ def _in_pairs(one) -> None:
 def backward_kernel(
     x,
     empty,
-    kept,
+    residuals,
     d_after,
     d_y,
     d_tokens,
@@ -104,14 +104,14 @@ def backward_kernel(
 
     _unpack(x, rows, layout)
     d_reads[...] = packs.load_rows(d_y, layout.group).astype(F32)
-    memories[0] = packs.each_pack(kept[...])
+    memories[0] = packs.each_pack(residuals[...])
 
     def begin(t):
         if layout.resets:
-            # The memory before a token is the empty one where it is cleared.
+            # The memory before a token is the empty one after a reset.
             flag = _cleared(x, t, layout)
-            fresh = packs.each_pack(empty[...])
-            memories[t] = jnp.where(flag > 0.5, fresh, memories[t])
+            emptied = packs.each_pack(empty[...])
+            memories[t] = jnp.where(flag > 0.5, emptied, memories[t])
         return memories[t]
 
     def recompute(t):
@@ -130,12 +130,12 @@ def backward_kernel(
         d_memory, token = packs.each_pack(d_start[...]), _token(rows, x, t, layout)
         known = Sums(sums.along[t], sums.inverse[t])
         given = (known, d_memory, d_reads[:, at, :], variant, layout.heads)
-        d, d_memory = pull_back(token, start, *given)
+        d, d_memory = vjp(token, start, *given)
         if layout.resets:
             flag = _cleared(x, t, layout)
             zeros = jnp.zeros_like(d_memory)
-            fresh = jnp.where(flag > 0.5, d_memory, zeros)
-            d_empty[...] += fresh.reshape(d_empty.shape)
+            emptied = jnp.where(flag > 0.5, d_memory, zeros)
+            d_empty[...] += emptied.reshape(d_empty.shape)
             d_memory = jnp.where(flag > 0.5, zeros, d_memory)
         d_start[...] = d_memory.reshape(d_start.shape)
         width = rows.q.shape[-1]

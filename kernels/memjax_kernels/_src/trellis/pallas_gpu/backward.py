@@ -40,13 +40,13 @@ class Gradients(NamedTuple):
     empty: Any
 
 
-def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradients:
+def backward(static: Static, x: Inputs, residuals, d_y, d_after, d_middle) -> Gradients:
     """Runs the kernel.
 
     Args:
         static: as in the forward pass.
         x: likewise.
-        kept: memories at every chunk's start, from there.
+        residuals: memories at every chunk's start, from there.
         d_y: cotangent of y, like the others below.
         d_after: of the memories after the last chunk.
         d_middle: of those at the start of chunk `middle`.
@@ -73,7 +73,7 @@ def backward(static: Static, x: Inputs, kept, d_y, d_after, d_middle) -> Gradien
     if x.begin is not None:
         running = [r.astype(x.q.dtype) for r in x.running]
     x = x._replace(begin=None, running=running, empty=None)
-    given, tree = jax.tree.flatten((x, kept, d_y, d_after, d_middle))
+    given, tree = jax.tree.flatten((x, residuals, d_y, d_after, d_middle))
     out_types, out_tree = jax.tree.flatten(outputs)
 
     def kernel(*refs, **scratch):
@@ -133,7 +133,7 @@ class _Program(Chunk):
 
     def __init__(self, static, sizes, given, outputs, scratch):
         super().__init__(static, sizes, scratch)
-        self.x, self.kept, self.d_y, self.d_after, self.d_middle = given
+        self.x, self.residuals, self.d_y, self.d_after, self.d_middle = given
         self.out = outputs
 
     def all_chunks(self):
@@ -175,7 +175,7 @@ class _Program(Chunk):
         plgpu.copy_gmem_to_smem(
             x.gates.at[row, i, head], self.scratch["gates"], arrived
         )
-        for source, target in zip(self.kept, self.operands, strict=True):
+        for source, target in zip(self.residuals, self.operands, strict=True):
             plgpu.copy_gmem_to_smem(source.at[row, i, head], target, arrived)
 
     def chunk(self, i, middle):
@@ -217,10 +217,10 @@ class _Program(Chunk):
                 more = ops.global_matrix(given, *self.at)
                 memory[...] = ops.matrix(memory) + more
 
-        if self.x.cleared is None:
+        if self.x.reset is None:
             return
 
-        @pl.when((i > 0) & (self.x.cleared[self.at[0], i] != 0))
+        @pl.when((i > 0) & (self.x.reset[self.at[0], i] != 0))
         def _():
             for memory, out in zip(self.each("d_memory"), self.out.empty, strict=True):
                 before = ops.global_matrix(out, *self.at)

@@ -88,10 +88,10 @@ class Chunk:
         d_scores, errors = scratch["d_scores"], scratch["errors1"]
         predicted = ops.product(x, self.operands[1], "nt")
         total, gamma, last = self.gates(1)
-        kept = mosaic.along_rows(jnp.exp(total), slots)
+        decay = mosaic.along_rows(jnp.exp(total), slots)
         error = self.error(predicted) * mosaic.along_rows(gamma, slots)
         errors[...] = error.astype(errors.dtype)
-        self.store("weighted", kept * ops.matrix(query))
+        self.store("weighted", decay * ops.matrix(query))
         plgpu.commit_smem()
         scores, d_score, d_past, d_decayed = ops.products(
             (query, errors, "nt"),
@@ -107,7 +107,7 @@ class Chunk:
         through, d_error = ops.products(
             (d_scores, errors, "nn"), (d_scores, query, "tn")
         )
-        d_query = kept * d_past + through
+        d_query = decay * d_past + through
         d_total = jnp.sum(ops.matrix(query) * d_query, axis=1)
         reads = ops.matrix(scratch["reads"])
         _, scratch["reads"][...] = mosaic.value_and_vjp(
@@ -125,8 +125,8 @@ class Chunk:
         scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
         q, x, d_scores = scratch["q"], scratch["inputs0"], scratch["d_scores"]
         total, _, _ = self.gates(0)
-        kept = mosaic.along_rows(jnp.exp(total), slots)
-        self.store("weighted", kept * ops.matrix(scratch["reads"]))
+        decay = mosaic.along_rows(jnp.exp(total), slots)
+        self.store("weighted", decay * ops.matrix(scratch["reads"]))
         plgpu.commit_smem()
         predicted, d_score, d_decayed = ops.products(
             (x, self.operands[0], "nt"),
@@ -189,14 +189,14 @@ class Chunk:
         )
         return through - lost, d_alpha
 
-    def pass_memory(self, i, index, change, kept):
+    def pass_memory(self, i, index, change, decay):
         """The cotangent of a memory, from after the chunk to before it."""
         ops, d_memory = self.ops, self.scratch[f"d_memory{index}"]
         x = self.scratch[f"inputs{index}"]
         read, start = ops.products(
             (*change, "tn"), (self.scratch["d_predicted"], x, "tn")
         )
-        after = kept * ops.matrix(d_memory)
+        after = decay * ops.matrix(d_memory)
         before = ops.matrix(self.read_from(index, i))
         # By slot; the sum over slots is taken outside of the kernel.
         self.scratch["d_last"][index] = jnp.sum(after * before, axis=1)

@@ -76,21 +76,21 @@ def _prepared(static: Static, floats, flags, memories, empty) -> Inputs:
     return prepare(_tokens(floats, flags), memories, empty, static.aligned)
 
 
-def _forward(static: Static, *primals, keep: bool):
+def _forward(static: Static, *primals, with_residuals: bool):
     x = _prepared(static, *primals)
-    keep = keep and has_backward(x.sizes, static.aligned)
-    y, after, middle, kept = forward(static, x, keep=keep)
-    results = (memories_after(x, after, middle), y), kept
+    with_residuals = with_residuals and has_backward(x.sizes, static.aligned)
+    y, after, middle, residuals = forward(static, x, with_residuals=with_residuals)
+    results = (memories_after(x, after, middle), y), residuals
     return varying.vary_alike((results, primals))[0]
 
 
-def _backward(static: Static, primals, kept, cotangents):
+def _backward(static: Static, primals, residuals, cotangents):
     d_memories, d_y = cotangents
     prepared = functools.partial(_prepared, static)
-    x, back = gradients.of_prepared(prepared, ("middle", "cleared"), primals)
+    x, back = gradients.of_prepared(prepared, ("middle", "reset"), primals)
     if not has_backward(x.sizes, static.aligned):
         return jax.vjp(functools.partial(_in_xla, static), *primals)[1](cotangents)
-    indices = {"middle": x.middle, "cleared": x.cleared}
+    indices = {"middle": x.middle, "reset": x.reset}
     floats = x._replace(**dict.fromkeys(indices))
     # What is returned is linear in the memories of the forward kernel.
     zeros = varying.vary_alike((jax.tree.map(jnp.zeros_like, x.running), primals))[0]
@@ -101,7 +101,7 @@ def _backward(static: Static, primals, kept, cotangents):
         zeros,
     )[1]
     d_inputs, d_after, d_middle = through_after(d_memories)
-    d = _kernel_gradients(x, backward(static, x, kept, d_y, d_after, d_middle))
+    d = _kernel_gradients(x, backward(static, x, residuals, d_y, d_after, d_middle))
     return back(jax.tree.map(jnp.add, d_inputs, d))
 
 
@@ -121,7 +121,7 @@ def _kernel_gradients(x: Inputs, d) -> Inputs:
         running=d.running,
         empty=d.empty,
         middle=None,
-        cleared=None,
+        reset=None,
     )
 
 

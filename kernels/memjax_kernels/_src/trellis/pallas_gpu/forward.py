@@ -21,13 +21,13 @@ from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs, Static
 
 
-def forward(static: Static, x: Inputs, *, keep: bool):
+def forward(static: Static, x: Inputs, *, with_residuals: bool):
     """Runs the kernel.
 
     Returns:
         y; the memories after the last chunk; those at the start of the chunk that
         `middle` names, if that is one but the first; at every chunk's start in the
-        dtype of q, if `keep`.
+        dtype of q, if `with_residuals`.
     """
     b, n, size, h, _ = x.q.shape
     sizes, stages = x.sizes, static.stages
@@ -39,7 +39,7 @@ def forward(static: Static, x: Inputs, *, keep: bool):
         jax.ShapeDtypeStruct((b, n, size, h, sizes.widths[1]), x.inputs[1].dtype),
         tuple(memory),
         tuple(memory),
-        tuple(chunk_starts) if keep else (),
+        tuple(chunk_starts) if with_residuals else (),
     )
     if x.begin is not None:
         # The first chunk's operands; the float32 memory is the running one.
@@ -90,7 +90,7 @@ class _Program:
     def __init__(self, static, sizes, x, outputs, scratch):
         self.static, self.sizes, self.stages = static, sizes, static.stages
         self.x, self.scratch = x, scratch
-        self.y, self.after, self.middle, self.kept = outputs
+        self.y, self.after, self.middle, self.residuals = outputs
         self.ops = TileOps(static.interpret)
         self.row, self.head = lax.axis_index("batch"), lax.axis_index("heads")
 
@@ -152,8 +152,8 @@ class _Program:
     def begin(self, i, middle):
         """The memories at the chunk's start, as operands and where they are kept."""
         x, row, head = self.x, self.row, self.head
-        if x.cleared is not None:
-            again = (i > 0) & (x.cleared[row, i] != 0)
+        if x.reset is not None:
+            again = (i > 0) & (x.reset[row, i] != 0)
             pl.when(again)(lambda: self.fetch_memories(x.empty))
 
         @pl.when((i > 0) & (i == middle))
@@ -176,8 +176,10 @@ class _Program:
                 plgpu.barrier_wait(arrived)
 
         plgpu.commit_smem()
-        for operand, kept in zip(self.each("operand"), self.kept, strict=False):
-            plgpu.copy_smem_to_gmem(operand, kept.at[row, i, head])
+        for operand, residuals in zip(
+            self.each("operand"), self.residuals, strict=False
+        ):
+            plgpu.copy_smem_to_gmem(operand, residuals.at[row, i, head])
 
     def round_memories(self):
         for memory, operand in zip(

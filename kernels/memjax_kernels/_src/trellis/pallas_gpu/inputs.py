@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
         running: memories [B, H, M, D] before the first chunk, to read from.
         empty: [B, H, M, D], or None.
         middle: Int32[B], the first chunk that a batch element does not fill, or n.
-        cleared: Int32[B, n], or None; not 0 where a chunk but the first starts from
+        reset: Int32[B, n], or None; not 0 where a chunk but the first starts from
             `empty`.
     """
 
@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
     running: Any
     empty: Any
     middle: Any
-    cleared: Any
+    reset: Any
 
     @property
     def sizes(self) -> Sizes:
@@ -137,10 +137,10 @@ def prepare(
     `aligned` says that the memories to read from are those at the chunk's start.
     """
     begin, running = memories
-    cleared = tokens.cleared
-    if cleared is not None:
+    reset = tokens.reset
+    if reset is not None:
         assert empty is not None
-        clear = functools.partial(jnp.where, cleared[:, 0, None, None, None])
+        clear = functools.partial(jnp.where, reset[:, 0, None, None, None])
         begin = tuple(map(clear, empty, begin))
         running = tuple(map(clear, empty, running))
     return Inputs(
@@ -150,9 +150,9 @@ def prepare(
         gates=_gates(tokens),
         begin=None if aligned else begin,
         running=running,
-        empty=None if cleared is None else empty,
-        middle=jnp.sum(tokens.complete, axis=1, dtype=jnp.int32),
-        cleared=None if cleared is None else cleared.astype(jnp.int32),
+        empty=None if reset is None else empty,
+        middle=jnp.sum(tokens.full, axis=1, dtype=jnp.int32),
+        reset=None if reset is None else reset.astype(jnp.int32),
     )
 
 

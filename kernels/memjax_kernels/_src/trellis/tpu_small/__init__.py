@@ -86,8 +86,8 @@ def trellis_small(
         heads,
         tokens.gamma.shape[-1],
         tokens.g.shape[-1],
-        apart=two,
-        resets=tokens.cleared is not None,
+        two_memories=two,
+        resets=tokens.reset is not None,
         size=size,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}

@@ -44,7 +44,7 @@ def _of_part(x: Array, part: int, layout: Layout) -> Array:
 
 
 def flags(x, layout: Layout, part):
-    """Whether a chunk is complete, and cleared: [P, 1, 1]."""
+    """Whether a chunk is full, and reset: [P, 1, 1]."""
 
     def flag(index):
         first = x.gates.shape[2] - 1 - layout.resets
@@ -66,7 +66,7 @@ def unpack(x, parts: Part, layout: Layout) -> None:
     for ref, tokens in zip(parts[:3], (q, k, v), strict=True):
         tokens = tokens.astype(F32)
         for part in range(layout.parts):
-            ref[part] = packs.diagonal(_of_part(tokens, part, layout), heads)
+            ref[part] = packs.block_diagonal(_of_part(tokens, part, layout), heads)
     alpha = alpha.astype(F32)
     by_head = [alpha[:, :, i * slots : (i + 1) * slots] for i in range(heads)]
     _stack(parts.target, by_head, layout)
@@ -87,7 +87,7 @@ def _decay(refs: Decays, of_sums: list[list[Array]], layout: Layout) -> None:
     size, heads = layout.size, layout.heads
     for part in range(layout.parts):
         sums = [_below(x, part, layout) for x in of_sums]
-        refs.kept[part] = jnp.exp(sums[0] + sums[1])
+        refs.decay[part] = jnp.exp(sums[0] + sums[1])
         if size == 1:
             # A token is its chunk's end, and sees no other.
             continue

@@ -6,11 +6,11 @@ second's, and so on: R rows. The memory is the operand that a matrix unit holds,
 the few rows of tokens stream through it. With S = start and R = running memory:
 
     first pass    Z = K S^T,  U = gamma E(Z, t),  A = (Q K^T) * W
-                  Y1 = kept * Q R^T - A U,  R' = end * R - (until * U)^T K
+                  Y1 = decay * Q R^T - A U,  R' = end * R - (until * U)^T K
     second pass   the same for Z, U and R' with V;  F = activation(Y1)
-                  A = (F U^T) * W,  Y = (kept * F) R - A V
+                  A = (F U^T) * W,  Y = (decay * F) R - A V
 
-where Q, K and V have each head's tokens in the head's own lanes (`packs.diagonal`).
+where Q, K and V have each head's tokens in its own lanes (`packs.block_diagonal`).
 """
 
 import functools
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs, products
-from memjax_kernels._src.common.packs import diagonal, own
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.packed import Memory
@@ -33,13 +33,13 @@ class Decays(NamedTuple):
     """What the gates of a pass leave; a token's number stands in all lanes.
 
     Attributes:
-        kept: since the chunk's start, [P, R, M].
+        decay: since the chunk's start, [P, R, M].
         until: from each token to the chunk's end, [P, R, M]; None for single tokens.
         between: from token j (lanes) to token i of the same head, else 0, [P, R, R];
             None for single tokens.
     """
 
-    kept: Any
+    decay: Any
     until: Any
     between: Any
 
@@ -189,15 +189,15 @@ def advance(
     z, past = rules.read(keys, x.k, x.q, "nt")
     u = write(0, x, z, rules).u
     scores = rules.scores(x.q, x.k, first.between)
-    reads = first.kept * past - rules.times(scores, u)
+    reads = first.decay * past - rules.times(scores, u)
     after_keys = written(0, x, u, keys.running, rules)
 
     f = activate(reads, rules)
     u = write(1, x, rules.dot(x.v, values.start, "nt"), rules).u
     scores = rules.scores(f, u, second.between)
-    y = rules.dot(second.kept * f, values.running, "nn") - rules.times(scores, x.v)
+    y = rules.dot(second.decay * f, values.running, "nn") - rules.times(scores, x.v)
     after_values = written(1, x, u, values.running, rules)
-    return (after_keys, after_values), own(y, rules.heads)
+    return (after_keys, after_values), diagonal_blocks(y, rules.heads)
 
 
 def activate(reads: Array, rules: Rules) -> Array:
@@ -205,7 +205,7 @@ def activate(reads: Array, rules: Rules) -> Array:
     return functions.apply(rules.options.activation, reads, sigmoid=packs.sigmoid)
 
 
-def pull_back(
+def vjp(
     x: Part,
     keys: Memory,
     values: Memory,
@@ -215,29 +215,29 @@ def pull_back(
 ) -> Pulled:
     """The cotangents of a chunk, which is computed again from its memories."""
     left, heads = (x.decays[0], x.decays[-1]), rules.heads
-    mine = functools.partial(own, heads=heads)
+    blocks = functools.partial(diagonal_blocks, heads=heads)
     d_keys, d_values = d_after
     # The first pass again.
     z, past = rules.read(keys, x.k, x.q, "nt")
     first = write(0, x, z, rules)
     scores = rules.scores(x.q, x.k, left[0].between)
-    reads = left[0].kept * past - rules.times(scores, first.u)
+    reads = left[0].decay * past - rules.times(scores, first.u)
     f, back = jax.vjp(lambda reads: activate(reads, rules), reads)
 
     # The second, with its cotangents.
-    dd_y = diagonal(d_y, heads)
+    dd_y = block_diagonal(d_y, heads)
     z, d_past = rules.read(values, x.v, dd_y, "nt")
     second = write(1, x, z, rules)
     written = rules.scores(f, second.u, left[1].between)
     d_scores = -rules.scores(dd_y, x.v, left[1].between)
-    d_f = left[1].kept * d_past + rules.times(d_scores, second.u)
+    d_f = left[1].decay * d_past + rules.times(d_scores, second.u)
     d_state = -rules.until(left[1], rules.dot(x.v, d_values, "nt"))
     d_u = rules.seen(d_scores, f) + d_state
     d_z, d_target = second.back(x.gammas[-1] * d_u)
     d_v = rules.dot(d_z, values.start, "nn") - rules.seen(written, dd_y)
     d_v -= rules.dot(rules.until(left[1], second.u), d_values, "nn")
     decayed = _end(left[1], d_values, rules) * d_values
-    of_values = Cotangents(Outer(d_z, x.v), Outer(left[1].kept * f, dd_y), decayed)
+    of_values = Cotangents(Outer(d_z, x.v), Outer(left[1].decay * f, dd_y), decayed)
     gamma_2 = _sum(second.error * d_u)
     total_2 = _sum(f * d_f) - x.gammas[-1][..., :1] * gamma_2
     total_2 += _at_end(_sum(second.u * d_state), decayed * values.running, heads)
@@ -248,7 +248,7 @@ def pull_back(
     d_u = d_state - rules.seen(scores, d_reads)
     d_scores = -rules.scores(d_reads, first.u, left[0].between)
     d_z, d_target_1 = first.back(x.gammas[0] * d_u)
-    d_past = left[0].kept * d_reads
+    d_past = left[0].decay * d_reads
     d_k, d_q = rules.read(keys, d_z, d_past, "nn")
     d_k += rules.seen(d_scores, x.q)
     d_k -= rules.dot(rules.until(left[0], first.u), d_keys, "nn")
@@ -260,9 +260,9 @@ def pull_back(
     total_1 += _at_end(_sum(first.u * d_state), decayed * keys.running, heads)
     d_target = jnp.split(d_target + d_target_1, heads, axis=1)
     return Pulled(
-        mine(d_q),
-        mine(d_k),
-        mine(d_v),
+        blocks(d_q),
+        blocks(d_k),
+        blocks(d_v),
         jnp.concatenate(d_target, axis=-1),
         (gamma_1, gamma_2, total_1, total_2),
         of_keys,
@@ -273,7 +273,7 @@ def pull_back(
 def _end(decays: Decays, memory: Array, rules: Rules) -> Float[Array, "P 1 DD"]:
     """The decay over the whole chunk, in a memory's lanes."""
     last = [(i + 1) * rules.size - 1 for i in range(rules.heads)]
-    numbers = [decays.kept[:, at : at + 1, :1] for at in last]
+    numbers = [decays.decay[:, at : at + 1, :1] for at in last]
     return packs.widen(numbers, memory.shape[-1])
 
 

@@ -28,8 +28,8 @@ from memjax_kernels._src.trellis.tpu_small.equations import (
     Part,
     Rules,
     advance,
-    pull_back,
     rewrite,
+    vjp,
 )
 
 F32 = jnp.float32
@@ -41,14 +41,14 @@ def forward_kernel(
     empty,
     after,
     y,
-    kept,
+    residuals,
     parts: Part,
     reads,
     *,
     layout: Layout,
     options: Options,
 ):
-    """One block; `kept` None does not keep the memories before it."""
+    """One block; `residuals` None does not keep the memories before it."""
     index, last = pl.program_id(2), pl.num_programs(2) - 1
     rules = Rules(options, layout.heads, layout.size)
 
@@ -58,30 +58,30 @@ def forward_kernel(
         store(after, load(before))
 
     unpack(x, parts, layout)
-    if kept is not None:
-        store(kept, load(after.start if layout.apart else after.running))
+    if residuals is not None:
+        store(residuals, load(after.start if layout.two_memories else after.running))
 
     def chunk(part, _):
-        complete, cleared = flags(x, layout, part)
+        full, reset = flags(x, layout, part)
         running = load(after.running)
-        start = load(after.start) if layout.apart else running
-        if cleared is not None:
-            fresh = load(empty)
-            start, running = choose(cleared, (fresh, fresh), (start, running))
+        start = load(after.start) if layout.two_memories else running
+        if reset is not None:
+            emptied = load(empty)
+            start, running = choose(reset, (emptied, emptied), (start, running))
         keys, values = map(Memory, start, running)
         new, reads[part] = advance(_part(parts, part), keys, values, rules)
         store(after.running, new)
         # Where the two are equal between chunks, the last chunk's is put right below.
-        store(after.start, choose(complete, new, start) if layout.apart else start)
+        store(after.start, choose(full, new, start) if layout.two_memories else start)
 
     jax.lax.fori_loop(0, layout.parts, chunk, None)
     packs.store_rows(y, whole(reads))
-    if not layout.apart:
+    if not layout.two_memories:
 
         @pl.when(index == last)
         def _():
-            complete = flags(x, layout, layout.parts - 1)[0]
-            new = choose(complete, load(after.running), load(after.start))
+            full = flags(x, layout, layout.parts - 1)[0]
+            new = choose(full, load(after.running), load(after.start))
             store(after.start, new)
 
 
@@ -89,7 +89,7 @@ def backward_kernel(
     x,
     running,
     empty,
-    kept,
+    residuals,
     d_after,
     d_y,
     d_tokens,
@@ -129,7 +129,7 @@ def backward_kernel(
     @pl.when(step == 0)
     def _():
         d = load(d_after)
-        if not layout.apart:
+        if not layout.two_memories:
             # What the memory at the start receives behind an incomplete chunk waits in
             # `d_before` until that chunk is done.
             d = by_completeness(d, flags(x, layout, layout.parts - 1)[0])
@@ -139,64 +139,64 @@ def backward_kernel(
     unpack(x, parts, layout)
     split(d_reads, packs.load_rows(d_y, layout.group), layout)
     d_gates[...] = jnp.zeros(d_gates.shape, F32)
-    _write_memories(memories, 0, load(kept))
+    _write_memories(memories, 0, load(residuals))
 
     def begin(part):
         """The memories that a chunk finds, and its flags."""
-        complete, cleared = flags(x, layout, part)
+        full, reset = flags(x, layout, part)
         start = tuple(ref[part] for ref in memories)
-        begun = start
-        if layout.apart:
+        entering = start
+        if layout.two_memories:
             # The running memory of the first chunk comes from the caller. After it the
             # two are equal, where there are tokens.
             first = ((step == last) & (part == 0)).astype(F32)
-            begun = choose(first, load(running), start)
-        if cleared is not None:
-            fresh = load(empty)
-            start, begun = choose(cleared, (fresh, fresh), (start, begun))
-        return start, begun, complete, cleared
+            entering = choose(first, load(running), start)
+        if reset is not None:
+            emptied = load(empty)
+            start, entering = choose(reset, (emptied, emptied), (start, entering))
+        return start, entering, full, reset
 
     def recompute(part, _):
-        start, begun, complete, _ = begin(part)
-        tokens, (keys, values) = _part(parts, part), map(Memory, start, begun)
+        start, entering, full, _ = begin(part)
+        tokens, (keys, values) = _part(parts, part), map(Memory, start, entering)
         new = rewrite(tokens, keys, values, rules)
-        if layout.apart:
-            new = choose(complete, new, start)
+        if layout.two_memories:
+            new = choose(full, new, start)
         _write_memories(memories, part + 1, new)
 
-    def keep_rest(d, cleared):
-        """Cotangents of what a chunk finds; `empty` has those of cleared memories."""
-        if cleared is None:
+    def keep_rest(d, reset):
+        """Cotangents before a chunk; after a reset they go to `empty`."""
+        if reset is None:
             return d
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        fresh = choose(cleared, d, zeros(d))
-        store(d_empty, jax.tree.map(jnp.add, load(d_empty), fresh))
-        return choose(cleared, zeros(d), d)
+        emptied = choose(reset, d, zeros(d))
+        store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
+        return choose(reset, zeros(d), d)
 
     def back(i, _):
         part = layout.parts - 1 - i
-        start, begun, complete, cleared = begin(part)
+        start, entering, full, reset = begin(part)
         d_start, d_running = None, load(d_before.running)
-        if layout.apart:
+        if layout.two_memories:
             d = Memories(load(d_before.start), d_running)
-            d_start, d_running = by_completeness(d, complete)
-        keys, values = map(Memory, start, begun)
+            d_start, d_running = by_completeness(d, full)
+        keys, values = map(Memory, start, entering)
         given = (keys, values, d_running, d_reads[part], rules)
-        found = pull_back(_part(parts, part), *given)
+        found = vjp(_part(parts, part), *given)
         passes = found.keys, found.values
-        if layout.apart:
+        if layout.two_memories:
             d_start = jax.tree.map(jnp.add, d_start, tuple(map(of_start, passes)))
-            d_start = keep_rest(d_start, cleared)
-            d_running = keep_rest(tuple(map(of_running, passes)), cleared)
+            d_start = keep_rest(d_start, reset)
+            d_running = keep_rest(tuple(map(of_running, passes)), reset)
             store(d_before, Memories(d_start, d_running))
         else:
             # What waits for the memory at the last chunk's start is added there. It is
-            # cleared in the end: a `pl.when` here would cut the loop in two.
+            # set to zero in the end: a `pl.when` here would cut the loop in two.
             waiting = load(d_before.start)
             flag = ((step == 0) & (i == 0)).astype(F32)
             waiting = choose(flag, waiting, zeros(waiting))
             d = jax.tree.map(jnp.add, tuple(map(of_both, passes)), waiting)
-            store(d_before.running, keep_rest(d, cleared))
+            store(d_before.running, keep_rest(d, reset))
 
         for ref, d_x in zip(d_parts, found[:4], strict=True):
             ref[part] = d_x
@@ -207,7 +207,7 @@ def backward_kernel(
 
     jax.lax.fori_loop(0, layout.parts - 1, recompute, None)
     jax.lax.fori_loop(0, layout.parts, back, None)
-    if not layout.apart:
+    if not layout.two_memories:
 
         @pl.when(step == last)
         def _():
