@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
-from memjax.models import LanguageModel, ModelConfig, Sampling, generate
+from memjax.models import LanguageModel, ModelConfig, Sampling, generate, sampling
 from memjax.models.generation import stop_strings
 from memjax.models.sampling import Settings, draw
 
@@ -96,9 +96,11 @@ def test_the_returned_state_goes_on(greedy):
     assert any(leaf.is_deleted() for leaf in jax.tree.leaves(first.state))
 
 
-def test_prompts_of_unequal_length_are_read_as_if_alone():
+@pytest.mark.parametrize("segment", [4, 1024])
+def test_prompts_of_unequal_length_are_read_as_if_alone(segment):
+    """With segments of 4 the shorter prompt ends two segments before the longer."""
     lengths = (4, P)
-    both = go(lengths=lengths)
+    both = go(lengths=lengths, segment=segment)
     for row, length in enumerate(lengths):
         prompt = np.stack([PROMPT[row, :length]] * B)
         alone = go(prompt=prompt)
@@ -178,6 +180,9 @@ def test_the_key_decides(greedy):
     np.testing.assert_array_equal(once, again)
     assert not np.array_equal(once, other)
     assert other.min() >= 0 and other.max() < V and other.shape == (B, NEW)
+    # A stream is drawn one token a call, of which each has a key of its own too.
+    streamed = go(sampling=hot, seed=1, stop_when=lambda tokens: False)
+    np.testing.assert_array_equal(streamed.tokens, once)
 
 
 def test_each_draw_has_a_key_of_its_own():
@@ -223,6 +228,13 @@ def test_draws_follow_the_kept_odds(sampling, kept):
     measured = frequencies(sampling)
     np.testing.assert_allclose(measured, expected, atol=0.03)
     assert set(np.flatnonzero(measured)) == set(kept)
+
+
+def test_top_p_of_one_keeps_what_rounding_would_drop():
+    """The likeliest token alone has a probability of 1 in float32."""
+    logits = jnp.asarray([[0.0, -30.0, -31.0, -32.0]])
+    found = sampling._likeliest(logits, Settings.of(Sampling(top_k=3)))
+    assert found.tolist() == [[0.0, -30.0, -31.0, -jnp.inf]]
 
 
 def test_greedy_draws_the_likeliest():

@@ -170,6 +170,19 @@ def test_a_feed_forward_without_a_gate_has_two_targets():
     assert found == {"query", "key", "value", "output", "up", "down"}
 
 
+def test_no_two_matrices_are_drawn_alike():
+    config = dataclasses.replace(CONFIG, mechanisms=(ATTENTION,))
+    targets = LoraConfig(rank=3, targets=("query", "gate"))
+    model = LanguageModel(config, key=jax.random.key(0))
+    adapted = add_lora(model, targets, jax.random.key(1))
+    drawn = [
+        as_arrays(part).down
+        for block in adapted.blocks
+        for part in (block.mechanism.query, block.feed_forward.gate)
+    ]
+    assert len({np.asarray(x).tobytes() for x in drawn}) == len(drawn) == 4
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -26,6 +26,7 @@ from memjax.models import (
     add_rmt,
     generate,
 )
+from memjax.models.hmt import decode
 from memjax.models.lora import LoraConfig, add_lora
 from tests import tiny
 
@@ -411,3 +412,23 @@ def test_the_bank_is_full_at_its_size_and_a_first_segment_leaves_no_summary():
         summarized.append(bool(jnp.any(state.memories.summary != 0)))
     assert num_valid == [[1] * B, [N] * B, [N] * B]
     assert summarized == [False, True, True]
+
+
+def test_a_row_without_a_choice_keeps_no_summary_of_another_rows_search():
+    model = build("attention", CAUSAL)
+    state, _ = call(model, model.init_state(B), TOKENS[:, :L])
+    state = model.reset(state, jnp.array([True, False]))
+    state, _ = call(model, state, TOKENS[:, L : 2 * L])
+    assert state.memories.num_valid.tolist() == [1, N]
+    summarized = jnp.any(state.memories.summary != 0, axis=1)
+    assert summarized.tolist() == [False, True]
+
+
+def test_a_segment_without_memories_is_not_searched_for():
+    """The prompt is the initial memory for any summary, which costs a reading."""
+    model = build("attention", PAPER)
+    state = model.init_state(B)._replace(length=jnp.full(B, J - 1, jnp.int32))
+    memories = state.memories._replace(num_valid=jnp.array([0, N], jnp.int32))
+    find = jax.jit(decode._find_prompt, static_argnums=0)
+    after = find(PAPER, model.weights, state._replace(memories=memories))
+    assert after.searched.tolist() == [False, True]

@@ -105,7 +105,9 @@ def test_the_same_tokens_are_chosen_as_by_the_definition(keep, kernel):
     queries, keys = draw(B, 3, 4, 4), draw(B, 20, 2, 4)
     length = np.array([20, 16])
     visible = np.arange(20)[None] < length[:, None]
+    # Hidden beside the token that most queries want, whose votes are pooled.
     visible[0, 5] = False
+    keys[0, 6] = 4 * queries[0].mean(axis=(0, 1))
     joined = jnp.asarray(keys.reshape(B, 20, -1))
     state = AttentionState(joined, joined, jnp.asarray(visible), jnp.asarray(length))
     found = jax.jit(choose, static_argnums=(2, 3))(queries, state, keep, kernel)

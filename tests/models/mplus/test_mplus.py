@@ -14,6 +14,7 @@ from flax import nnx
 
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate
+from memjax.models.mplus import write
 from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
@@ -312,6 +313,18 @@ def test_every_memory_token_keeps_its_birth_date():
         assert sorted([*stored, *pooled]) == list(range(1, clock + 1))
         # Rows of the pool are ordered by age.
         assert pooled.tolist() == sorted(pooled)
+
+
+def test_queries_of_a_longer_chunk_before_stay_behind_those_of_a_shorter():
+    model = build()
+    state = model.init_state(B)._replace(
+        num_queries=jnp.full(B, C, jnp.int32), length=jnp.array([2, C], jnp.int32)
+    )
+    given = [tiny.draw(i, B, C, D) for i in range(L)]
+    keep = jax.jit(functools.partial(write._keep_queries, model.weights))
+    after = keep(state, given, jnp.ones(B, bool))
+    assert after.num_queries.tolist() == [C, C]
+    assert not after.queries[0, :, 2:].any() and after.queries[1].all()
 
 
 @pytest.mark.slow
