@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket keep the promises of those on a disk."""
+"""Checkpoints in a bucket: damage, interrupted saves, refusals."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ def newest(url: str) -> int | None:
     return found.step
 
 
-def test_what_is_saved_is_restored_and_the_oldest_go(url: str) -> None:
+def test_newest_steps_are_restored_and_the_oldest_removed(url: str) -> None:
     assert newest(url) is None
     assert Bucket(url).entries() == {}
     save(url, 1, 2, 3, keep=2)
@@ -83,9 +83,15 @@ def damage(bucket: Bucket, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "how", ["changed", "cut", "missing", "no digests", "torn", "empty"]
+    ("store", "how"),
+    [
+        *(("gs", how) for how in ("changed", "cut", "missing", "torn", "empty")),
+        ("gs", "no digests"),
+        pytest.param("s3", "cut", marks=pytest.mark.slow),
+    ],
+    indirect=["store"],
 )
-def test_a_damaged_step_is_named_and_stepped_over_and_kept(
+def test_damaged_step_is_named_skipped_and_kept(
     url: str, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     save(url, 1, 2)
@@ -101,17 +107,19 @@ def test_a_damaged_step_is_named_and_stepped_over_and_kept(
     assert [r for r in caplog.records if r.levelno == logging.ERROR]
 
 
-def test_where_all_are_damaged_training_does_not_begin_anew(url: str) -> None:
+def test_if_all_steps_are_damaged_training_does_not_start_over(url: str) -> None:
     save(url, 2)
     damage(Bucket(url), "cut")
     with pytest.raises(CheckpointError, match=r"can be used; damaged: 2"):
         newest(url)
 
 
-@pytest.mark.parametrize("objects", range(0, 12, 3))
-def test_a_step_without_its_mark_does_not_exist_and_is_cleared(
-    url: str, objects: int
-) -> None:
+@pytest.mark.parametrize(
+    ("store", "objects"),
+    [("gs", 3), *(pytest.param("s3", n, marks=pytest.mark.slow) for n in (0, 6, 9))],
+    indirect=["store"],
+)
+def test_step_without_its_mark_is_ignored_and_removed(url: str, objects: int) -> None:
     save(url, 1, 2)
     bucket = Bucket(url)
     # What a kill leaves of a save: some objects, in some order, and not the last.
@@ -124,9 +132,10 @@ def test_a_step_without_its_mark_does_not_exist_and_is_cleared(
     assert newest(url) == 3
 
 
-def test_a_failed_save_is_said_in_one_line_and_the_next_succeeds(
-    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+def test_failed_save_is_one_line_and_the_next_succeeds(
+    gs: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    url = gs.url("failed")
     save(url, 1)
     write = Bucket.write
 
@@ -145,7 +154,7 @@ def test_a_failed_save_is_said_in_one_line_and_the_next_succeeds(
     assert newest(url) == 2
 
 
-def test_a_folder_of_something_else_is_refused(url: str) -> None:
+def test_folder_with_other_content_is_refused(url: str) -> None:
     Bucket(url).write("notes.txt", b"mine")
     with pytest.raises(ValueError, match=r"not a folder of memjax .* but notes\.txt"):
         Checkpoints(url)
@@ -154,7 +163,7 @@ def test_a_folder_of_something_else_is_refused(url: str) -> None:
         Checkpoints(url)
 
 
-def test_several_processes_need_another_place_than_s3(
+def test_several_processes_are_refused_on_s3(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if store.scheme == "gs":

@@ -31,7 +31,8 @@ def _words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["elastic-tiny", *data, *SIZES, *MODEL]
 
 
-def test_a_run_is_trained_scored_continued_and_exported(
+@pytest.mark.slow
+def test_run_is_trained_scored_continued_and_exported(
     url: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -63,16 +64,15 @@ def test_a_run_is_trained_scored_continued_and_exported(
     assert not list(here.iterdir())
 
 
-def test_what_is_no_run_or_no_model_is_named(url: str) -> None:
+def test_folder_without_a_model_is_named(url: str) -> None:
     assert f"{url} is neither a folder nor a GGUF file" in refused("eval", url)
     assert "memory must be a folder on a disk" in refused(
         "ask", "x", "what?", "--memory", url
     )
 
 
-def test_fine_tuning_starts_from_a_bucket_and_stays_there(
-    gs: Store, tmp_path: Path
-) -> None:
+@pytest.mark.slow
+def test_fine_tuning_reads_and_writes_a_bucket(gs: Store, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(4):

@@ -1,4 +1,4 @@
-"""Runs whose folder is in a bucket: killed, refused, stopped, and gone on with."""
+"""Runs with a folder in a bucket: interrupted, refused and resumed."""
 
 import json
 import re
@@ -33,7 +33,8 @@ def _whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_in_a_bucket_is_that_on_a_disk(
+@pytest.mark.slow
+def test_run_in_a_bucket_equals_one_on_a_disk(
     url: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -57,9 +58,7 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_newest_checkpoint_bit_for_bit(
-    store: Store, url: str, whole: Path
-) -> None:
+def test_killed_run_resumes_bit_for_bit(store: Store, url: str, whole: Path) -> None:
     ends = 0
     for text in ("step 7/", "step 16/", "step 21/"):
         slow = LOOP | {"sleep": 0.1}
@@ -76,7 +75,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_second_process_is_refused_and_a_signal_saves(store: Store, url: str) -> None:
+def test_second_process_is_refused_and_a_signal_saves(store: Store, url: str) -> None:
     slow = LOOP | {"steps": 4000, "sleep": 0.02, "save_every": 10_000}
     first = Process(toy_program, Path(url), slow, environment=store.environment)
     first.read_until("step 12/")
@@ -93,7 +92,7 @@ def test_a_second_process_is_refused_and_a_signal_saves(store: Store, url: str) 
 
 
 @pytest.mark.slow
-def test_several_processes_save_in_one_bucket_and_one_goes_on(
+def test_several_processes_save_in_one_bucket_and_one_resumes(
     gs: Store, whole: Path
 ) -> None:
     url = gs.url("pod")
@@ -114,7 +113,7 @@ def leave(url: str, **owner: Any) -> None:
     Bucket(url).write(".lock", json.dumps(record).encode())
 
 
-def test_a_claim_that_shows_no_life_is_taken_over_and_its_holder_notices(
+def test_dead_lock_is_taken_over_and_its_holder_notices(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
@@ -136,7 +135,7 @@ def test_a_claim_that_shows_no_life_is_taken_over_and_its_holder_notices(
     assert ".lock" not in Bucket(url).entries()
 
 
-def test_a_claim_of_another_host_that_lives_is_respected(
+def test_live_lock_of_another_host_is_respected(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = iter(range(4, 100))
@@ -146,7 +145,7 @@ def test_a_claim_of_another_host_that_lives_is_respected(
         FolderLock(Path(url))
 
 
-def test_of_two_that_take_a_claim_at_once_the_last_keeps_it(
+def test_of_two_simultaneous_locks_the_last_wins(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_lock, "WATCH_SECONDS", 0.1)
@@ -160,7 +159,7 @@ def test_of_two_that_take_a_claim_at_once_the_last_keeps_it(
         FolderLock(Path(url))
 
 
-def test_a_store_that_refuses_is_named_before_training(
+def test_store_that_refuses_is_named_before_training(
     store: Store, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.refuse(("403 Forbidden", "AccessDenied"))
