@@ -5,31 +5,36 @@
 
 Question: how many tokens should a segment read again from the one before (HMT, Table
 8), and through how many segments should gradients flow (HMT, Table 9, Figure 16)?
-Rows: HMT with k sensory tokens; HMT and RMT with so many segments a sample in stage 2;
+Rows: HMT with k sensory tokens; HMT and RMT with several segments a sample in stage 2;
 an n-gram of the same training documents, where the backbone is trained here.
-Columns: perplexity of targets that no model has read; loss reduction against the first
+Columns: perplexity of targets that no model has read; loss difference from the first
 row, with an interval over documents, and with each seed.
 Not shown: other learning rates than the preset's. A deeper run reads more tokens.
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import tyro
 
-from experiments.hmt import common, scores
+from experiments.hmt import training
 from experiments.hmt.rows import COUNTED
 from experiments.lab.baselines import ORDER, NGram
-from experiments.lab.intervals import format_interval, loss_difference, mean_losses
-from experiments.lab.results import RESULTS, show
+from experiments.lab.intervals import (
+    format_interval,
+    format_seeds,
+    loss_difference,
+    mean_losses,
+)
+from experiments.lab.measure import score_once, state_bytes
+from experiments.lab.results import RESULTS, Rows, number, show, table
 from memjax import evaluation
-from memjax.checks import check_sizes
 from memjax.data import load_tokens
 from memjax.evaluation import TokenLosses
 from memjax.training.finetune.curricula import HMTStages
+from memjax.training.finetune.segment_stage import SegmentStage
 
 QUESTIONS = {
     "sensory": "how many tokens should a segment read again from the one before?",
@@ -38,26 +43,23 @@ QUESTIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(common.Config):
-    """See `common.Config`; the results go to `<output>/<group>.json`.
+class Config(training.Config):
+    """See `training.Config`; the results go to `<output>/<group>.json`.
 
     Attributes:
         group: of rows.
         sensory: sizes k; none is an eighth of a segment, none, and others.
         depths: segments of a sample in stage 2.
-        seeds: of every model and of the backbone trained here, from `seed` on.
     """
 
     group: Literal["sensory", "depth"] = "sensory"
-    preset: common.Preset = "cpu-short"
+    preset: training.Preset = "cpu-short"
     sensory: tuple[int, ...] = ()
     depths: tuple[int, ...] = (2, 4, 8)
-    seeds: int = 2
     output: Path = RESULTS / "hmt"
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(seeds=self.seeds)
         segment = self.scale.stages.stage2.hmt.segment_length
         if any(not 0 <= size <= segment for size in self.sensory):
             raise ValueError(f"sensory must be in [0, {segment}], got {self.sensory}")
@@ -65,52 +67,60 @@ class Config(common.Config):
             raise ValueError(f"depths must be at least 2, got {self.depths}")
 
 
-Train = Callable[[common.Config], common.Trained]
-
-
-def rows(config: Config) -> dict[str, Train]:
-    """The models of a group by name; the first is the baseline of the others."""
+def rows(config: Config) -> dict[str, tuple[SegmentStage, ...]]:
+    """The trainings of a group by name; the first is the baseline of the others."""
     stages = config.scale.stages
-    found: dict[str, Train] = {}
-
-    def add(name: str, train: Callable[..., common.Trained], *given: Any) -> None:
-        found[name] = lambda config: train(config, *given)
-
     if config.group == "sensory":
         usual = stages.stage2.hmt.segment_length // 8
         sizes = (usual, 0, usual // 4, usual // 2, 2 * usual, 4 * usual)
-        for size in config.sensory or sizes:
-            add(f"k = {size}", common.train_hmt, _with_sensory(stages, size))
-        return found
-    cases = {depth: _with_depth(stages, depth) for depth in config.depths}
-    for depth, case in cases.items():
-        tokens = case.stage2.context_length * case.stage2.loop.steps
+        return {
+            f"k = {size}": _with_sensory(stages, size)
+            for size in config.sensory or sizes
+        }
+    hmt, rmt = {}, {}
+    for depth in config.depths:
+        last = dataclasses.replace(stages.stage2, depth=depth)
+        tokens = last.context_length * last.loop.steps
         name = f"HMT, depth {depth} ({tokens:,} tokens a row)"
-        add(name, common.train_hmt, case)
-    for depth, case in cases.items():
-        add(f"RMT, depth {depth}", common.train_recurrent, case, 0)
-    return found
+        hmt[name] = (stages.stage1, last)
+        deep = HMTStages(stages.stage1, last)
+        rmt[f"RMT, depth {depth}"] = (training.recurrent_stage(deep),)
+    return hmt | rmt
+
+
+def _with_sensory(stages: HMTStages, size: int) -> tuple[SegmentStage, ...]:
+    return tuple(
+        dataclasses.replace(
+            stage, hmt=dataclasses.replace(stage.hmt, num_sensory_tokens=size)
+        )
+        for stage in (stages.stage1, stages.stage2)
+    )
 
 
 def main(config: Config) -> None:
     """Trains what is not trained yet, scores, prints and writes."""
-    memory = config.scale.stages.stage2.hmt
+    memory, tokens = config.scale.stages.stage2.hmt, config.scale.test_tokens
     segment = memory.segment_length
-    _, tokenizer = common.load_backbone(config)
-    texts = scores.documents(
-        config.source, tokenizer, "test", config.scale.test_tokens, segment
-    )
+    _, tokenizer = training.load_backbone(config)
+    texts = training.documents(config.source, tokenizer, "test", tokens, segment)
     losses: dict[str, list[TokenLosses]] = {}
-    found: dict[str, dict] = {}
-    for name, train in rows(config).items():
-        trained = [train(each) for each in common.each_seed(config, config.seeds)]
-        scored = [scores.score(one.model, texts, segment) for one in trained]
-        losses[name] = [one for one, _ in scored]
-        found[name] = {
-            "training_seconds": [one.seconds for one in trained],
-            "scoring_seconds": [spent for _, spent in scored],
-            "state_bytes": scores.state_bytes(trained[0].model),
-        }
+    found: dict[str, dict[str, Any]] = {}
+    for name, stages in rows(config).items():
+        losses[name], found[name] = [], {"training_seconds": [], "scoring_seconds": []}
+        for seed in config.seeds:
+            # The backbone has this seed too.
+            each = dataclasses.replace(config, seeds=(seed,))
+            folder, seconds = training.train(each, stages, seed)
+            model = training.load(folder)
+            scored = score_once(
+                lambda model=model: training.scorer(model, segment),
+                texts,
+                folder / "scores",
+            )
+            losses[name].append(scored.losses)
+            found[name]["training_seconds"].append(seconds)
+            found[name]["scoring_seconds"].append(scored.seconds)
+            found[name]["state_bytes"] = state_bytes(model)
     base = next(iter(losses))
     if config.scale.backbone == "tiny":
         name = COUNTED.format(ORDER)
@@ -122,7 +132,7 @@ def main(config: Config) -> None:
     for name, row in found.items():
         row |= _compared(losses[base], losses[name], mask)
     question = QUESTIONS[config.group]
-    common.write(
+    training.write(
         dataclasses.replace(config, output=config.output / config.group),
         question,
         segment=segment,
@@ -132,20 +142,17 @@ def main(config: Config) -> None:
         base=base,
         models=found,
     )
-    show(
-        question,
-        ["PPL, causal", "PPL, all (HMT reads ahead)", f"loss reduction against {base}"],
-        {
-            name: [*row["perplexity"].values(), format_interval(row["gain"], 4)]
-            for name, row in found.items()
-        },
-    )
+    cells = {
+        name: [*row["perplexity"].values(), format_interval(row["gain"], 4)]
+        for name, row in found.items()
+    }
+    show(question, ["PPL, causal", "PPL, all", f"nats/token below {base}"], cells)
 
 
 def _compared(
     base: list[TokenLosses], found: list[TokenLosses], mask: np.ndarray
 ) -> dict[str, Any]:
-    """Perplexities and gains of one row, one of `TokenLosses` a seed."""
+    """Perplexities of a row and differences from the base, one `TokenLosses` a seed."""
     causal = [evaluation.mask_losses(losses, mask) for losses in found]
     causal_base = [evaluation.mask_losses(losses, mask) for losses in base]
     mean = mean_losses(causal)
@@ -161,18 +168,23 @@ def _compared(
     }
 
 
-def _with_sensory(stages: HMTStages, size: int) -> HMTStages:
-    first, second = (
-        dataclasses.replace(
-            stage, hmt=dataclasses.replace(stage.hmt, num_sensory_tokens=size)
-        )
-        for stage in (stages.stage1, stages.stage2)
-    )
-    return HMTStages(first, second)
-
-
-def _with_depth(stages: HMTStages, depth: int) -> HMTStages:
-    return HMTStages(stages.stage1, dataclasses.replace(stages.stage2, depth=depth))
+@table("hmt/ablations", "hmt/sensory", "hmt/depth")
+def ablations(*results: dict[str, Any]) -> Rows:
+    """Sizes of the sensory memory, and segments that gradients flow through."""
+    for result in results:
+        for name, row in result["models"].items():
+            cells = {
+                "": name,
+                "PPL, causal": number(row["perplexity"]["causal"], 1),
+                "against": "",
+                "nats/token below": "",
+                "with each seed": "",
+            }
+            if name != result["base"]:
+                cells["against"] = result["base"]
+                cells["nats/token below"] = format_interval(row["gain"])
+                cells["with each seed"] = format_seeds(row["gain_by_seed"])
+            yield cells
 
 
 if __name__ == "__main__":

@@ -1,36 +1,39 @@
-"""How does perplexity change with the length of the input, and with which memory?
+"""Perplexity by the length of the input, for HMT, RMT and baselines of equal size.
 
     python -m experiments.hmt.length
     python -m experiments.corpus.comparison --destination comparison
     python -m experiments.hmt.length --preset smollm2-cpu --source folder:comparison \\
         --output experiments/results/hmt/smollm2/length
 
-HMT, HMT that reads nothing ahead, RMT and the backbone in all the ways to bound what it
-reads score the same held-out documents (HMT, Figures 2 and 3); `rows.py` says which and
-why. Each is shown as it came and fine-tuned, with as many updates on samples of no
-fewer tokens and a learning rate of its own, which validation documents choose.
+Question: does a hierarchical memory lower the perplexity of long texts? (HMT, Figures 2
+and 3.)
+Rows: HMT as published and without reading ahead, RMT, and the backbone in all the ways
+to bound what it reads (`rows.py`), as it came and fine-tuned for as many updates. The
+learning rate of each row is chosen on validation documents with the first seed.
+Columns: size of the state; tokens read for one of the text; perplexity of the tokens up
+to each length. Targets count from index j of their segment on, the same for all rows,
+so no score has seen its target. Intervals are over documents, of the mean over seeds.
+Not shown: longer trainings; documents longer than the corpus has.
 
-Targets count from index j of their segment on, the same for all models; no score has
-seen its target. Intervals are over documents, and of the mean over seeds.
-
-Rows are written as they are finished. A program that was stopped goes on where it was;
-with `--only` the other rows are shown as far as earlier calls have scored them, those
-with a smaller `--test-tokens` too.
+Every text is scored once for all calls. With `--only` the other rows are shown as far
+as they are finished.
 """
 
 import collections
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
 
-from experiments.hmt import common, scores
+from experiments.hmt import training
 from experiments.hmt.rows import (
     AGAIN,
     APART,
     CAUSAL,
+    FULL,
     HIERARCHICAL,
     RMT,
     SENSORY,
@@ -39,105 +42,85 @@ from experiments.hmt.rows import (
     Row,
     rows,
 )
-from experiments.hmt.tuned import Texts, Tuning, measure
-from experiments.lab.intervals import format_interval, loss_difference, select_kind
-from experiments.lab.results import RESULTS, figure, show
+from experiments.lab.baselines import NGram
+from experiments.lab.intervals import (
+    format_interval,
+    loss_difference,
+    mean_losses,
+    select_kind,
+)
+from experiments.lab.measure import Scored, score_once, state_bytes
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    figure,
+    number,
+    show,
+    table,
+    thousands,
+)
+from experiments.lab.study import choose_rate, digest, once, selected
 from memjax import evaluation
-from memjax.checks import check_sizes, require_known
+from memjax.checks import check_sizes
+from memjax.config_io import to_record
+from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 
-LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
+TUNED_WINDOW = TUNED.format(SINK_WINDOW)
 #: What every other row is compared with, where it is there.
 BASES = (
     SINK_WINDOW,
-    *(TUNED.format(name) for name in (SINK_WINDOW, SENSORY, AGAIN, APART)),
+    TUNED_WINDOW,
+    TUNED.format(SENSORY),
+    TUNED.format(AGAIN),
+    TUNED.format(APART),
 )
 MEMORIES = (HIERARCHICAL, CAUSAL, RMT)
+#: The lines of the plot.
+PLOTTED = (
+    HIERARCHICAL,
+    CAUSAL,
+    TUNED_WINDOW,
+    TUNED.format(AGAIN),
+    FULL,
+    SINK_WINDOW,
+)
+LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
+Texts = Sequence[TokenisedDocument]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(common.Config):
-    """See `common.Config`.
+class Config(training.Config):
+    """See `training.Config`.
 
     Attributes:
         lengths: inputs are scored up to these positions; a document that ends before
             counts with what it has.
         validation_tokens: scored of each validation document.
         rates: learning rates that are tried; none is the preset's.
-        seeds: of each row that is trained, from `seed` on.
         only: names of rows to work on; none is all.
     """
 
     lengths: tuple[int, ...] = LENGTHS
     validation_tokens: int = 2048
     rates: tuple[float, ...] = ()
-    seeds: int = 2
     only: tuple[str, ...] = ()
     output: Path = RESULTS / "hmt" / "length"
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(seeds=self.seeds, validation_tokens=self.validation_tokens)
+        check_sizes(validation_tokens=self.validation_tokens)
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be at least 1, got {self.lengths}")
 
-    @property
-    def tuning(self) -> Tuning:
-        """Rates and seeds of all rows."""
-        seeds = tuple(range(self.seed, self.seed + self.seeds))
-        return Tuning(self.rates or self.scale.rates, seeds)
-
-
-def main(config: Config) -> None:
-    """Trains what is not trained yet, scores, prints and writes, row by row."""
-    stages = config.scale.stages
-    memory = stages.stage2.hmt
-    backbone, tokenizer = common.load_backbone(config)
-    table = rows(stages, backbone, counted=config.scale.backbone == "tiny")
-    for name in config.only:
-        require_known("only", name, [row.name for row in table])
-    longest = min(config.scale.test_tokens, max(config.lengths))
-
-    def documents(split, tokens):
-        return scores.documents(
-            config.source, tokenizer, split, tokens, memory.segment_length
-        )
-
-    texts = Texts(
-        validation=documents("validation", config.validation_tokens),
-        test=documents("test", longest),
-        segment=memory.segment_length,
-        first=memory.summary,
-    )
-    bytes_of = {
-        row.name: scores.state_bytes(row.build(backbone), longest)
-        for row in table
-        if row.build is not None
-    }
-    # The programs load it again where they need it.
-    del backbone
-    # What earlier calls have left is shown from the first row on.
-    finished = {
-        row.name: found
-        for row in table
-        if (found := _finished(config, row, texts, longest)) is not None
-    }
-    for row in table:
-        if not config.only or row.name in config.only:
-            print(f"row: {row.name}", flush=True)
-            found = measure(config, row, texts, config.tuning, work=True)
-            assert found is not None
-            finished[row.name] = Finished(*found, row.longest or longest)
-            report(config, table, finished, bytes_of, texts)
-
 
 class Finished(NamedTuple):
-    """A row as far as it is scored; see `Measured`.
+    """A row with its scores.
 
     Attributes:
         losses: averaged over seeds.
-        facts: what is said of it.
+        facts: of its training and scoring.
         reached: tokens of the longest text that counts.
     """
 
@@ -146,83 +129,263 @@ class Finished(NamedTuple):
     reached: int
 
 
-def _finished(config: Config, row: Row, texts: Texts, longest: int) -> Finished | None:
-    """A row up to the longest input that earlier calls have scored; None for none."""
-    for length in sorted({*config.lengths, longest}, reverse=True):
-        # Losses do not depend on what follows: shorter texts are the same row.
-        found = measure(config, row, texts.up_to(length), config.tuning, work=False)
-        if found is not None:
-            return Finished(*found, min(length, row.longest or length))
-    return None
+def main(config: Config) -> None:
+    """Trains what is not trained yet, scores, prints and writes, row by row."""
+    study = Study(config)
+    finished: dict[str, Finished] = {}
+    wanted = selected(config.only, [row.name for row in study.rows])
+    # Finished rows of earlier calls are shown from the first row on.
+    for row in study.rows:
+        if study.file(row).is_file():
+            finished[row.name] = study.measure(row)
+    for row in study.rows:
+        if row.name in wanted:
+            print(f"row: {row.name}", flush=True)
+            finished[row.name] = study.measure(row)
+            report(study, finished)
 
 
-def report(
-    config: Config,
-    table: list[Row],
-    finished: dict[str, Finished],
-    bytes_of: dict[str, int],
-    texts: Texts,
-) -> None:
+class Study:
+    """Rows and texts of a configuration."""
+
+    def __init__(self, config: Config):
+        self.config, scale = config, config.scale
+        memory = scale.stages.stage2.hmt
+        backbone, tokenizer = training.load_backbone(config)
+        self.rows = rows(scale.stages, backbone, counted=scale.backbone == "tiny")
+        self.segment, self.first = memory.segment_length, memory.summary
+        self.longest = min(scale.test_tokens, max(config.lengths))
+
+        def documents(split: Split, tokens: int) -> Texts:
+            return training.documents(
+                config.source, tokenizer, split, tokens, self.segment
+            )
+
+        self.texts = documents("test", self.longest)
+        self.validation = documents("validation", config.validation_tokens)
+        self.bytes = {
+            row.name: state_bytes(row.build(backbone), self.longest)
+            for row in self.rows
+            if row.build is not None
+        }
+
+    def file(self, row: Row) -> Path:
+        """Where the facts of a row are stored, once it is finished."""
+        return self.config.run_dir / "rows" / f"{digest(self.identity(row))}.json"
+
+    def identity(self, row: Row) -> dict[str, Any]:
+        """Settings that a row depends on."""
+        config = self.config
+        return {
+            "row": row.name,
+            "sizes": dict(row.sizes),
+            "stages": [to_record(stage) for stage in row.stages],
+            "backbone": str(training.backbone_path(config)),
+            "source": config.source,
+            "tokens": [self.longest, config.validation_tokens],
+            "rates": config.rates or config.scale.rates,
+            "seeds": config.seeds,
+        }
+
+    def measure(self, row: Row) -> Finished:
+        """The scores of a row, which is trained before if it has stages."""
+        reached, facts = row.longest or self.longest, {}
+        texts = [x._replace(tokens=x.tokens[: reached + 1]) for x in self.texts]
+        if row.stages:
+            rate, tried = self.rate(row)
+            facts |= {"learning_rate": rate, "validation_perplexity": tried}
+            runs = [self.trained(row, rate, seed, texts) for seed in self.config.seeds]
+        else:
+            runs = [(self.untrained(row, texts), 0.0)]
+        losses = [scored.losses for scored, _ in runs]
+        first, seconds = runs[0]
+        if row.stages:
+            facts |= {
+                "seeds": len(runs),
+                "perplexity_by_seed": [self.perplexity(x) for x in losses],
+                "training_seconds": seconds,
+            }
+        facts |= {
+            "scoring_seconds": first.seconds,
+            "devices": sorted({x for run, _ in runs for x in run.devices}),
+        }
+        facts = once(self.file(row), lambda: facts, self.identity(row))
+        return Finished(mean_losses(losses), facts, reached)
+
+    def rate(self, row: Row) -> tuple[float, dict[str, float]]:
+        """The rate with the lowest validation loss, and the perplexities of all."""
+        config = self.config
+        rates = config.rates or config.scale.rates
+
+        def validation_loss(rate: float) -> float:
+            run, _ = self.trained(row, rate, config.seeds[0], self.validation)
+            return float(np.log(self.perplexity(run.losses)))
+
+        identity = self.identity(row) | {"seeds": config.seeds[:1]}
+        file = config.run_dir / "rates" / f"{digest(identity)}.json"
+        found = choose_rate(rates, validation_loss, file, {"row": row.name})
+        tried = zip(rates, found.get("validation", ()), strict=False)
+        return found["rate"], {str(rate): float(np.exp(x)) for rate, x in tried}
+
+    def trained(
+        self, row: Row, rate: float, seed: int, texts: Texts
+    ) -> tuple[Scored, float]:
+        """Scores of the row trained with a rate and a seed, and its seconds."""
+        folder, seconds = training.train(self.config, row.stages, seed, rate)
+
+        def prepare():
+            return training.scorer(training.load(folder), self.segment)
+
+        return score_once(prepare, texts, folder / "scores"), seconds
+
+    def untrained(self, row: Row, texts: Texts) -> Scored:
+        """Scores of a row without training."""
+        config = self.config
+        backbone = str(training.backbone_path(config))
+        key = digest([backbone, self.segment, row.name, dict(row.sizes)])
+
+        def prepare():
+            backbone, tokenizer = training.load_backbone(config)
+            if row.build is not None:
+                return training.scorer(row.build(backbone), self.segment)
+            # The documents that the backbone was trained on.
+            train = load_tokens(config.source, tokenizer, "train")
+            counted = NGram(train, row.order, tokenizer.vocab_size)
+            return lambda text: counted.losses([text])
+
+        return score_once(prepare, texts, config.run_dir / "scores" / key)
+
+    def mask(self, losses: TokenLosses) -> TokenLosses:
+        """The losses of targets that no row has read ahead."""
+        mask = evaluation.scored_mask(losses.mask.shape[1], self.segment, self.first)
+        return evaluation.mask_losses(losses, mask)
+
+    def perplexity(self, losses: TokenLosses) -> float:
+        """Of these targets."""
+        return evaluation.perplexity(self.mask(losses))
+
+
+def report(study: Study, finished: Mapping[str, Finished]) -> None:
     """Writes, draws and prints the rows that are finished."""
-    targets = max(len(text.tokens) - 1 for text in texts.test)
+    config, texts = study.config, study.texts
+    targets = max(len(text.tokens) - 1 for text in texts)
     lengths = [length for length in config.lengths if length < 2 * targets]
-    mask = evaluation.scored_mask(targets, texts.segment, texts.first)
-    present = [row for row in table if row.name in finished]
+    present = [row for row in study.rows if row.name in finished]
     losses = {
-        row.name: evaluation.mask_losses(
-            _wide(finished[row.name].losses, targets), mask
-        )
+        row.name: study.mask(_padded(finished[row.name].losses, targets))
         for row in present
     }
     reach = {row.name: finished[row.name].reached for row in present}
-    every = next(iter(losses.values()))
-    result = common.write(
+    kinds = [None, *dict.fromkeys(text.kind for text in texts)]
+    result = training.write(
         config,
         "how does perplexity change with the length of the input?",
         # This machine may have scored none of them.
         device=_scored_on(finished),
         lengths=lengths,
-        documents={text.name: len(text.tokens) - 1 for text in texts.test},
+        documents={text.name: len(text.tokens) - 1 for text in texts},
         documents_that_reach_it=[
-            sum(len(text.tokens) > length for text in texts.test) for length in lengths
+            sum(len(text.tokens) > length for text in texts) for length in lengths
         ],
-        segment=texts.segment,
-        scored_from=texts.first,
+        segment=study.segment,
+        scored_from=study.first,
         models={
             row.name: {
-                "state_bytes": bytes_of.get(row.name),
+                "state_bytes": study.bytes.get(row.name),
                 "reads": row.reads,
                 **row.sizes,
                 **finished[row.name].facts,
             }
             for row in present
         },
-        missing=[row.name for row in table if row.name not in finished],
-        perplexity=_perplexity(losses, lengths, reach),
-        gains=_gains(losses, lengths, reach, every.kinds),
+        missing=[row.name for row in study.rows if row.name not in finished],
+        perplexity={
+            kind or "all": {
+                name: [
+                    evaluation.perplexity(up_to(x, length), kind=kind)
+                    if length <= reach[name]
+                    else None
+                    for length in lengths
+                ]
+                for name, x in losses.items()
+            }
+            for kind in kinds
+        },
+        gains=_differences(losses, lengths, reach, kinds),
     )
     plot(result, Path(f"{config.output}.png"))
     _show(result)
 
 
-def _scored_on(finished: dict[str, Finished]) -> str:
-    """The device of most rows; where others were scored elsewhere, which and where."""
+def _differences(
+    losses: Mapping[str, TokenLosses],
+    lengths: list[int],
+    reach: Mapping[str, int],
+    kinds: Sequence[str | None],
+) -> list[dict[str, Any]]:
+    """Of every row against each base, and of each memory against every row, by kind.
+
+    At the shortest length, and at the longest that both models read.
+    """
+    found = []
+    for base in losses:
+        for name in losses:
+            if name == base or not (base in BASES or name in MEMORIES):
+                continue
+            both_reach = [x for x in lengths if x <= min(reach[base], reach[name])]
+            for length in dict.fromkeys(both_reach[:1] + both_reach[-1:]):
+                for kind in kinds:
+                    first, second = (
+                        up_to(select_kind(losses[x], kind), length)
+                        for x in (base, name)
+                    )
+                    where = {"base": base, "model": name, "length": length}
+                    where["kind"] = kind or "all"
+                    found.append(where | loss_difference(first, second))
+    return found
+
+
+def up_to(losses: TokenLosses, length: int) -> TokenLosses:
+    """The first `length` positions."""
+    return losses._replace(nll=losses.nll[:, :length], mask=losses.mask[:, :length])
+
+
+def _padded(losses: TokenLosses, targets: int) -> TokenLosses:
+    """With so many targets a text, of which those beyond its end do not count."""
+    more = ((0, 0), (0, targets - losses.nll.shape[1]))
+    return losses._replace(nll=np.pad(losses.nll, more), mask=np.pad(losses.mask, more))
+
+
+def _scored_on(finished: Mapping[str, Finished]) -> str:
+    """The device of most rows, and rows that were scored on another."""
     where = {name: " and ".join(row.facts["devices"]) for name, row in finished.items()}
     most, _ = collections.Counter(where.values()).most_common(1)[0]
     others = [f"{name} on {device}" for name, device in where.items() if device != most]
     return f"{most} ({'; '.join(others)})" if others else most
 
 
+def _show(result: dict[str, Any]) -> None:
+    cells = {}
+    for name, values in result["perplexity"]["all"].items():
+        model = result["models"][name]
+        cells[name] = [model["state_bytes"] or "", model["reads"]]
+        cells[name] += ["" if value is None else value for value in values]
+    columns = [f"{length:,}" for length in result["lengths"]]
+    show(
+        "Perplexity by input length", ["bytes", "tokens read for one", *columns], cells
+    )
+
+
 @figure("hmt/smollm2/length")
-def plot(result: dict, path: Path) -> None:
-    """Draws the perplexities of a result."""
-    curves = {
-        name: [np.nan if value is None else value for value in values]
-        for name, values in result["perplexity"]["all"].items()
-        if not name.endswith("-gram")
-    }
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws the perplexities of some rows."""
+    found = result["perplexity"]["all"]
+    shown = [name for name in PLOTTED if name in found]
     plots.perplexity_by_length(
-        curves,
+        {
+            name: [np.nan if value is None else value for value in found[name]]
+            for name in shown or found
+        },
         result["lengths"],
         path,
         title=f"Held-out documents, targets from {result['scored_from']} on in each "
@@ -231,77 +394,40 @@ def plot(result: dict, path: Path) -> None:
     )
 
 
-def _perplexity(
-    losses: dict[str, TokenLosses], lengths: list[int], reach: dict[str, int]
-) -> dict[str, dict[str, list[float | None]]]:
-    """By kind of text, row and length; None beyond what is read or was scored."""
-    curves = scores.by_kind(losses, lengths)
-    return {
-        kind: {
-            name: [
-                value if length <= reach[name] else None
-                for value, length in zip(values, lengths, strict=True)
-            ]
-            for name, values in found.items()
+@table("hmt/length", "hmt/smollm2/length")
+def length(result: dict[str, Any]) -> Rows:
+    """Perplexity by row and length of the input."""
+    for name, values in result["perplexity"]["all"].items():
+        facts = result["models"][name]
+        trained = "none"
+        if "learning_rate" in facts:
+            seeds = facts["seeds"]
+            trained = f"rate {facts['learning_rate']:g}, {seeds} seed{'s'[: seeds > 1]}"
+        cells = {
+            "PPL": name,
+            "state, bytes": number(facts["state_bytes"], 0),
+            "tokens read for one": number(facts["reads"], 2),
+            "training": trained,
         }
-        for kind, found in curves.items()
-    }
+        for tokens, value in zip(result["lengths"], values, strict=True):
+            cells[f"{thousands(tokens)} tokens"] = number(value, 2)
+        yield cells
+    for name in result["missing"]:
+        yield {"PPL": f"{name} (not run yet)"}
 
 
-def _gains(
-    losses: dict[str, TokenLosses],
-    lengths: list[int],
-    reach: dict[str, int],
-    kinds: tuple[str, ...],
-) -> list[dict[str, Any]]:
-    """Of every row over each base, and of each memory over every row, by kind.
-
-    At the shortest length, and at the longest that both models read.
-    """
-    pairs = [
-        (base, name)
-        for base in losses
-        for name in losses
-        if name != base and (base in BASES or name in MEMORIES)
-    ]
-    found = []
-    for base, name in pairs:
-        both_reach = [x for x in lengths if x <= min(reach[base], reach[name])]
-        for length in dict.fromkeys(both_reach[:1] + both_reach[-1:]):
-            for kind in (None, *dict.fromkeys(kinds)):
-                both = (
-                    scores.up_to(select_kind(losses[x], kind), length)
-                    for x in (base, name)
-                )
-                where = {"base": base, "model": name, "length": length}
-                found.append(where | {"kind": kind or "all"} | loss_difference(*both))
-    return found
-
-
-def _wide(losses: TokenLosses, targets: int) -> TokenLosses:
-    """With room for so many targets a text; there is none where nothing was read."""
-    more = ((0, 0), (0, targets - losses.nll.shape[1]))
-    return losses._replace(nll=np.pad(losses.nll, more), mask=np.pad(losses.mask, more))
-
-
-def _show(result: dict) -> None:
-    lengths = result["lengths"]
-    show(
-        "Perplexity by input length",
-        ["bytes", "tokens read for one", *(f"{length:,}" for length in lengths)],
-        {
-            name: [
-                result["models"][name]["state_bytes"] or "",
-                result["models"][name]["reads"],
-                *("" if value is None else value for value in values),
-            ]
-            for name, values in result["perplexity"]["all"].items()
-        },
-    )
-    for found in result["gains"]:
-        if found["model"] == HIERARCHICAL and found["length"] == lengths[-1]:
-            name = f"HMT over {found['base']}, {found['kind']}"
-            print(f"{name}: {format_interval(found)} nats")
+@table("hmt/length_difference", "hmt/smollm2/length")
+def length_difference(result: dict[str, Any]) -> Rows:
+    """Loss of the tuned window minus each row's, at the longest input of both."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for gain in result["gains"]:
+        if gain["base"] == TUNED_WINDOW:
+            # The longest comes last.
+            found.setdefault(gain["model"], {})[gain["kind"]] = gain
+    for name, by in found.items():
+        cells = {f"nats/token below the {TUNED_WINDOW}": name}
+        cells["tokens"] = thousands(by["all"]["length"])
+        yield cells | {kind: format_interval(x) for kind, x in by.items()}
 
 
 if __name__ == "__main__":

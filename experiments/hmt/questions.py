@@ -1,18 +1,18 @@
-"""Are questions answered whose answer lies many contexts back?
+"""Questions whose answer is in one of several contexts, many segments back.
 
     python -m experiments.hmt.questions
 
-An input has the contexts of several questions one after another, and then one of the
-questions (HMT, Figure 5, which has PubMedQA). Any source of (context, question, answer)
-will do. Here they are facts of the CIA World Factbook, made from templates: see
-`memjax/data/factbook/README.md`. HMT, RMT and the backbone with a window of no less
-memory are fine-tuned on inputs of a few contexts, and tested on other countries, with
-as many contexts and more.
-
-The answer is scored: perplexity of its tokens, and whether greedy decoding gives all of
-them. Inputs begin with some tokens of another text, so that no answer lies where HMT
-reads ahead; all models read the same. For comparison the file has the share of
-questions whose answer is the most frequent one of its kind in training.
+Question: does a memory answer questions about contexts that it has read? (HMT, Figure
+5, which has PubMedQA.) An input has the contexts of several questions, and then one of
+the questions: facts of the CIA World Factbook from templates, see
+`memjax/data/factbook/README.md`; others by `--questions`.
+Rows: HMT, RMT, and the backbone with a window of no less memory, fine-tuned on inputs
+of a few contexts; the same window without fine-tuning; the most frequent answer of the
+question's kind in training.
+Columns: exact answers by greedy decoding, and perplexity of the answer, by number of
+contexts. Test subjects are not trained on. Inputs begin with tokens of another text, so
+that no answer is where HMT reads ahead.
+Not shown: other questions than templates; longer trainings.
 """
 
 import dataclasses
@@ -20,12 +20,15 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
 
-from experiments.hmt import common, scores
-from experiments.lab.results import RESULTS, show
+from experiments.hmt import training
+from experiments.lab.baselines import equal_window
+from experiments.lab.measure import state_bytes
+from experiments.lab.results import RESULTS, Rows, number, percent, show, table
 from memjax import evaluation
 from memjax.data import (
     Question,
@@ -38,15 +41,22 @@ from memjax.data import (
 )
 from memjax.data.tasks.facts import FACTBOOK
 from memjax.models import LanguageModel
+from memjax.models.base import Model
 from memjax.models.language_model.windowed import limit_attention
 
 TEST_SHARE = 0.25
-WINDOW = "window of no less memory"
+
+
+class Answering(NamedTuple):
+    """A model and the seconds of its training."""
+
+    model: Model
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(common.Config):
-    """See `common.Config`.
+class Config(training.Config):
+    """See `training.Config`.
 
     Attributes:
         questions: JSON lines with context, question, answer, and kind and subject.
@@ -59,7 +69,7 @@ class Config(common.Config):
     train_contexts: int = 2
     test_contexts: tuple[int, ...] = (1, 2, 4, 8)
     test_items: int = 96
-    preset: common.Preset = "cpu-short"
+    preset: training.Preset = "cpu-short"
     output: Path = RESULTS / "hmt" / "questions"
 
     def __post_init__(self):
@@ -74,7 +84,7 @@ class Config(common.Config):
 
 def main(config: Config) -> None:
     """Trains what is not trained yet, queries, prints and writes."""
-    backbone, tokenizer = common.load_backbone(config)
+    backbone, tokenizer = training.load_backbone(config)
     train, test = split(read_questions(config.questions))
     test = test[: config.test_items]
     models = _models(config, backbone, tokenizer, train)
@@ -90,7 +100,7 @@ def main(config: Config) -> None:
         )
         tests[contexts] = _query(models, inputs, memory.segment_length)
     majority = majority_exact(train, test)
-    common.write(
+    training.write(
         config,
         "are questions answered whose answer lies many contexts back?",
         segment=memory.segment_length,
@@ -99,8 +109,11 @@ def main(config: Config) -> None:
         test_items=len(test),
         majority_exact=majority,
         models={
-            name: {"state_bytes": scores.state_bytes(model), "training_seconds": spent}
-            for name, (model, spent) in models.items()
+            name: {
+                "state_bytes": state_bytes(one.model),
+                "training_seconds": one.seconds,
+            }
+            for name, one in models.items()
         },
         contexts=tests,
     )
@@ -141,8 +154,8 @@ def _models(
     backbone: LanguageModel,
     tokenizer: Tokenizer,
     train: list[Question],
-) -> dict:
-    """Every model by name, with the seconds of its training."""
+) -> dict[str, Answering]:
+    """All models by name, trained with the first seed."""
     inputs = multi_context(train, config.train_contexts, tokenizer)
     stages = config.scale.stages
     # A sample holds a whole input, and so its last tokens are question and answer.
@@ -150,28 +163,30 @@ def _models(
     depth = max(2, -(-longest // stages.stage2.hmt.segment_length))
     stage2 = dataclasses.replace(stages.stage2, depth=depth)
     stages = dataclasses.replace(stages, stage2=stage2)
-    source = _training_source(config, inputs, stage2.context_length + 1, tokenizer)
-    trained_on = common.fine_tuned_on(config, source)
-    hmt = common.train_hmt(trained_on, stages)
-    window = scores.equal_window(backbone, scores.state_bytes(hmt.model))
-    # Samples must be whole, so the window is one that divides them, or all of them.
     total = stage2.context_length
+    source = _training_source(config, inputs, total + 1, tokenizer)
+
+    def trained(*stages):
+        folder, seconds = training.train(config, stages, config.seeds[0], source=source)
+        return Answering(training.load(folder), seconds)
+
+    hmt = trained(stages.stage1, stages.stage2)
+    window = equal_window(backbone, state_bytes(hmt.model))
+    # Samples must be whole, so the window is one that divides them, or all of them.
     wide = min(
         w for w in range(1, total + 1) if total % w == 0 and w >= min(window, total)
     )
-    trained = common.train_window(trained_on, stages, wide)
+    tuned = trained(training.window_stage(stages, wide))
+    assert isinstance(tuned.model, LanguageModel)
     wide = max(wide, window)
     return {
         "HMT": hmt,
-        "RMT": common.train_recurrent(trained_on, stages, sensory=0),
-        WINDOW: trained._replace(model=limit_attention(_plain(trained), wide)),
-        "the same, not fine-tuned": (limit_attention(backbone, wide), 0.0),
+        "RMT": trained(training.recurrent_stage(stages)),
+        "window of no less memory": tuned._replace(
+            model=limit_attention(tuned.model, wide)
+        ),
+        "the same, not fine-tuned": Answering(limit_attention(backbone, wide), 0.0),
     }
-
-
-def _plain(trained: common.Trained) -> LanguageModel:
-    assert isinstance(trained.model, LanguageModel)
-    return trained.model
 
 
 def _training_source(
@@ -209,7 +224,9 @@ def _filled(
     return None
 
 
-def _query(models: dict, inputs: list[QuestionInput], segment: int) -> dict:
+def _query(
+    models: dict[str, Answering], inputs: list[QuestionInput], segment: int
+) -> dict[str, Any]:
     """Answers of every model: perplexity and exact ones, by kind."""
     kinds = ["all", *sorted({entry.item.kind for entry in inputs})]
     rows = {
@@ -217,9 +234,9 @@ def _query(models: dict, inputs: list[QuestionInput], segment: int) -> dict:
         for kind in kinds
     }
     found = {}
-    for name, (model, _) in models.items():
+    for name, one in models.items():
         answers = evaluation.score_answers(
-            model, inputs, segment=scores.TOGETHER * segment, batch_size=4
+            one.model, inputs, segment=training.TOGETHER * segment, batch_size=4
         )
         found[name] = {
             kind: {
@@ -233,24 +250,35 @@ def _query(models: dict, inputs: list[QuestionInput], segment: int) -> dict:
     return {"mean_tokens": float(np.mean(lengths)), "models": found}
 
 
-def _show(tests: dict, majority: dict[str, float]) -> None:
+def _show(tests: dict[int, Any], majority: dict[str, float]) -> None:
     columns = [f"{contexts} contexts" for contexts in tests]
     names = list(next(iter(tests.values()))["models"])
     for measure in ("perplexity", "exact"):
-        value = lambda test, name, m=measure: test["models"][name]["all"][m]
-        rows = {name: [value(test, name) for test in tests.values()] for name in names}
+        rows = {
+            name: [test["models"][name]["all"][measure] for test in tests.values()]
+            for name in names
+        }
         if measure == "exact":
             rows["most frequent answer"] = [majority["all"]] * len(tests)
         show(f"Answers: {measure}", columns, rows)
-    last = [*tests.values()][-1]["models"]
-    show(
-        f"Exact answers by kind, {columns[-1]}",
-        [*names, "most frequent"],
-        {
-            kind: [*(last[name][kind]["exact"] for name in names), majority[kind]]
-            for kind in last[names[0]]
-        },
-    )
+
+
+@table("hmt/questions")
+def questions(result: dict[str, Any]) -> Rows:
+    """Exact answers and perplexity of answers, by number of contexts."""
+    guess = percent(result["majority_exact"]["all"])
+    frequent = {"": "most frequent answer of its kind"}
+    for name in result["models"]:
+        exact, perplexity = {}, {}
+        for contexts, by in result["contexts"].items():
+            found = by["models"][name]["all"]
+            exact[f"right, {contexts} contexts"] = percent(found["exact"])
+            perplexity[f"PPL of the answer, {contexts}"] = number(
+                found["perplexity"], 1
+            )
+        yield {"": name} | exact | perplexity
+        frequent |= dict.fromkeys(exact, guess)
+    yield frequent
 
 
 if __name__ == "__main__":

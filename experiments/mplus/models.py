@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from experiments.mplus.methods import LatentMemory
 from memjax.config_io import AnyPath
 from memjax.data import (
     Passage,
@@ -112,23 +111,6 @@ def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
         store_size=rows or old.store_size,
         num_retrieved=retrieved or old.num_retrieved,
     )
-
-
-def without_store(model: MPlus) -> MPlus:
-    """MemoryLLM of the same parameters, with the store's bytes added to the pool.
-
-    The pool is the smallest that makes the state on the device as large as M+'s.
-    """
-    chunk, pool = model.config.num_memory_tokens, model.config.pool_size
-
-    def sized(pool: int) -> tuple[MPlus, int]:
-        made = _with_config(model, num_retrieved=0, pool_size=pool)
-        return made, LatentMemory(made).state_bytes().device
-
-    _, least = sized(pool)
-    each = sized(pool + chunk)[1] - least
-    more = -(-(LatentMemory(model).state_bytes().device - least) // each)
-    return sized(pool + max(0, more) * chunk)[0]
 
 
 def with_attention_retrieval(model: MPlus) -> MPlus:

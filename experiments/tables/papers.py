@@ -118,7 +118,9 @@ def _mplus() -> list[str]:
     found = answers.by_method(result)
     right = lambda name: number(found[name]["after"][-1]["accuracy"], 2)
     longest = f"{result['distances'][-1]:,}"
-    fast = load("speed/official_mplus")["rounds"][0]["implementations"]["ours"]["inject"]
+    fast = load("speed/official_mplus")["rounds"][0]["implementations"]["ours"][
+        "inject"
+    ]
     return [
         "M+",
         "facts stay known longer than with as many bytes on the device and no store",

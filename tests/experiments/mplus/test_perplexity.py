@@ -89,7 +89,7 @@ def test_store_has_room_for_the_text_but_no_less_than_a_read():
     model = memory_model()
     small = perplexity.with_room(model, CHUNK)
     assert small.config.store_size == model.config.min_store_size
-    alone = models.without_store(model)
+    alone = tiny.memory_model(num_retrieved=0)
     assert perplexity.with_room(alone, CHUNK) is alone
 
 
@@ -207,7 +207,7 @@ def test_study_runs_whole(monkeypatch, tmp_path, texts):
 
 
 def test_models_of_another_kind_backbone_or_chunk_are_refused(monkeypatch):
-    alone = models.without_store(memory_model())
+    alone = tiny.memory_model(num_retrieved=0).replace(backbone=backbone())
     other = LanguageModel(tiny.CONFIG, key=jax.random.key(7))
     for stage, model, message in (
         ("stage1", memory_model(), r"be a folder of MemoryLLM, got one with num_r"),

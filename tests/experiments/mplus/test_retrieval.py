@@ -155,7 +155,7 @@ def test_study_runs_whole(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):
         retrieval.check(dataclasses.replace(config, chunk=50), memory_model())
     with pytest.raises(ValueError, match=r"M\+ with a retriever .* num_retrieved=0"):
-        retrieval.check(config, models.without_store(memory_model()))
+        retrieval.check(config, memory_model(num_retrieved=0))
     for changes, message in (
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"after": (2, 1)}, "after must rise"),

@@ -1,0 +1,248 @@
+"""The studies of HMT, whole at a tiny size: scores, trainings, resuming."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.hmt import ablations, length, questions, rows, training
+from experiments.lab import backbones
+from memjax.data import Question, load_tokens
+from memjax.mechanisms import AttentionConfig
+from memjax.models import ModelConfig
+from memjax.training import LoopConfig
+from memjax.training.finetune.curricula import HMTStages
+
+SEGMENT = 8
+BACKBONE = ModelConfig(
+    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=64),),
+    num_layers=1,
+    vocab_size=4096,
+    model_dim=16,
+    hidden_dim=16,
+    dtype="float32",
+    remat=False,
+)
+
+
+def tiny_stages():
+    def shrink(stage):
+        memory = dataclasses.replace(
+            stage.hmt, segment_length=SEGMENT, num_sensory_tokens=1, num_memories=4
+        )
+        data = dataclasses.replace(stage.data, batch_size=2)
+        loop = LoopConfig(steps=2, save_every=50, keep=1)
+        return dataclasses.replace(stage, hmt=memory, depth=2, data=data, loop=loop)
+
+    stages = training.scales()["cpu"].stages
+    return HMTStages(shrink(stages.stage1), shrink(stages.stage2))
+
+
+SCALE = training.Scale("tiny", tiny_stages(), 64)
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch):
+    scales = dict.fromkeys(("cpu", "cpu-short"), SCALE)
+    monkeypatch.setattr(training, "scales", lambda: scales)
+    monkeypatch.setattr(backbones, "TINY", BACKBONE)
+    monkeypatch.setattr(training, "TOGETHER", 4)
+
+
+@pytest.fixture(scope="module", name="run_dir")
+def _run_dir(tmp_path_factory):
+    """One for all, as the studies share their models."""
+    return tmp_path_factory.mktemp("hmt")
+
+
+@pytest.fixture(name="untrained")
+def _untrained(run_dir, monkeypatch):
+    """Models are made, not trained as in `test_length`; the stages of each folder."""
+    config = length.Config(run_dir=run_dir, backbone_steps=2)
+    backbone, tokenizer = training.load_backbone(config)
+    stages = {}
+
+    def train_stage(config, stage, folder, start):
+        if start is not None:
+            stage.check_start(stages[start], "start")
+        # The documents give samples.
+        documents = load_tokens(stage.data.source, tokenizer, "train")
+        next(stage.batches(documents, tokenizer, tokenizer.vocab_size))
+        stages[folder] = stage
+        return 1.0
+
+    def load(folder):
+        model = stages[folder].wrap(backbone, jax.random.key(1))
+        graph, params = nnx.split(model)
+        # On a device, as a checkpoint's are: programs of `test_length` serve.
+        return nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
+
+    monkeypatch.setattr(training, "_train_stage", train_stage)
+    monkeypatch.setattr(training, "load", load)
+    return stages
+
+
+@pytest.mark.slow
+def test_length(run_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rows, "TRUNCATED", 16)
+    trained = rows.TUNED.format(rows.AGAIN)
+    some = (rows.SINK_WINDOW, rows.AGAIN, rows.APART, rows.FULL, "3-gram", trained)
+    config = length.Config(
+        run_dir=run_dir,
+        output=tmp_path / "result",
+        backbone_steps=2,
+        lengths=(16, 64),
+        seeds=(0,),
+        rates=(1e-3, 1e-2),
+        only=(*some, rows.HIERARCHICAL),
+    )
+    length.main(config)
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert "training" in capsys.readouterr().out
+    assert report["documents_that_reach_it"] == [4, 4]
+    assert report["scored_from"] == SEGMENT // 2 and rows.RMT in report["missing"]
+    assert set(report["perplexity"]) == {"all", "code", "manuals", "proofs", "prose"}
+    # Two updates teach next to nothing of 4,096 tokens; the n-gram counted them all.
+    for name, row in report["perplexity"]["all"].items():
+        low, high = (10, 10_000) if "gram" in name else (1000, 8000)
+        assert all(low < value < high for value in row), (name, row)
+    models = report["models"]
+    hmt, window = (models[name] for name in (rows.HIERARCHICAL, rows.SINK_WINDOW))
+    # A token of the window is two keys of 8 floats, and a mask.
+    assert 0 <= window["state_bytes"] - hmt["state_bytes"] < 2 * 8 * 4 + 1
+    again = models[rows.AGAIN]
+    assert again["reread"] + again["segment"] <= window["window"] + 8
+    assert again["state_bytes"] < window["state_bytes"] / 10 and again["reads"] > 1
+    assert set(hmt["validation_perplexity"]) == {"0.001", "0.01"}
+    assert hmt["learning_rate"] in (1e-3, 1e-2) and hmt["seeds"] == 1
+    gain = next(x for x in report["gains"] if x["model"] == rows.HIERARCHICAL)
+    # There is one document of a kind.
+    assert gain["documents"] == 4 and gain["low"] is None
+    assert all(model["devices"] == [report["device"]] for model in models.values())
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+
+    # Finished rows are shown, and nothing of them is done again.
+    monkeypatch.setattr(training, "scorer", None)
+    monkeypatch.setattr(length, "NGram", None)
+    length.main(dataclasses.replace(config, only=(rows.APART,)))
+    same = json.loads((tmp_path / "result.json").read_text())
+    assert "training" not in capsys.readouterr().out
+    assert same["perplexity"] == report["perplexity"]
+    assert same["gains"] == report["gains"]
+
+
+def test_targets_that_a_row_reads_ahead_do_not_count():
+    """HMT's summary has read the first half of each segment."""
+    study = object.__new__(length.Study)
+    study.segment, study.first = SEGMENT, SEGMENT // 2
+    losses = length.TokenLosses(
+        np.ones((1, 20), np.float32), np.ones((1, 20), np.float32), ("a",), ("0",)
+    )
+    mask = study.mask(losses).mask[0]
+    # The target at i is token i + 1.
+    expected = [(i + 1) % SEGMENT >= SEGMENT // 2 for i in range(20)]
+    np.testing.assert_array_equal(mask, expected)
+
+
+@pytest.mark.slow
+def test_ablations(run_dir, tmp_path, untrained):
+    config = ablations.Config(
+        group="sensory",
+        run_dir=run_dir,
+        backbone_steps=2,
+        output=tmp_path,
+        sensory=(1,),
+        depths=(2,),
+    )
+    ablations.main(config)
+    trained = [*untrained.values()]
+    assert [x.hmt.num_sensory_tokens for x in trained] == [1, 1] * 2
+    assert [x.hmt.retrieval for x in trained] == [False, True] * 2
+    assert [x.seed for x in trained] == [0, 0, 1, 1]
+    untrained.clear()
+    report = json.loads((tmp_path / "sensory.json").read_text())
+    assert list(report["models"]) == ["k = 1", "3-gram"] and report["base"] == "k = 1"
+    first, counted = report["models"].values()
+    # Two models that are hardly trained, and counts of all training documents.
+    assert len(first["gain_by_seed"]) == 2 and not counted["gain_by_seed"]
+    assert counted["gain"]["nats"] > 1
+    ablations.main(dataclasses.replace(config, group="depth", seeds=(0,)))
+    report = json.loads((tmp_path / "depth.json").read_text())
+    hmt, rmt, counted = report["models"]
+    assert (hmt, rmt) == ("HMT, depth 2 (32 tokens a row)", "RMT, depth 2")
+    for row in report["models"].values():
+        assert set(row["perplexity"]) == {"causal", "all"}
+    sensory = [x.hmt.num_sensory_tokens for x in untrained.values()]
+    assert sensory == [1, 1, 0]
+
+
+@pytest.mark.slow
+def test_questions(run_dir, tmp_path, untrained):
+    path = tmp_path / "questions.jsonl"
+    lines = [
+        {
+            "context": f"{i} is so.",
+            "question": f"And {i} is",
+            "answer": "it" if i % 4 else "that",
+            "kind": f"kind {i % 2}",
+            "subject": str(i),
+        }
+        for i in range(12)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    questions.main(
+        questions.Config(
+            run_dir=run_dir,
+            output=tmp_path / "result",
+            backbone_steps=2,
+            questions=path,
+            train_contexts=1,
+            test_contexts=(1, 2),
+            test_items=3,
+        )
+    )
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["trained_items"] == 9 and report["test_items"] == 3
+    assert report["answers_lie_from"] == SEGMENT // 2
+    for test in report["contexts"].values():
+        for row in test["models"].values():
+            assert row["all"]["questions"] == 3
+            assert row["all"]["perplexity"] > 100 and row["all"]["exact"] == 0
+    one, two = (report["contexts"][n]["mean_tokens"] for n in "12")
+    assert two > one
+
+
+def test_training_and_test_questions_share_no_subject():
+    items = [Question(f"c{i}", "q", "a", "", str(i % 9)) for i in range(40)]
+    train, test = questions.split(items)
+    assert sorted(train + test) == sorted(items)
+    assert not {x.subject for x in train} & {x.subject for x in test}
+
+
+def test_most_frequent_training_answer_of_each_kind_is_the_baseline():
+    def item(kind, answer):
+        return Question("c", "q", answer, kind)
+
+    train = [item("a", "x"), item("a", "x"), item("a", "y"), item("b", "y")]
+    test = [item("a", "x"), item("a", "y"), item("b", "y"), item("c", "z")]
+    found = questions.majority_exact(train, test)
+    assert found == {"all": 0.5, "a": 0.5, "b": 1.0, "c": 0.0}
+
+
+def test_settings_out_of_range_are_refused():
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (length, {"steps": (0, 2)}, "steps must be at least 1"),
+        (length, {"test_tokens": -1}, "test_tokens must be >= 0"),
+        (length, {"lengths": ()}, "lengths must be at least 1"),
+        (length, {"seeds": ()}, "seeds must name at least one"),
+        (ablations, {"sensory": (SEGMENT + 1,)}, r"sensory must be in \[0, 8\]"),
+        (ablations, {"depths": (1,)}, "depths must be at least 2"),
+        (questions, {"test_contexts": (0,)}, "test_contexts and test_items"),
+    ]
+    for study, changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            study.Config(**changes)
