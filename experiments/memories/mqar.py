@@ -133,7 +133,7 @@ SIZES = {
     "abc": ("slots", *_SQUARE),
     "ttt_linear": _SQUARE,
     "trellis": ("slots", *_SQUARE),
-    "lattice": _SQUARE,
+    "lattice": ("slots", "value_dim"),
 }
 # Memories so small are read fastest by a loop over tokens, on a CPU.
 SMALL_OPTIONS = {"implementation": "reference"}

@@ -5,7 +5,7 @@ import pytest
 from experiments.lab import render
 from experiments.lab.results import RESULTS, figure, load, table
 
-SOURCE = "hmt/cost"
+SOURCE = "memories/layers"
 
 
 @table("study/one", SOURCE)
@@ -46,7 +46,7 @@ def test_rendered_block_has_cells_notes_and_links_to_its_source():
     source = load(SOURCE)
     where = f"{source['device']}, {source['date']}, {source['commit']}"
     note = f"measured at {source['commit']}"
-    assert f"(../results/hmt/cost.json): {where}; {note}</sub>" in text
+    assert f"(../results/memories/layers.json): {where}; {note}</sub>" in text
 
 
 def test_row_with_an_unknown_column_is_refused():
