@@ -1,4 +1,4 @@
-"""`memjax aot`: what the compiler says is read rightly, and searched rightly."""
+"""The command aot: statistics of the compiler, and the search."""
 
 import contextlib
 import importlib.util
@@ -86,7 +86,7 @@ Largest program allocations in hbm:
 """
 
 
-def test_what_does_not_fit_is_said_with_the_largest():
+def test_step_that_does_not_fit_names_the_largest_part():
     facts = {"arguments": {"parameters": GIB, "batch": 10}, "exhausted": TEMPORARIES}
     found = exhausted(facts, CHIPS["v5e"])
     assert found["largest"] == "temporaries"
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_said_with_the_largest():
     assert found["buffers"][0]["operation"] == "jit(step)/dot_general"
 
 
-def test_the_table_of_what_does_not_fit_names_the_largest():
+def test_table_of_a_step_that_does_not_fit_names_the_largest_part():
     facts = {
         "arguments": {"parameters": GIB},
         "host_arguments": 3 * GIB,
@@ -138,7 +138,7 @@ def test_the_search_finds_the_edge(edge, start, bend, says):
     assert len(asked) <= 30
 
 
-def test_memory_on_a_line_takes_few_programs():
+def test_linear_memory_needs_few_compilations():
     def probe(size):
         return Probe(200 + 7 * size <= 16_000, 200 + 7 * size, 16_000)
 
@@ -171,13 +171,13 @@ def test_bad_input_is_refused_before_anything_is_compiled(words, message, monkey
     assert message in refused("transformer-tiny", *words.split())
 
 
-def test_without_libtpu_the_command_that_installs_it_is_named(monkeypatch):
+def test_missing_libtpu_names_the_install_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = refused("transformer-tiny", "--topology", "v5e:2x2")
     assert "pip install libtpu" in said
 
 
-def test_a_fine_tuning_needs_its_backbones_sizes(monkeypatch, tmp_path):
+def test_fine_tuning_needs_the_backbones_sizes(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     words = ("hmt-tiny", "--topology", "v5e:2x2")
     assert "must be a preset of `memjax train`" in refused(*words)

@@ -1,4 +1,4 @@
-"""Steps compiled for four TPU chips on this machine: each system, and both edges."""
+"""Steps of each system, compiled for four TPU chips."""
 
 import dataclasses
 import importlib.util
@@ -116,7 +116,7 @@ def test_steps_that_read(what):
     check(report(request, compiled(request, cycles=False)))
 
 
-def test_a_store_on_the_host_takes_no_memory_of_the_devices():
+def test_store_on_the_host_takes_no_device_memory():
     run = finetuning("mplus")
     stage = run.config
     assert isinstance(stage, MPlusStage)
@@ -132,7 +132,7 @@ def test_a_store_on_the_host_takes_no_memory_of_the_devices():
     assert there["argument_bytes"] <= here["argument_bytes"] - size
 
 
-def test_what_is_too_large_is_said_with_what_it_needs():
+def test_needed_memory_of_a_step_that_is_too_large():
     # 33 million tokens: the compiler refuses before it schedules anything.
     request = Request(training("transformer", rows=2**18), "train", CHIPS)
     found = report(request, compiled(request, cycles=False))
@@ -140,7 +140,7 @@ def test_what_is_too_large_is_said_with_what_it_needs():
     assert found["memory"]["total"] > found["memory"]["capacity"] > 15 * 2**30
 
 
-def test_slices_exchange_gradients_alone():
+def test_slices_exchange_only_gradients():
     run = training("transformer", rows=8)
     run = dataclasses.replace(run, mesh=MeshConfig(fsdp=4, slices=2))
     made = compiled(Request(run, "train", CHIPS, slices=2), cycles=False)
@@ -165,7 +165,7 @@ def test_slices_exchange_gradients_alone():
         ({"slices": 2}, "mesh.slices=1 must be 2"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(changes, message):
+def test_steps_that_cannot_be_compiled_are_refused(changes, message):
     request = Request(training("transformer"), "train", CHIPS)
     with pytest.raises(ValueError, match=message):
         compiled(dataclasses.replace(request, **changes), cycles=False)

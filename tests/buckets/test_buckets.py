@@ -34,7 +34,7 @@ def test_objects_are_written_listed_read_moved_and_deleted(url: str) -> None:
         bucket.read("c/d")
 
 
-def test_paths_of_either_place_behave_alike(url: str, tmp_path: Path) -> None:
+def test_paths_on_disk_and_in_buckets_behave_alike(url: str, tmp_path: Path) -> None:
     for base in (url, str(tmp_path / "x")):
         folder = as_path(base) / "inner"
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def test_a_working_copy_pushes_what_changed(url: str, tmp_path: Path) -> None:
         (("507 Insufficient Storage", "QuotaExceeded"), "QuotaExceeded"),
     ],
 )
-def test_what_a_store_answers_is_said_in_one_line(
+def test_answer_of_a_store_is_one_line(
     store: Store, url: str, answer: tuple[str, str], text: str
 ) -> None:
     store.refuse(answer)

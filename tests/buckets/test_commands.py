@@ -1,4 +1,4 @@
-"""The commands, with URLs where they take folders."""
+"""Commands with URLs in place of folders."""
 
 import dataclasses
 import json

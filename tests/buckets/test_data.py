@@ -1,4 +1,4 @@
-"""Documents in a bucket are those of the same files on a disk."""
+"""Documents in a bucket equal those on a disk."""
 
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def test_prepared_documents_are_written_and_read(
         prepare(other, as_path(url))
 
 
-def test_a_preparation_that_was_stopped_leaves_no_manifest_and_goes_on(
+def test_interrupted_preparation_has_no_manifest_and_resumes(
     texts: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -120,7 +120,7 @@ def test_a_preparation_that_was_stopped_leaves_no_manifest_and_goes_on(
     same(f"prepared:{url}", f"folder:{texts}", tmp_path)
 
 
-def test_kept_files_follow_the_content(url: str, tmp_path: Path) -> None:
+def test_cached_files_follow_the_content(url: str, tmp_path: Path) -> None:
     bucket = Bucket(url)
     bucket.write("inner/a", b"one")
     first = cached_files(url, ["inner/a", "absent"], tmp_path)

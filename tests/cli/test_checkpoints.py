@@ -1,4 +1,4 @@
-"""`memjax import` and `memjax export`, called in this process."""
+"""The commands import and export, called in this process."""
 
 import contextlib
 import io
@@ -73,7 +73,7 @@ def test_import_writes_a_folder_that_loads(tmp_path):
     assert "neither a folder nor" in refused("import", tmp_path / "no", tmp_path / "b")
 
 
-def test_half_precision_is_asked_for(tmp_path):
+def test_import_in_half_precision(tmp_path):
     words = ("import", LLAMA, tmp_path / "a", "--dtype", "bfloat16", "--no-tokenizer")
     assert command(*words)[0] == 0
     size = (tmp_path / "a" / "model.safetensors").stat().st_size
@@ -103,7 +103,7 @@ def test_export_writes_what_was_trained(trained, tmp_path):
     assert "exists already" in refused("export", trained, tmp_path / "a")
 
 
-def test_any_model_writes_on_and_is_scored(tmp_path):
+def test_folder_of_another_program_is_generated_from_and_scored(tmp_path):
     """A folder as other programs write it: `generate`, `eval` and `export` take it."""
     folder, texts = tmp_path / "model", tmp_path / "texts"
     text = TextInterface(tiny.tokenizer(), generation=GenerationConfig((0,)))

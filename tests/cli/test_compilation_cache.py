@@ -1,4 +1,4 @@
-"""Where a command keeps compiled programs."""
+"""The folder of compiled programs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,13 +24,13 @@ def folder() -> str | None:
     return jax.config.values["jax_compilation_cache_dir"]
 
 
-def test_by_default_in_the_users_cache_folder(tmp_path: Path) -> None:
+def test_default_is_the_users_cache_folder(tmp_path: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", None)
     enable_compilation_cache()
     assert folder() == str(tmp_path / "memjax" / "compiled")
 
 
-def test_the_environment_of_jax_goes_first_and_a_given_folder_before_it(
+def test_given_folder_precedes_that_of_the_environment(
     tmp_path: Path,
 ) -> None:
     jax.config.update("jax_compilation_cache_dir", "of the environment")
@@ -40,6 +40,6 @@ def test_the_environment_of_jax_goes_first_and_a_given_folder_before_it(
     assert folder() == str(tmp_path / "given")
 
 
-def test_off() -> None:
+def test_off_disables_the_cache() -> None:
     enable_compilation_cache("off")
     assert not jax.config.values["jax_enable_compilation_cache"]

@@ -1,4 +1,4 @@
-"""`memjax tell`, `ask` and `chat`, with a model of a thousand parameters."""
+"""The commands tell, ask and chat, with a model of a thousand parameters."""
 
 import io
 import os
@@ -28,7 +28,7 @@ def saved(folder) -> str:
 
 
 @pytest.mark.slow
-def test_a_text_is_told_and_talked_about(tmp_path, monkeypatch, capsys):
+def test_tell_ask_and_chat(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny.llama().save(tmp_path / "model", TextInterface(tiny.tokenizer()))
     (tmp_path / "book.txt").write_text("a short book")
@@ -81,7 +81,7 @@ def test_bad_input_is_one_line(argv, message, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupt_ends_an_answer_and_a_second_the_program():
+def test_first_interrupt_ends_the_answer_and_second_the_program():
     with cli._interrupts() as interrupted:
         assert not interrupted()
         os.kill(os.getpid(), signal.SIGINT)
@@ -91,7 +91,7 @@ def test_an_interrupt_ends_an_answer_and_a_second_the_program():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_line_without_an_end_is_refused(monkeypatch):
+def test_endless_line_is_refused(monkeypatch):
     monkeypatch.setattr(cli, "LONGEST_LINE", 9)
     monkeypatch.setattr("sys.stdin", io.StringIO("123456789\n1234567890"))
     with pytest.raises(ValueError, match="at most 9 characters"):

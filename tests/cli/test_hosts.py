@@ -1,4 +1,4 @@
-"""What the parent makes of the end of a command that joined other hosts."""
+"""Supervision of a command that joins other hosts."""
 
 import signal
 import subprocess
@@ -35,7 +35,7 @@ def end_of(program: str, patience: float = 20.0) -> tuple[int, str]:
     return process.returncode, errors
 
 
-def test_a_lost_process_is_named_in_one_line_and_the_code_is_75() -> None:
+def test_lost_process_is_one_line_and_exit_code_75() -> None:
     program = f"print('before', file=sys.stderr)\nprint({SAID!r}, file=sys.stderr)\n"
     program += f'print("{FATAL}", file=sys.stderr)\nos.abort()'
     code, errors = end_of(program)
@@ -44,12 +44,12 @@ def test_a_lost_process_is_named_in_one_line_and_the_code_is_75() -> None:
     assert "process 3 has ended or is not reached any more" in line
 
 
-def test_another_abort_keeps_its_output() -> None:
+def test_other_aborts_keep_their_output() -> None:
     code, errors = end_of(f"print({SAID!r}, file=sys.stderr)\nos.abort()")
     assert code == 128 + signal.SIGABRT and errors == f"{SAID}\n"
 
 
-def test_warnings_of_a_command_that_goes_on_are_passed_on_late() -> None:
+def test_warnings_of_a_running_command_are_passed_on_late() -> None:
     program = f"print({SAID!r}, file=sys.stderr)\ntime.sleep(4)\n"
     program += "print('later', file=sys.stderr)\nsys.exit(2)"
     begun = time.monotonic()
@@ -58,7 +58,7 @@ def test_warnings_of_a_command_that_goes_on_are_passed_on_late() -> None:
     assert time.monotonic() - begun < 30
 
 
-def test_a_line_without_an_end_and_the_exit_code_are_passed_on() -> None:
+def test_partial_line_and_exit_code_are_passed_on() -> None:
     assert end_of("sys.stderr.write('question? ')\nsys.exit(75)") == (75, "question? ")
 
 

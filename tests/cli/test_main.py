@@ -1,4 +1,4 @@
-"""The command line, called in this process: what it prints, refuses and returns."""
+"""The command line, called in this process: output, refusals, exit codes."""
 
 import contextlib
 import io
@@ -93,7 +93,7 @@ def test_training_writes_a_run_and_says_where(trained):
     assert records and all(json.loads(record) for record in records)
 
 
-def test_the_same_command_goes_on_and_finds_nothing_to_do(trained, train):
+def test_same_command_on_a_finished_run_does_nothing(trained, train):
     code, out, err = command(*train(trained[0]))
     assert (code, err) == (0, [])
     assert "resumed at step 2" in out and "finished at step 2" in out
@@ -200,11 +200,11 @@ def test_every_command_explains_itself(words, expected):
         assert option in out
 
 
-def test_an_unknown_preset_comes_with_the_nearest():
+def test_unknown_preset_names_the_nearest():
     assert "did you mean 'elastic-tiny'?" in refused("train", "elastic-tinny")
 
 
-def test_an_option_that_a_mechanism_has_not_is_refused():
+def test_option_of_another_mechanism_is_refused():
     line = refused("train", "elastic-tiny", "--model.mechanisms.0.order", "4")
     assert "--model.mechanisms.0.order" in line
 
@@ -251,7 +251,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words, expected, tmp_path, monkey
         ("[]", "must be a JSON object"),
     ],
 )
-def test_a_folder_of_something_else_is_refused(text, expected, tmp_path):
+def test_folder_with_other_content_is_refused(text, expected, tmp_path):
     (tmp_path / "config.json").write_text(text)
     assert expected in refused("eval", tmp_path)
 
@@ -262,6 +262,6 @@ def test_a_run_without_a_checkpoint_is_refused(trained, tmp_path):
     assert "has no checkpoint yet" in refused("eval", tmp_path)
 
 
-def test_a_message_has_an_end():
+def test_error_messages_are_shortened():
     line = refused("train", "elastic-tiny", "--data.source", "x" * 1_000_000)
     assert len(line) < 4000

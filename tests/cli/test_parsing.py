@@ -1,4 +1,4 @@
-"""Lines that are wrong, in words; presets in a table; runs from a file of another."""
+"""Parsing of command lines: refusals, presets, configurations from files."""
 
 import inspect
 import json
@@ -72,7 +72,7 @@ def call(*words):
         ("", "a command is missing: train, finetune"),
     ],
 )
-def test_a_wrong_line_is_explained(line, expected):
+def test_wrong_command_line_is_explained(line, expected):
     with pytest.raises(ValueError) as refused:
         parse(line.split(), main.COMMANDS, main.CONFIGURED)
     message = str(refused.value)
@@ -80,14 +80,14 @@ def test_a_wrong_line_is_explained(line, expected):
     assert "\n" not in message and "helptext" not in message
 
 
-def test_fields_of_a_preset_are_options_in_any_place():
+def test_fields_of_a_preset_are_options_in_any_order():
     words = ("--run-dir", "there", "elastic-tiny", "--loop.steps", "7")
     found = call("train", *words, "--model.mechanisms.2.order", "8")
     assert str(found["run_dir"]) == "there" and found["config"].loop.steps == 7
     assert found["config"].model.mechanisms[2].order == 8
 
 
-def test_the_lines_of_the_presets_are_those_of_the_presets():
+def test_preset_lines_are_up_to_date():
     written = describe.FILE.read_text("utf-8")
     assert written == describe.content(), "run python -m memjax.cli.describe"
 
@@ -109,7 +109,7 @@ def _file(tmp_path):
     return file
 
 
-def test_a_run_starts_from_the_file_of_another(file):
+def test_training_config_is_read_from_a_file(file):
     found = call("train", "--config", file, "--run-dir", "other")
     assert found["config"] == presets()["trellis-tiny"]
     assert str(found["run_dir"]) == "other"
@@ -120,7 +120,7 @@ def test_a_run_starts_from_the_file_of_another(file):
     assert call("train", "--config", file.parent)["config"] == found["config"]
 
 
-def test_a_fine_tuning_starts_from_the_file_of_another(file, tmp_path):
+def test_fine_tuning_config_is_read_from_a_file(file, tmp_path):
     stage: Any = hmt_presets()["hmt-stage2"]
     model = presets()["trellis-tiny"].model
     run = FinetuneRun(stage, model, "bpe4k", "a", "b", origin="owner/name@abc")
@@ -160,7 +160,7 @@ def test_another_file_is_refused(content, expected, file):
     assert expected in str(refused.value) and len(str(refused.value)) < 400
 
 
-def test_a_file_and_a_preset_are_one_too_many(file):
+def test_file_with_a_preset_is_refused(file):
     with pytest.raises(ValueError, match="either a preset or --config"):
         call("train", "elastic-tiny", "--config", file)
     with pytest.raises(ValueError, match="is of a training run"):

@@ -1,9 +1,9 @@
-"""How far a command is, in lines where there is no terminal."""
+"""Progress lines without a terminal."""
 
 from memjax.cli.progress import Progress
 
 
-def test_a_line_says_how_much_of_all_is_done(capsys):
+def test_progress_line_has_amount_and_rate(capsys):
     with Progress("scoring", "tokens", pause=0.0) as progress:
         progress(1000, 4000)
         progress(4000, 4000)
@@ -14,7 +14,7 @@ def test_a_line_says_how_much_of_all_is_done(capsys):
     assert lines[1].endswith(" a second")
 
 
-def test_a_short_work_says_nothing(capsys):
+def test_short_work_prints_nothing(capsys):
     with Progress("scoring", "tokens") as progress:
         progress(1, 2)
     assert capsys.readouterr() == ("", "")

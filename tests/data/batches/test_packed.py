@@ -1,4 +1,4 @@
-"""Packed rows: every target once, none across documents, starts where a chunk does."""
+"""Packed rows: every target once, none across documents, aligned starts."""
 
 import collections
 import itertools
@@ -36,7 +36,7 @@ def _epoch(batches, targets):
     start_multiple=st.sampled_from([1, 3, 4]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_every_target_comes_once_an_epoch(lengths, units, start_multiple, seed):
+def test_every_target_occurs_once_per_epoch(lengths, units, start_multiple, seed):
     documents = _documents(lengths)
     length = units * start_multiple
 
@@ -74,7 +74,7 @@ def _check_row(tokens, targets, mask, reset, start_multiple):
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=40))
-def test_best_fit_is_that_of_a_naive_search(sizes):
+def test_best_fit_equals_a_naive_search(sizes):
     room: list[int] = []
     for size in sorted(sizes, reverse=True):
         fits = [i for i, left in enumerate(room) if left >= size]
@@ -94,7 +94,7 @@ def test_best_fit_is_that_of_a_naive_search(sizes):
     assert sorted(left) == sorted(room)
 
 
-def test_a_long_document_fills_rows_and_its_rest_shares_one():
+def test_long_document_fills_rows_and_its_remainder_shares_one():
     batches = packed_batches(_documents([20, 4]), 8, 1, seed=0)
     rows = {tuple(next(batches).tokens[0]) for _ in range(3)}
     assert rows == {
@@ -111,7 +111,7 @@ def test_the_log_says_how_full_rows_are(caplog):
     assert "2 documents in 3 rows of 8 tokens, 91.7% full" in caplog.text
 
 
-def test_a_position_with_other_starts_is_refused():
+def test_position_with_other_start_multiple_is_refused():
     documents = _documents([20, 4])
     state = packed_batches(documents, 8, 1, seed=0).get_state()
     with pytest.raises(ValueError, match="start_multiple"):

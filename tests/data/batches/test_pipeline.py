@@ -1,4 +1,4 @@
-"""Pipelines: exact, endless, the same on any number of hosts, restorable."""
+"""Batches: exact, endless, restorable, equal on any number of hosts."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def test_shapes_and_dtypes(make):
     context=st.integers(1, 20),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_chunks_are_those_of_a_naive_loop(lengths, context, seed):
+def test_chunks_equal_those_of_a_naive_loop(lengths, context, seed):
     documents = _documents(*lengths)
     expected = []
     for document in documents:
@@ -147,7 +147,7 @@ def test_segments_follow_each_other_and_end_in_padding():
     assert batches[2].mask[0].tolist() == [1, 1, 1, 0]
 
 
-def test_a_last_segment_that_fits_needs_no_padding():
+def test_last_segment_that_fits_has_no_padding():
     batches = _take(streamed_batches(_documents(9), 4, 1, seed=0), 3)
     assert all(batch.mask.all() for batch in batches)
     assert [bool(b.reset[0]) for b in batches] == [True, False, True]
@@ -164,7 +164,7 @@ def test_rows_and_epochs_have_orders_of_their_own():
 
 
 @pytest.mark.parametrize("mode", PIPELINES)
-def test_saved_positions_keep_their_meaning_for_ever(mode):
+def test_saved_positions_never_change(mode):
     """A change here breaks the resumption of every run saved before it."""
     batches = _take(PIPELINES[mode](_documents(*[3] * 8), 2, 2, seed=7), 8)
     order = [(b.tokens[:, 0] // 1000).tolist() for b in batches]
@@ -319,7 +319,7 @@ def test_documents_that_are_too_short_are_counted_in_a_warning(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_the_first_batches_are_repeated_and_go_on_from_a_saved_position():
+def test_repeated_batches_resume():
     def make():
         return chunked_batches(_documents(90), 8, 2, seed=1)
 
@@ -361,7 +361,7 @@ def _source_of(batch):
     batch_size=st.integers(1, 5),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_each_source_has_its_share_of_any_beginning(weights, batch_size, seed):
+def test_every_prefix_has_the_shares_of_the_sources(weights, batch_size, seed):
     sources = _sources(*[(9, 40 + 20 * i) for i in range(len(weights))])
     batches = _take(mixed_batches(sources, weights, 4, batch_size, seed), 40)
     which = np.concatenate([_source_of(batch) for batch in batches])
@@ -378,7 +378,7 @@ def test_a_mixture_reads_all_chunks_of_a_source_once_an_epoch():
     assert chunks[:6] != chunks[6:]
 
 
-def test_a_mixture_goes_on_where_it_was_on_other_hosts():
+def test_mixture_resumes_on_another_number_of_hosts():
     sources, weights = _sources((50, 9), (80,)), [3.0, 1.0]
 
     def make(**shard):

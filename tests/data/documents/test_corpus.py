@@ -1,4 +1,4 @@
-"""The embedded corpus: complete, split by document, and honestly tokenised."""
+"""The embedded corpus: files, splits and tokenizer."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def test_train_is_the_largest_split():
 
 
 @pytest.mark.parametrize("entry", MANIFEST, ids=lambda entry: entry["file"])
-def test_file_is_what_the_manifest_says(entry):
+def test_files_match_the_manifest(entry):
     content = lzma.decompress((CORPUS / entry["file"]).read_bytes())
     assert len(content) == entry["bytes"]
     assert hashlib.sha256(content).hexdigest() == entry["sha256"]
@@ -62,7 +62,7 @@ def test_notices_of_every_licence_ship():
 
 
 @pytest.mark.slow
-def test_shipped_tokenizer_saw_the_train_split_alone():
+def test_shipped_tokenizer_is_trained_on_the_train_split():
     train = [d.text for d in sources.open_documents("embedded") if d.split == "train"]
     shipped = lzma.decompress((CORPUS / tokenizer.SHIPPED_FILE).read_bytes())
     assert build_tokenizer.train_tokenizer(train, 4096) == shipped.decode("utf-8")

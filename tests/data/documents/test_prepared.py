@@ -1,4 +1,4 @@
-"""Tokens prepared once: the same documents and batches, from files read in place."""
+"""Prepared tokens: equal documents and batches, checks, interruptions."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def content_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_documents_and_batches_are_those_of_the_texts(source, tmp_path):
+def test_prepared_documents_equal_tokenised_texts(source, tmp_path):
     manifest = prepare(config_of(source), tmp_path / "ready")
     assert len(manifest["shards"]["train"]) > 1
     for split in SPLITS:
@@ -71,7 +71,7 @@ def test_documents_and_batches_are_those_of_the_texts(source, tmp_path):
     begin=st.none() | st.integers(-45, 45),
     end=st.none() | st.integers(-45, 45),
 )
-def test_any_slice_is_that_of_the_array(length, size, begin, end):
+def test_slices_equal_those_of_the_array(length, size, begin, end):
     ids = np.arange(length, dtype=np.int32) * 3
     # Another document lies before and behind.
     records = [np.array([7], np.int32)] * 2
@@ -83,7 +83,7 @@ def test_any_slice_is_that_of_the_array(length, size, begin, end):
 
 
 @pytest.mark.slow
-def test_the_number_of_workers_changes_no_byte(source, tmp_path):
+def test_files_do_not_depend_on_the_number_of_workers(source, tmp_path):
     folders = [tmp_path / f"{workers}" for workers in (1, 2)]
     for folder, workers in zip(folders, (1, 2), strict=True):
         prepare(config_of(source, workers=workers), folder)
@@ -91,7 +91,7 @@ def test_the_number_of_workers_changes_no_byte(source, tmp_path):
 
 
 @pytest.mark.parametrize("stopped_at", [0, 1, 5, 9])
-def test_a_stopped_preparation_goes_on(source, tmp_path, monkeypatch, stopped_at):
+def test_interrupted_preparation_resumes(source, tmp_path, monkeypatch, stopped_at):
     prepare(config_of(source), tmp_path / "whole")
     tokenise, calls = prepare_module.tokenise, []
 
@@ -115,7 +115,7 @@ def test_a_stopped_preparation_goes_on(source, tmp_path, monkeypatch, stopped_at
     assert bool(finished) == (stopped_at > 5)
 
 
-def test_progress_counts_characters_and_what_is_done_is_left_alone(source, tmp_path):
+def test_progress_counts_characters_and_finished_files_are_unchanged(source, tmp_path):
     seen = []
     prepare(config_of(source), tmp_path / "ready", lambda *x: seen.append(x))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] and len(seen) == 12
@@ -137,7 +137,7 @@ def test_progress_counts_characters_and_what_is_done_is_left_alone(source, tmp_p
         ({"source": "embedded"}, "holds another preparation: documents was"),
     ],
 )
-def test_a_folder_of_something_else_is_refused(
+def test_folder_with_other_content_is_refused(
     source, tmp_path, monkeypatch, done, changes, message
 ):
     folder = tmp_path / "ready"
@@ -197,7 +197,7 @@ def damage_index(folder):
         (damage_version, "is of version 2, this memjax reads 1"),
     ],
 )
-def test_what_is_not_as_it_was_written_is_named(source, tmp_path, damage, message):
+def test_changed_files_are_named(source, tmp_path, damage, message):
     prepare(config_of(source), tmp_path / "ready")
     damage(tmp_path / "ready")
     with pytest.raises(ValueError, match=message):
@@ -226,6 +226,6 @@ def test_a_text_without_a_token_is_named(source, tmp_path, monkeypatch):
         prepare(config_of(source), tmp_path / "ready")
 
 
-def test_sizes_that_cannot_be_are_refused():
+def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="workers must be"):
         PrepareConfig(workers=0)

@@ -1,4 +1,4 @@
-"""Tokenizers: lossless, honest about their ids, strict about their names."""
+"""Tokenizers: round trips, ids, refusals."""
 
 import base64
 import dataclasses
@@ -76,7 +76,7 @@ def test_a_folder_or_a_repository_of_the_hub_has_a_tokenizer(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("sides", ["<s> $A", "<s> $A </s>", "$A"])
-def test_a_prompt_begins_as_the_tokenizer_begins_a_text(sides):
+def test_prompt_begins_with_the_tokenizers_first_tokens(sides):
     vocabulary = {"a": 0, "<s>": 1, "</s>": 2}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     made.add_special_tokens(["<s>", "</s>"])
@@ -92,7 +92,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(sides):
     assert encode_prompt(SHIPPED["bytes"], "a").tolist() == [97]
 
 
-def test_truncation_and_padding_in_the_file_are_not_obeyed(tmp_path):
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
     content = json.loads(build_tokenizer.train_tokenizer(["ab"], 256))
     content["truncation"] = {
         "direction": "Right",
@@ -167,7 +167,7 @@ PANICS = base64.b64encode(b"\x04\0\0\0abcdefgh").decode()
         (b'{"a":' * 100_000, "bad.json.*nested too deeply"),
     ],
 )
-def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path, content, message):
+def test_tokenizer_that_would_abort_the_process_is_refused(tmp_path, content, message):
     file = tmp_path / "bad.json"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):

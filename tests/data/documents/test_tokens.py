@@ -1,4 +1,4 @@
-"""The token cache: filled once, checked always, mended when damaged."""
+"""The token cache: filled once, checked, rebuilt when damaged."""
 
 import hashlib
 import inspect
@@ -72,7 +72,7 @@ def _is_mapped(array):
     return array is not None
 
 
-def test_many_documents_need_one_mapping_and_no_file_of_their_own(tmp_path):
+def test_documents_share_one_mapping(tmp_path):
     """With two files and an open mapping each, 1,600 met the limit of a system."""
     (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n' * 2000)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -104,7 +104,7 @@ def test_unchanged_files_are_read_and_hashed_once(spec, tmp_path, monkeypatch):
     assert changed.tokens[0] == ord("b")
 
 
-def test_a_text_of_this_moment_is_read_again(spec, tmp_path):
+def test_recently_changed_text_is_read_again(spec, tmp_path):
     """Its time of change may stay the same when it changes once more."""
     load_tokens(spec, load_tokenizer("bytes"), "train", tmp_path)
     file = tmp_path / "texts" / "a.txt"
@@ -115,7 +115,7 @@ def test_a_text_of_this_moment_is_read_again(spec, tmp_path):
     assert changed.tokens[0] == ord("z")
 
 
-def test_writers_of_equal_process_ids_do_not_disturb_each_other(spec, tmp_path):
+def test_writers_with_equal_process_ids_do_not_interfere(spec, tmp_path):
     """Containers that share a cache number their processes alike."""
 
     class Slow(_Counting):
@@ -133,7 +133,7 @@ def test_writers_of_equal_process_ids_do_not_disturb_each_other(spec, tmp_path):
     assert not list((tmp_path / "tokens").glob("*.tmp"))
 
 
-def test_a_source_that_changes_between_its_two_readings_is_refused(spec, tmp_path):
+def test_source_that_changes_between_readings_is_refused(spec, tmp_path):
     class Changing(_Counting):
         def encode(self, text):
             (tmp_path / "texts" / "b.txt").write_text("other")
@@ -160,7 +160,7 @@ def _flip(file):
     ],
     ids=["bit flip", "truncated", "empty", "foreign index", "flipped index"],
 )
-def test_a_damaged_entry_is_built_anew(spec, tmp_path, caplog, damage):
+def test_damaged_cache_entry_is_rebuilt(spec, tmp_path, caplog, damage):
     tokenizer = _Counting()
     load_tokens(spec, tokenizer, "train", tmp_path)
     (file,) = (tmp_path / "tokens").glob("*.tokens")
@@ -217,7 +217,7 @@ class _Mute(_Counting):
     ("tokenizer", "message"),
     [(_Liar(), r"ids from 97 to 97.*\[0, 50\)"), (_Mute(), "encodes to no token")],
 )
-def test_a_tokenizer_that_breaks_its_word_is_refused(
+def test_tokenizer_with_ids_beyond_its_vocabulary_is_refused(
     spec, tmp_path, tokenizer, message
 ):
     with pytest.raises(ValueError, match=message):

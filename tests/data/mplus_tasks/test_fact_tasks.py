@@ -1,4 +1,4 @@
-"""Lessons of facts: what is told, what is asked, and what is never trained on."""
+"""Fact tasks: statements, questions, and the split of subjects."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ def test_every_answer_is_stated_and_only_answers_are_scored():
             assert f"{begun}{answer}." in chunks[0]
 
 
-def test_answers_are_drawn_and_not_those_of_the_world():
+def test_answers_are_sampled_from_all_subjects():
     true = {(fact.question, f" {fact.answer}") for fact in FACTS}
     found = [pair for _, target in rows(60) for pair in asked(target)]
     assert sum(pair in true for pair in found) < 0.2 * len(found)
@@ -63,7 +63,7 @@ def test_answers_are_drawn_and_not_those_of_the_world():
     assert max(map(len, answers.values())) > 1
 
 
-def test_a_row_is_about_one_subject_whose_facts_are_in_all_its_chunks():
+def test_row_states_facts_of_one_subject_in_all_chunks():
     both = 0
     for chunks, target in rows(40, (600, 700)):
         begins = [q.rpartition("\nAnswer: ")[2] for q, _ in asked(target)]
@@ -102,7 +102,7 @@ def test_the_share_of_steps_with_facts_is_as_configured():
     assert 0.35 < told / (told + read) < 0.65
 
 
-def test_a_stream_goes_on_from_its_position_and_is_shared_out_between_hosts():
+def test_stream_resumes_on_any_number_of_hosts():
     whole = task_batches()
     for _ in range(5):
         next(whole)
@@ -126,7 +126,7 @@ def test_a_stream_goes_on_from_its_position_and_is_shared_out_between_hosts():
         (dict(config=dataclasses.replace(CONFIG, ask=0.0)), "only there, got ask=0.0"),
     ],
 )
-def test_facts_are_given_where_they_are_asked_for(change, message):
+def test_facts_are_required_with_ask(change, message):
     with pytest.raises(ValueError, match=message):
         task_batches(**change)
 

@@ -1,4 +1,4 @@
-"""Lessons of M+: what a document is cut into, and tasks in their proportions."""
+"""Training tasks of M+: layout of documents, proportions, positions."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def context(batch, row):
     return np.concatenate([np.zeros(0, np.int32), *(c[:n] for c, n in pieces)])
 
 
-def test_a_document_is_chunks_and_the_target_behind_them():
+def test_document_is_cut_into_chunks_and_a_target():
     config = dataclasses.replace(CONFIG, repeat=0.0)
     seen = set()
     for assignment, _ in zip(task_batches(config), range(60), strict=False):
@@ -54,13 +54,13 @@ def test_a_document_is_chunks_and_the_target_behind_them():
     assert expected <= seen <= expected | {("full_context", 0)}
 
 
-def test_what_follows_a_chunk_is_zero():
+def test_chunks_are_padded_with_zero():
     chunks, _ = lay_out(np.arange(1, 40, dtype=np.int32), [2, 4], 5, 6, None, False)
     np.testing.assert_array_equal(chunks, [[1, 2, 0, 0, 0], [3, 4, 5, 6, 0]])
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_repetition_scores_the_chunks_again_but_for_their_beginning(last):
+def test_repetition_scores_all_but_its_first_tokens(last):
     text = np.arange(1, 60, dtype=np.int32)
     chunks, target = lay_out(text, [4, 5], 5, 16, INSTRUCTION, last)
     told = text[4:9] if last else text[:9]
@@ -74,7 +74,7 @@ def test_a_repetition_scores_the_chunks_again_but_for_their_beginning(last):
     np.testing.assert_array_equal(scored, told[UNSCORED:])
 
 
-def test_a_repetition_ends_with_the_target():
+def test_repetition_is_cut_at_the_target():
     text = np.arange(1, 60, dtype=np.int32)
     _, target = lay_out(text, [5, 5, 5], 5, 12, INSTRUCTION, False)
     np.testing.assert_array_equal(target.targets, [9002, *range(1, 12)])
@@ -132,7 +132,7 @@ def same(a, b):
         np.testing.assert_array_equal(getattr(a.batch, name), getattr(b.batch, name))
 
 
-def test_a_position_restores_every_draw_that_follows():
+def test_position_restores_the_random_numbers():
     whole, again = task_batches(), task_batches()
     for _ in range(37):
         next(whole)
@@ -141,7 +141,7 @@ def test_a_position_restores_every_draw_that_follows():
         same(next(whole), next(again))
 
 
-def test_a_position_behind_a_revisit_knows_it():
+def test_position_after_a_revisit_restores_it():
     config = dataclasses.replace(CONFIG, full_context=0.0, revisit=1.0, replace=0.0)
     whole, again = task_batches(config), task_batches(config)
     while next(whole).task != "revisit":

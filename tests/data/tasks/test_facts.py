@@ -1,4 +1,4 @@
-"""Facts that ship, what is drawn of them, and passages that say nothing of them."""
+"""Shipped facts, their sampling, and unrelated passages."""
 
 import json
 import lzma
@@ -25,7 +25,7 @@ def fact(answer, subject=""):
     return Question("c", "q", answer, "kind", subject)
 
 
-def test_the_facts_that_ship_are_enough_and_end_where_the_answer_begins():
+def test_shipped_facts_are_clozes():
     assert len(FACTS) == 1774 and len({entry.subject for entry in FACTS}) == 217
     for entry in FACTS:
         question, cloze = entry.question.split("\nAnswer: ")
@@ -35,7 +35,7 @@ def test_the_facts_that_ship_are_enough_and_end_where_the_answer_begins():
 
 
 @pytest.mark.slow
-def test_the_passages_that_ship_leave_enough_for_every_fact():
+def test_shipped_passages_suffice_for_every_fact():
     assert len(PASSAGES) == 282
     assert all(800 < len(passage.text) < 3500 for passage in PASSAGES)
     # A few are looked at: all take a while.
@@ -43,7 +43,7 @@ def test_the_passages_that_ship_leave_enough_for_every_fact():
     assert min(counts) >= 180 and max(counts) < 282
 
 
-def test_a_draw_has_no_subject_or_answer_twice():
+def test_picked_facts_have_distinct_subjects_and_answers():
     picked = pick_facts(FACTS, seed=0)
     assert len(picked) > 180 and set(picked) <= set(FACTS)
     assert len({entry.subject for entry in picked}) == len(picked)
@@ -55,7 +55,7 @@ def test_a_draw_has_no_subject_or_answer_twice():
 @given(
     pairs=st.lists(st.tuples(st.sampled_from("abAB"), st.sampled_from(["", "x", "y"])))
 )
-def test_what_is_left_out_of_a_draw_would_repeat_something(pairs):
+def test_pick_is_maximal(pairs):
     facts = [fact(answer, subject) for answer, subject in pairs]
     picked = pick_facts(facts, seed=3)
     answers = {entry.answer.casefold() for entry in picked}
@@ -81,7 +81,7 @@ def test_passages_that_name_answer_or_subject_are_left_out(text, kept):
     assert found == [passage] * kept
 
 
-def test_a_number_is_not_found_inside_another():
+def test_number_inside_another_is_no_answer():
     passages = [Passage("in 1912"), Passage("3.12 per cent"), Passage("about 12 km")]
     assert unrelated(passages, fact("12")) == passages[:2]
 

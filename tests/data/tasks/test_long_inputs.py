@@ -1,4 +1,4 @@
-"""Interleaved and dilated texts: exact, nothing lost, nothing repeated."""
+"""Interleaved and dilated texts: every token once, in order."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def by_hand(a, b, chunk):
 
 
 @given(lengths=st.tuples(*[st.integers(1, 30)] * 2), chunk=st.integers(1, 12))
-def test_pairs_alternate_and_come_apart_again(lengths, chunk):
+def test_interleaved_documents_can_be_separated(lengths, chunk):
     pair = document(lengths[0], 0), document(lengths[1], 100, "code")
     (text,) = interleave(pair, chunk)
     expected = by_hand(pair[0].tokens, pair[1].tokens, chunk)
@@ -44,7 +44,7 @@ def test_switches_come_every_chunk():
     assert text.origin.tolist() == [0] * 3 + [1] * 3 + [0] * 3 + [1] * 2 + [0] * 3
 
 
-def test_an_odd_document_stays_alone():
+def test_odd_document_is_unchanged():
     documents = [document(4, 0), document(4, 10), document(4, 20)]
     pair, alone = interleave(documents, 2)
     assert pair.document.kind == "book" and len(pair.document.tokens) == 8
@@ -76,6 +76,6 @@ def test_filler_follows_every_whole_chunk(length, chunk):
         (lambda: dilate([document(3, 0)], 1, -2), "chunk must be at least 1, got -2"),
     ],
 )
-def test_what_cannot_be_made_is_refused(make, message):
+def test_bad_tasks_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

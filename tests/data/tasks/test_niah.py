@@ -1,4 +1,4 @@
-"""Needles: RULER's sentences, one needle, an answer that only the haystack holds."""
+"""Needles in haystacks: RULER's sentences, depths and lengths."""
 
 import re
 
@@ -31,7 +31,7 @@ def draw(name, seed=0, length=1200, **options):
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_the_prompt_is_rulers(name):
+def test_prompt_equals_rulers(name):
     kind = NEEDLE_TASKS[name].kind
     for seed in range(20):
         sample = draw(name, seed)
@@ -72,7 +72,7 @@ def test_haystacks_are_noise_or_the_essay():
     assert len(shifted) > 3
 
 
-def test_needles_stand_between_sentences_at_every_depth():
+def test_needles_are_between_sentences_at_every_depth():
     places, before = [], set()
     for seed in range(200):
         context = draw("S-NIAH-N", seed, length=1800).prompt.split("\n")[1]
@@ -89,7 +89,7 @@ def test_needles_stand_between_sentences_at_every_depth():
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
-def test_the_depth_that_is_asked_for(name):
+def test_needle_is_at_the_given_depth(name):
     for depth in (0, 50, 100):
         first, *_, last = (draw(name, seed, depth=depth) for seed in range(3))
         # Other draws, as the answer, do not change with the depth.
@@ -100,7 +100,7 @@ def test_the_depth_that_is_asked_for(name):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe4k"])
-def test_length_is_a_bound_and_nearly_used(tokenizer):
+def test_prompt_nearly_fills_the_length(tokenizer):
     chosen = load_tokenizer(tokenizer)
     for name, task in NEEDLE_TASKS.items():
         for length in (900, 1100):
@@ -110,7 +110,7 @@ def test_length_is_a_bound_and_nearly_used(tokenizer):
             assert length - 100 < used <= length, (name, used)
 
 
-def test_batches_ask_for_the_answer_alone():
+def test_only_answers_of_needles_are_scored():
     batch = needle_batch([3], 4, NEEDLE_TASKS["S-NIAH-W"], 900, BYTES, ESSAY)
     assert batch.tokens.shape == (4, 900) and batch.reset.all()
     for row in range(4):
@@ -126,7 +126,7 @@ def test_batches_ask_for_the_answer_alone():
     assert len({row.tobytes() for row in batch.tokens}) == 4
 
 
-def test_draws_are_kept_for_ever():
+def test_samples_never_change():
     """A result names its seed: the same sample, whatever numpy is installed."""
     sample = draw("S-NIAH-PK", seed=7)
     assert sample.answer == "2826786"

@@ -1,4 +1,4 @@
-"""Many contexts in one input: every item asked once, the answer where it is said."""
+"""Questions with many contexts: groups, alignment, files."""
 
 import json
 import lzma
@@ -27,7 +27,7 @@ def item(number, subject=""):
 
 
 @given(count=st.integers(1, 23), group=st.integers(1, 7))
-def test_every_item_is_asked_once_behind_all_contexts_of_its_group(count, group):
+def test_every_question_follows_the_contexts_of_its_group(count, group):
     items = [item(i) for i in range(count)]
     inputs = multi_context(items, group, BYTES)
     assert [entry.item for entry in inputs] == items
@@ -54,7 +54,7 @@ def test_no_group_has_two_items_of_one_subject(subjects):
 
 
 @given(prompt=st.integers(1, 40), answer=st.integers(1, 4), first=st.integers(0, 4))
-def test_answers_come_to_lie_behind_what_is_read_ahead(prompt, answer, first):
+def test_aligned_answers_are_after_the_tokens_read_ahead(prompt, answer, first):
     length = 8
     question = Question("x" * prompt, "q", "y" * (answer - 1) or "y", "", "")
     (entry,) = multi_context([question], 1, BYTES)
@@ -73,7 +73,7 @@ def test_answers_come_to_lie_behind_what_is_read_ahead(prompt, answer, first):
     assert len(set(places // length)) == 1
 
 
-def test_the_shipped_questions_are_what_they_say():
+def test_shipped_questions_are_sound():
     items = load_facts()
     assert len(items) == 1774 and len({item.kind for item in items}) == 11
     for entry in items:
@@ -130,6 +130,6 @@ def test_other_files_are_refused(tmp_path, content, message):
         (lambda e: align(e, 50, 45, PREAMBLE[:3]), "preamble must have .* got 3"),
     ],
 )
-def test_what_cannot_be_made_is_refused(call, message):
+def test_bad_tasks_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(multi_context([item(0)], 1, BYTES))

@@ -1,4 +1,4 @@
-"""Synthetic tasks: what counts follows from what came before, and only that."""
+"""Synthetic tasks: scored positions follow from earlier ones."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ def test_copy_task_repeats_after_the_delimiter():
     assert batch.reset.shape == (3,) and bool(batch.reset.all())
 
 
-def test_recall_asks_for_values_that_were_shown():
+def test_recall_queries_values_that_were_shown():
     batch = recall(KEY, 8, 6, 20)
     assert batch.tokens.shape == (8, 23)
     for tokens, targets, mask in zip(*map(np.asarray, batch[:3]), strict=True):
@@ -90,7 +90,7 @@ def test_bad_sizes_are_refused(call, message):
         call()
 
 
-def test_multi_query_recall_is_zoologys():
+def test_multi_query_recall_equals_zoology():
     batch = queries(KEY, 8, 5, 32, 24)
     for tokens, targets, mask in zip(*map(np.asarray, batch[:3]), strict=True):
         names, values = tokens[0:10:2], tokens[1:10:2]
@@ -109,7 +109,7 @@ def test_multi_query_recall_is_zoologys():
     assert filler.min() < 6 and filler.max() > 18
 
 
-def test_filler_of_its_own_repeats_no_key():
+def test_reserved_filler_repeats_no_key():
     batch = queries(KEY, 8, 5, 64, 32, fillers=8)
     tokens, asked = np.asarray(batch.tokens), np.asarray(batch.mask) > 0
     filler = tokens[:, 10:][~asked[:, 10:]]
