@@ -49,7 +49,7 @@ CONFIGS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "elastic_memory": ElasticMemoryConfig(**HEADS, block=4, order=6),
     "sliding_window": SlidingWindowConfig(**HEADS, window=4),
-    "beside": HybridConfig(
+    "hybrid": HybridConfig(
         SlidingWindowConfig(**HEADS, window=4), InfiniConfig(2, 2, 4, 4)
     ),
     "linear_attention": LinearAttentionConfig(**BLOCK),

@@ -1,8 +1,5 @@
 """Memory mechanisms, one file each; a new one is its file and an import here."""
 
-import dataclasses
-from typing import Any
-
 from memjax.mechanisms.attention import AttentionConfig as AttentionConfig
 from memjax.mechanisms.base import Mechanism as Mechanism
 from memjax.mechanisms.base import replace_rows as replace_rows
@@ -26,10 +23,8 @@ from memjax.mechanisms.sliding_window import SlidingWindowConfig as SlidingWindo
 from memjax.mechanisms.trellis import TrellisConfig as TrellisConfig
 from memjax.mechanisms.ttt_linear import TTTLinearConfig as TTTLinearConfig
 
-_CONFIGS: tuple[Any, ...] = tuple(
-    kind for kind in dict(globals()).values() if dataclasses.is_dataclass(kind)
-)
-#: Configurations by name: every mechanism of a layer.
-MECHANISMS: dict[str, Any] = {k.name: k for k in _CONFIGS if hasattr(k, "build")}
-#: Configurations by name: every memory of a hybrid.
-CELLS: dict[str, Any] = {k.name: k for k in _CONFIGS if hasattr(k, "cell")}
+_NAMED = [kind for kind in [*globals().values()] if hasattr(kind, "name")]
+#: Configurations of mechanisms by name.
+MECHANISMS = {kind.name: kind for kind in _NAMED if hasattr(kind, "build")}
+#: Configurations of cells, the memories of a hybrid, by name.
+CELLS = {kind.name: kind for kind in _NAMED if hasattr(kind, "cell")}

@@ -1,4 +1,4 @@
-"""Memory cells without a block around them: the law of the contract holds by itself."""
+"""Cells without a block around them: segments equal steps."""
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ from tests.mechanisms.test_contract import (
 CELLS = {
     name: config for name, config in CONFIGS.items() if isinstance(config, CellConfig)
 }
-CORE_ROWS = [
-    row for row in ROWS if (row if isinstance(row, str) else row.values[0]) in CELLS
-]
+CELL_ROWS = [row for row in ROWS if row.values[0] in CELLS]
 
 
 def make_inputs(config):
@@ -36,8 +34,8 @@ def make_inputs(config):
     return l2_normalize(q), l2_normalize(k), v, x
 
 
-@pytest.mark.parametrize("name", CORE_ROWS)
-def test_two_segments_give_what_steps_give(name):
+@pytest.mark.parametrize("name", CELL_ROWS)
+def test_two_segments_equal_steps(name):
     cell = CELLS[name].cell()
     assert cell.unit_norm
     inputs = make_inputs(CELLS[name])

@@ -1,4 +1,4 @@
-"""A memory beside a sliding window."""
+"""Hybrid of a sliding window and a memory."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,14 @@ from memjax.mechanisms import (
     LatticeConfig,
     SlidingWindowConfig,
 )
-from memjax.mechanisms.hybrid import FeatureParams, apply, init_params, init_state
+from memjax.mechanisms.hybrid import (
+    FeatureParams,
+    Left,
+    apply,
+    init_params,
+    init_state,
+    memory_inputs,
+)
 
 B, T, D, W = 2, 11, 8, 4
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
@@ -29,15 +36,21 @@ def opened(params):
     return params._replace(balance=params.balance._replace(amount=amount))
 
 
-def test_it_starts_as_its_window():
+def test_initialised_layer_equals_its_window_and_learns():
     params = init_params(CONFIG, jax.random.key(0))
     window = WINDOW.build()
     _, expected = window.apply(params.attention, window.init_state(B), X)
-    _, y = apply(CONFIG, params, init_state(CONFIG, B), X)
+
+    def loss(amount):
+        balance = params.balance._replace(amount=amount)
+        new = params._replace(balance=balance)
+        y = apply(CONFIG, new, init_state(CONFIG, B), X)[1]
+        return (y**2).sum(), y
+
+    learn = jax.jit(jax.grad(loss, has_aux=True))
+    gradient, y = learn(params.balance.amount)
     np.testing.assert_allclose(y, expected, atol=1e-6)
-    # From there the amounts can be learned.
-    loss = lambda p: (apply(CONFIG, p, init_state(CONFIG, B), X)[1] ** 2).sum()
-    assert np.all(np.abs(jax.grad(loss)(params).balance.amount) > 1e-4)
+    assert np.all(np.abs(gradient) > 1e-4)
 
 
 def test_it_remembers_what_has_left_the_window_and_nothing_else():
@@ -57,6 +70,18 @@ def test_the_first_tokens_are_those_of_the_window():
     _, y = apply(CONFIG, params, init_state(CONFIG, B), X)
     np.testing.assert_allclose(y[:, :W], expected[:, :W], atol=1e-6)
     assert np.abs(y[:, W:] - expected[:, W:]).max() > 1e-2
+
+
+def test_bias_makes_no_key_before_a_token_has_left_the_window():
+    params = init_params(CONFIG, jax.random.key(0))
+    assert params.features is not None
+    biased = params.features._replace(key_bias=jnp.ones(16))
+    nothing = jnp.zeros((B, T, 2, 4))
+    left = Left(nothing, nothing, jnp.arange(T)[None].repeat(B, 0) > 2)
+    params, q = params._replace(features=biased), jnp.ones((B, T, 4, 4))
+    _, keys, _, _ = memory_inputs(CONFIG, params, q, left)
+    np.testing.assert_array_equal(keys[:, :3], 0)
+    assert np.all(np.abs(keys[:, 3:]) > 0)
 
 
 @pytest.mark.parametrize(

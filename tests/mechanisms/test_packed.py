@@ -1,4 +1,4 @@
-"""Rows of several documents: each is read as if it were alone."""
+"""Packed rows: each document is read by itself."""
 
 import functools
 from typing import Any
@@ -19,8 +19,8 @@ PACKS = {name: c for name, c in CONFIGS.items() if c.build().packed is not None}
 # Where documents begin: anywhere, or where a chunk of 4 does.
 ANYWHERE = ((0, 5, 6), (0, 1, 9))
 CHUNKS_OF_4 = ((0, 8), (0, 4, 8))
-# One of each kind of memory; the others share the block of these.
-FAST = ("attention", "sliding_window", "gated_deltanet", "trellis")
+# The others share the block of these.
+FAST = ("sliding_window", "trellis")
 ROWS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
     for name in PACKS
@@ -74,7 +74,7 @@ def alone(mechanism, places, weights, params, x):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_document_is_read_as_if_alone(name):
+def test_document_equals_a_row_of_its_own(name):
     mechanism, params, x, weights, places, packed = case(name)
     expected = functools.partial(alone, mechanism, places, weights)
     expected = jax.jit(jax.value_and_grad(expected, argnums=(0, 1), has_aux=True))
@@ -87,7 +87,10 @@ def test_each_document_is_read_as_if_alone(name):
 @pytest.mark.parametrize("name", ROWS)
 def test_a_changed_document_changes_no_bit_of_another(name):
     _, params, x, _, places, packed = case(name)
-    read = lambda x: packed(params, x, make_starts(places))[0][1]
+
+    def read(x):
+        return packed(params, x, make_starts(places))[0][1]
+
     before = read(x)
     for row, begin, end in spans(places):
         after = read(x.at[row, begin:end].mul(-30.0))
@@ -97,11 +100,11 @@ def test_a_changed_document_changes_no_bit_of_another(name):
         assert (np.asarray(after) != np.asarray(before))[own].any(axis=-1).all()
 
 
-def test_memories_that_cannot_be_cleared_inside_say_so():
+def test_mechanisms_without_packed_rows():
     without = {name for name in CONFIGS if name not in PACKS}
-    beside = {name for name in CONFIGS if name.startswith("beside")}
+    hybrids = {name for name in CONFIGS if name.startswith("hybrid")}
     elastic = {"elastic_memory", "elastic_memory_bank"}
-    assert without == {*beside, *elastic, "sliding_window_sinks"}
+    assert without == {*hybrids, *elastic, "sliding_window_sinks"}
 
 
 def test_start_inside_a_chunk_is_refused():
