@@ -1,6 +1,6 @@
-"""Checkpoints in a bucket, with the promises of those on a disk.
+"""Checkpoints in a bucket, with the guarantees of those on a disk.
 
-A bucket renames nothing, so that a checkpoint is written under its own step:
+Objects cannot be renamed, so that a checkpoint is written under its own step:
 
     500/state/..., 500/record/...   as on a disk
     500/digests.json                size and checksum of each of them, as the store
@@ -63,15 +63,15 @@ class BucketFolder(Folder):
             self._require_format(self._json(FORMAT_FILE))
 
     def steps(self) -> list[int]:
-        """The steps that were saved to their end, oldest first; damaged ones too."""
+        """Completely saved steps, oldest first; damaged ones included."""
         return _saved(self._bucket.entries())
 
     def place(self, step: int) -> AnyPath:
-        """Of the bucket, or on its way there."""
+        """Path in the bucket, or in the temporary folder of `s3://`."""
         return (self._staging() if self._copies else self.path) / str(step)
 
     def bring(self, step: int) -> None:
-        """Copies a step of `s3://` to this machine."""
+        """Downloads a step of `s3://`."""
         if not self._copies or self.place(step).exists():
             return
         partial = self._staging() / f"{step}.partial"
@@ -80,7 +80,7 @@ class BucketFolder(Folder):
         partial.rename(self.place(step))
 
     def seal(self, step: int) -> None:
-        """Runs in the writer's thread, when all of a step is written but its mark."""
+        """Runs in the writer's thread, once all of a step but its mark is written."""
         if self._copies:
             self._upload(step, self._staging())
         entries = {
@@ -90,7 +90,7 @@ class BucketFolder(Folder):
         for name in NEEDED:
             if name not in entries:
                 raise OSError(errno.EIO, f"{self.path}/{step}/{name} was not written")
-        # As on a disk, what lies directly in the folder is not covered.
+        # As on a disk, files directly in the folder are not covered.
         record = {n: list(entry) for n, entry in entries.items() if "/" in n}
         self._bucket.write(f"{step}/{DIGEST_FILE}", json.dumps(record).encode())
         if self._copies:
@@ -104,7 +104,7 @@ class BucketFolder(Folder):
         self._bucket.upload(folder, names, below=str(step))
 
     def is_saved(self, step: int) -> bool:
-        """What a bucket takes it keeps; what was copied leaves this machine."""
+        """Whether a step is in the bucket; removes its local copy."""
         if not self._copies:
             return True
         if not self.place(step).exists():
@@ -113,11 +113,11 @@ class BucketFolder(Folder):
         return True
 
     def discard(self, step: int) -> None:
-        """What is in the bucket goes with the next save, as that of a kill."""
+        """Removes the local copy; the next save removes partial objects."""
         self._clear()
 
     def require_room(self, size: int) -> None:
-        """A bucket does not say how much more it takes."""
+        """No-op: the room in a bucket is unknown."""
 
     def unlock(self) -> None:
         """Removes the temporary folder."""
@@ -139,7 +139,7 @@ class BucketFolder(Folder):
         return step in self.steps()
 
     def _problems(self, step: int) -> list[str]:
-        """From sizes and checksums that the store reports: nothing is downloaded."""
+        """Compares sizes and checksums of the store, without a download."""
         try:
             record = self._json(f"{step}/{DIGEST_FILE}")
             items = {str(n): (int(size), str(c)) for n, (size, c) in record.items()}
@@ -162,7 +162,7 @@ class BucketFolder(Folder):
         return wrong
 
     def _delete(self, step: int) -> None:
-        # Without its mark it is none: a kill leaves what the next save clears.
+        # Without its mark it does not count, and the next save removes it.
         names = self._bucket.entries(str(step))
         self._bucket.delete([f"{step}/{COMMITTED}", *names])
 
@@ -187,7 +187,7 @@ class BucketFolder(Folder):
         return parse_json(self._bucket.read(name), f"{self.path}/{name} is")
 
     def _staging(self) -> Path:
-        """Where a step is on its way to or from `s3://`."""
+        """Temporary folder for uploads and downloads of `s3://`."""
         if self._temporary is None:
             self._temporary = Path(tempfile.mkdtemp(prefix="memjax-checkpoints-"))
         return self._temporary
@@ -198,7 +198,7 @@ class BucketFolder(Folder):
 
 
 def _saved(names: Iterable[str]) -> list[int]:
-    """The steps that have their mark, oldest first."""
+    """Steps with their mark, oldest first."""
     parts = (PurePosixPath(name).parts for name in names)
     marked = (part[0] for part in parts if part[1:] == (COMMITTED,))
     return sorted(int(step) for step in marked if step.isdecimal())

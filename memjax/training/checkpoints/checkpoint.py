@@ -1,26 +1,20 @@
-"""Checkpoints of a training run: asynchronous, verified, kept n at a time.
+"""Asynchronous, verified checkpoints of a training run, of which the newest n remain.
 
-The only module that knows the checkpoint library (orbax). A folder of
-checkpoints looks like this:
+The only module that uses the checkpoint library (orbax). Layout of the folder:
 
-    memjax-checkpoints.json   says that the folder is ours, and its version
-    500/                      one checkpoint: the state, the meta record,
+    memjax-checkpoints.json   format and its version
+    500/                      one checkpoint: the state, the meta record, and
                               digests.json with a sha256 for each of their files
-    1000.orbax-checkpoint-tmp a save that was cut short: never read, removed by
-                              the next save
+    1000.orbax-checkpoint-tmp an interrupted save: never read, removed by the next
     250.damaged               see below
 
-A checkpoint is written into a temporary folder, its digests are taken there, and
-only then is the folder renamed to its step. So whatever the moment of a kill, a
-numbered folder either is whole and carries its digests or does not exist.
+A checkpoint is written into a temporary folder, which is renamed to its step once the
+digests are taken: after a kill, a numbered folder is either complete or absent. In a
+bucket there are no temporary names: see `bucket_folder.py`.
 
-In a bucket there are no temporary names: see `bucket_folder.py`.
-
-A numbered folder that fails its digests is *damaged*. It is named in an error
-message, skipped, and left where it is; when training comes to save that very step
-again, the damaged folder is first renamed `<step>.damaged` (`.damaged-2`, ...).
-Nothing ever deletes it but its owner. Damaged folders do not count among the
-`keep` newest.
+A numbered folder that fails its digests is *damaged*. It is reported, skipped and never
+deleted; a new save of that step first renames it `<step>.damaged` (`.damaged-2`, ...).
+Damaged folders do not count among the `keep` newest.
 """
 
 import errno
@@ -51,7 +45,7 @@ from memjax.training.checkpoints.tree_spec import describe, require_same, with_s
 
 
 class Restored(NamedTuple):
-    """A checkpoint read back: its step, the state, and the JSON record beside it."""
+    """A restored checkpoint: step, state, and JSON record."""
 
     step: int
     state: PyTree
@@ -61,9 +55,8 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run, in one folder of a filesystem or a bucket.
 
-    Opening and restoring change nothing on the disk; the first save creates the
-    folder, takes its lock and clears what an interrupted save left. With several
-    processes every process makes the same calls.
+    Opening and restoring change nothing on the disk; the first save creates and locks
+    the folder, and removes interrupted saves. All processes make the same calls.
 
     Args:
         directory: the folder, which may be a URL of gs:// or s3://; created by the
@@ -108,8 +101,8 @@ class Checkpoints:
     ) -> None:
         """Starts writing a checkpoint and returns once `state` may be overwritten.
 
-        First finishes the save before this one, so its failure is raised here at
-        the latest (`check` raises it sooner, `wait` for certain).
+        First finishes the save before this one, and raises its failure (`check` raises
+        it sooner, `wait` for certain).
 
         Args:
             step: >= 0; if it or a later one is already there, that must be damaged.
@@ -147,10 +140,9 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def check(self) -> None:
-        """Raises the failure of the save under way, if it has failed; never waits.
+        """Raises the failure of the running save, if it has failed; never waits.
 
-        To be called often: the first call after a checkpoint got its name puts that
-        name on the disk, where a power cut does not undo it.
+        To be called often: it also syncs the final name of a checkpoint to the disk.
         """
         try:
             self._writer.check_for_errors()
@@ -159,10 +151,10 @@ class Checkpoints:
         self._sync_name()
 
     def wait(self) -> None:
-        """Waits until the save under way is on the disk, then drops the oldest.
+        """Waits until the running save is on the disk, then deletes the oldest.
 
         Raises:
-            SaveError: it failed; `DiskFullError` when for want of room.
+            SaveError: it failed; `DiskFullError` if the disk is full.
         """
         try:
             self._writer.wait_until_finished()
@@ -180,7 +172,7 @@ class Checkpoints:
         *,
         accept: Callable[[dict[str, Any]], None] | None = None,
     ) -> Restored | None:
-        """Reads the newest checkpoint whose files are all as they were written.
+        """Restores the newest undamaged checkpoint.
 
         Args:
             abstract_state: arrays or `jax.ShapeDtypeStruct`s; each leaf lands on its
@@ -241,7 +233,7 @@ class Checkpoints:
             self._folder.require_room(size)
 
     def close(self) -> None:
-        """Waits for the save under way and frees the folder; raises as `wait` does."""
+        """Waits for the running save and unlocks the folder; raises as `wait` does."""
         try:
             self.wait()
         finally:
@@ -266,13 +258,13 @@ class Checkpoints:
             error.add_note(f"The last save failed as well: {failure}")
 
     def _sync_name(self) -> None:
-        """Once the save under way has its final name, puts that on the disk."""
+        """Syncs the final name of the running save to the disk, once it has it."""
         step = self._unsynced
         if step is not None and self._folder.is_saved(step):
             self._unsynced = None
 
     def _written(self) -> int:
-        """The step that is being saved, as the writer's thread asks for it."""
+        """The step that is being saved, for the writer's thread."""
         assert self._saving is not None
         return self._saving
 
@@ -305,7 +297,7 @@ class Checkpoints:
         return good if good >= 0 else None
 
     def _failure(self, error: Exception) -> SaveError:
-        """What to raise for a failed save, once its remains no longer fill the disk."""
+        """The error of a failed save, after removal of its partial files."""
         step, self._saving = self._saving, None
         self._unsynced = None
         if self._primary and step is not None:
@@ -319,7 +311,7 @@ class Checkpoints:
 
 
 def open_folder(directory: AnyPath | str) -> Folder:
-    """The folder of checkpoints, which shows their steps.
+    """The folder of checkpoints, with their steps.
 
     Raises:
         ValueError: as `Checkpoints`.
@@ -329,14 +321,14 @@ def open_folder(directory: AnyPath | str) -> Folder:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is true on any process; called by all of them."""
+    """Whether the flag is true on any process; called by all."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def shortened(error: Exception) -> str:
-    """The error's text; of a long one, such as tensorstore's, the beginning."""
+    """The error's text, cut to 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:300]} ..."
 

@@ -1,9 +1,8 @@
-"""Checksums of a checkpoint's files, written with it and verified before it is read.
+"""SHA-256 digests of a checkpoint's files, verified before it is read.
 
-`write_digests` records the size and the SHA-256 of every file in the subfolders of a
-folder; `problems` lists what has changed since. Files that lie directly in the folder
-are not covered: orbax rewrites its timestamps there after the digests are taken, and
-nothing is read from them.
+`write_digests` records size and SHA-256 of every file in the subfolders of a folder;
+`problems` lists later changes. Files directly in the folder are not covered: orbax
+rewrites timestamps there after the digests are taken, and nothing is read from them.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ def write_digests(folder: Path) -> None:
 
 
 def problems(folder: Path) -> list[str]:
-    """What differs from the digests, one line a file; empty if nothing does.
+    """Differences from the digests, one line per file.
 
     Only files inside `folder` are opened, whatever the digests name.
     """
@@ -57,7 +56,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def write_atomically(path: AnyPath, text: str) -> None:
-    """Writes a small file so that a reader sees either all of it or none."""
+    """Writes a small file atomically."""
     if not isinstance(path, Path):
         # An object appears with all of its content.
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk, which has names that change at once, and locks."""
+"""Checkpoints on a disk, by atomic renames and file locks."""
 
 import errno
 import fcntl
@@ -52,30 +52,30 @@ class DiskFolder(Folder):
         return self._disk / str(step)
 
     def bring(self, step: int) -> None:
-        """Nothing: it is where it is read."""
+        """No-op: a local checkpoint is already in place."""
 
     def seal(self, step: int) -> None:
-        """Writes the digests, just before the folder gets its final name."""
+        """Writes the digests before the folder gets its final name."""
         folder = self._disk / f"{step}{UNFINISHED}"
         for name in NEEDED:
-            # What cannot be read back must not count as a checkpoint.
+            # A checkpoint that cannot be restored must not count.
             if not (folder / name).is_file():
                 raise OSError(errno.EIO, f"{folder / name} was not written")
         write_digests(folder)
 
     def is_saved(self, step: int) -> bool:
-        """Whether a step has its final name, which is then put on the disk."""
+        """Whether a step has its final name, which is synced to the disk."""
         if not self.place(step).exists():
             return False
         sync_folder(self._disk)
         return True
 
     def discard(self, step: int) -> None:
-        """Its remains would fill the disk that the next save needs."""
+        """Removes partial files, which would fill the disk."""
         shutil.rmtree(self._disk / f"{step}{UNFINISHED}", ignore_errors=True)
 
     def require_room(self, size: int) -> None:
-        """Refuses a save that the disk may not hold: 1.25 of the state and 1 MiB."""
+        """Requires 1.25 times the state and 1 MiB of free disk."""
         existing = (p for p in (self._disk, *self._disk.parents) if p.exists())
         need, free = int(1.25 * size) + 2**20, shutil.disk_usage(next(existing)).free
         if free < need:
@@ -86,7 +86,7 @@ class DiskFolder(Folder):
             )
 
     def unlock(self) -> None:
-        """Lets another process save here."""
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -151,7 +151,7 @@ class DiskFolder(Folder):
 
 
 def _lock(directory: Path) -> Any:
-    """Holds the folder for one run: two would overwrite each other's checkpoints."""
+    """Locks the folder for one run: two would overwrite each other's checkpoints."""
     file = (directory / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

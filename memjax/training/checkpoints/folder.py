@@ -1,13 +1,12 @@
-"""The folder of checkpoints: which ones are undamaged, which go, who may write.
+"""Names, damage, deletion and locking in a folder of checkpoints.
 
-Names and digests only; `checkpoint.py` writes and reads what is inside a checkpoint,
-and describes the layout. `DiskFolder` and `BucketFolder` are the two kinds.
+`checkpoint.py` reads and writes their content, and describes the layout. `DiskFolder`
+and `BucketFolder` are the two kinds.
 
-orbax's `CheckpointManager` (0.12) does not do this. It deletes a checkpoint in place,
-so that a kill leaves a numbered folder with some files gone. A save that fails counts
-as one of those to keep, and the oldest good one is forgotten for it. Two managers save
-in one folder, and delete each other's checkpoints. It knows neither damage nor a disk
-without room.
+Reasons against orbax's `CheckpointManager` (0.12): it deletes a checkpoint in place, so
+that a kill leaves a numbered folder without some files; a failed save counts among
+those to keep, at the cost of the oldest good one; two managers in one folder delete
+each other's checkpoints; damage and full disks are not handled.
 """
 
 import json
@@ -29,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
-    """The folder holds checkpoints, but none that can be used."""
+    """None of the checkpoints in the folder can be used."""
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written; the ones before it are untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 class DiskFullError(SaveError):
@@ -41,7 +40,7 @@ class DiskFullError(SaveError):
 
 
 def check_path(name: str, path: AnyPath | str) -> AnyPath:
-    """The path, of a disk or a bucket.
+    """Path of a disk or a bucket.
 
     Raises:
         ValueError: naming the argument, where no checkpoints can be kept.
@@ -63,7 +62,7 @@ def check_path(name: str, path: AnyPath | str) -> AnyPath:
 
 
 class Folder(ABC):
-    """A folder of checkpoints. Looking changes nothing in it.
+    """A folder of checkpoints; reading changes nothing in it.
 
     Args:
         path: of a disk or a bucket.
@@ -82,19 +81,19 @@ class Folder(ABC):
 
     @abstractmethod
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, oldest first; damaged ones included."""
+        """Steps of the checkpoints, oldest first; damaged ones included."""
 
     @abstractmethod
     def place(self, step: int) -> AnyPath:
-        """Where the checkpoint library writes a step, and reads it after `bring`."""
+        """Path of a step for the checkpoint library, to read after `bring`."""
 
     @abstractmethod
     def bring(self, step: int) -> None:
-        """Makes a step readable in its place."""
+        """Downloads a step, if need be."""
 
     @abstractmethod
     def seal(self, step: int) -> None:
-        """Takes the digests of a step that is written, before it counts as saved.
+        """Takes the digests of a written step, before it counts as saved.
 
         Raises:
             OSError: a file is missing, or cannot be read.
@@ -102,23 +101,23 @@ class Folder(ABC):
 
     @abstractmethod
     def is_saved(self, step: int) -> bool:
-        """Whether a step is saved, where a power cut does not undo it."""
+        """Whether a step is saved, safe from a power cut."""
 
     @abstractmethod
     def discard(self, step: int) -> None:
-        """Removes what a failed save of a step left, as far as that can be done."""
+        """Removes partial files of a failed save, as far as possible."""
 
     @abstractmethod
     def require_room(self, size: int) -> None:
-        """Raises DiskFullError where a state of `size` bytes does not fit."""
+        """Raises DiskFullError if a state of `size` bytes does not fit."""
 
     @abstractmethod
     def unlock(self) -> None:
-        """Lets another process save here."""
+        """Releases the lock."""
 
     @abstractmethod
     def _take(self) -> None:
-        """Creates the folder, keeps others out, and clears what was cut short."""
+        """Creates and locks the folder, and removes interrupted saves."""
 
     @abstractmethod
     def _exists(self, step: int) -> bool:
@@ -126,11 +125,11 @@ class Folder(ABC):
 
     @abstractmethod
     def _problems(self, step: int) -> list[str]:
-        """What differs from the digests, one line a file."""
+        """Differences from the digests, one line per file."""
 
     @abstractmethod
     def _delete(self, step: int) -> None:
-        """So that a kill leaves what never looks like a damaged checkpoint."""
+        """Deletes so that a kill never leaves a seemingly damaged checkpoint."""
 
     @abstractmethod
     def _set_aside(self, step: int) -> str:
@@ -141,7 +140,7 @@ class Folder(ABC):
         """Writes `FORMAT_FILE`, unless it is there."""
 
     def newest_good(self) -> tuple[int, int]:
-        """The newest step whose files agree with their digests, or -1.
+        """Newest step with matching digests, or -1.
 
         Every newer one is named in an error message; the second number counts them.
         Those that were given to `set_aside` are not looked at again.
@@ -195,7 +194,7 @@ class Folder(ABC):
         self._write_format()
 
     def drop_old(self, keep: int) -> None:
-        """Deletes all but the newest `keep`; damaged ones do not count and stay."""
+        """Deletes all but the newest `keep`; damaged ones neither count nor go."""
         for step in self._steps_to_judge()[:-keep]:
             self._delete(step)
 

@@ -1,4 +1,4 @@
-"""The shape and dtype of every leaf of a state, by name, and how two states differ."""
+"""Shapes and dtypes of the leaves of a state, by name, and their comparison."""
 
 from typing import Any
 

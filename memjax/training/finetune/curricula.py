@@ -40,7 +40,7 @@ class HMTStages:
 
 @dataclasses.dataclass(frozen=True)
 class MPlusStages:
-    """The three stages, each from where the one before ended.
+    """The three stages of M+, each from the end of the previous one.
 
     Attributes:
         stage1: MemoryLLM on short documents.

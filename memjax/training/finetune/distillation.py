@@ -1,11 +1,12 @@
-"""Aligns memories with the full attention whose place they take, layer by layer.
+"""Layer-wise distillation of full attention into hybrid layers.
 
     loss = mean over layers of  Σ |y_t - y*_t|² / Σ |y*_t - mean y*|²      t >= window
 
 y*_t is the output of a layer's full attention, y_t that of its window and memory for
-the same input. The teacher (`teacher.py`) runs forward alone: no gradient leaves a
-layer. Zhang et al. (2024), LoLCATs, https://arxiv.org/abs/2410.10254, section 3.2,
-whose error is not divided by the variance, and whose teacher is the full model.
+the same input. Gradients stay within a layer, and the teacher (`teacher.py`) has none.
+Differences to Zhang et al. (2024), LoLCATs, https://arxiv.org/abs/2410.10254, section
+3.2: there the error is not divided by the variance, and the teacher is the full
+model.
 """
 
 from collections.abc import Callable
@@ -35,16 +36,16 @@ def make_distillation_steps(
 ) -> tuple[Step, Step]:
     """Builds both halves of an update; jit them, donating the state.
 
-    The first reads a batch with the teacher and leaves the state as it is; what it
-    returns in the place of metrics, the second learns from. That does not change while
-    the memories learn, so that it can be kept: see `keeping`.
+    The first runs the teacher on a batch, without changing the state, and returns its
+    outputs in place of metrics; the second trains on them. They do not change during
+    training and can be cached: see `cached`.
 
-    Metrics are those of `make_train_step`, and `window_loss`: what the loss would be
-    without the memories.
+    Metrics are those of `make_train_step`, and `window_loss`, the loss without the
+    memories.
 
     Args:
-        model: that `add_memory` made, whose new parameters alone are trained.
-        teacher: configuration of the model that it was made of.
+        model: from `add_memory`; only its new parameters are trained.
+        teacher: configuration of the model before `add_memory`.
         transform: of the trained parameters.
     """
     graph = nnx.graphdef(model)
@@ -68,21 +69,21 @@ def make_distillation_steps(
     return read, learn
 
 
-def both(read: Step, learn: Step) -> Step:
-    """One update of a batch, which is not kept."""
+def uncached(read: Step, learn: Step) -> Step:
+    """One update of a batch."""
     return lambda state, batch: learn(*read(state, batch))
 
 
-def keeping(read: Step, learn: Step) -> Step:
-    """The same of compiled halves; what a batch has taught is kept in host memory."""
-    kept: dict[bytes, Taught] = {}
+def cached(read: Step, learn: Step) -> Step:
+    """One update by compiled halves; teacher outputs are cached in host memory."""
+    found: dict[bytes, Taught] = {}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         name = np.asarray(batch.tokens).tobytes()
-        if name not in kept:
+        if name not in found:
             state, taught = read(state, batch)
-            kept[name] = {key: jax.device_get(taught[key]) for key in ("x", "y")}
-        return learn(state, kept[name])
+            found[name] = {key: jax.device_get(taught[key]) for key in ("x", "y")}
+        return learn(state, found[name])
 
     return step
 
@@ -90,21 +91,21 @@ def keeping(read: Step, learn: Step) -> Step:
 def teacher_outputs(
     model: LanguageModel, teacher: ModelConfig, tokens: Int[Array, "B T"]
 ) -> Taught:
-    """What the layers with a memory read in the teacher, and their full outputs."""
+    """Inputs and full attention outputs of the hybrid layers in the teacher."""
     layers = memory_layers(model.config)
     taught = teach(model, teacher, tokens, layers)
     return {"x": [taught[i].x for i in layers], "y": [taught[i].y for i in layers]}
 
 
 def distillation_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar]:
-    """Mean over layers of the share of the full output's variance that is missed.
+    """Mean over layers of the unexplained share of the full output's variance.
 
     Args:
-        model: that `add_memory` made.
-        taught: what `teacher_outputs` has read.
+        model: from `add_memory`.
+        taught: from `teacher_outputs`.
 
     Returns:
-        Of window and memory, and of the window alone.
+        For window and memory, and for the window alone.
     """
     layers = memory_layers(model.config)
     pairs = zip(layers, taught["x"], taught["y"], strict=True)
@@ -114,7 +115,7 @@ def distillation_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Sca
 
 
 def _both_missed(model, layer, x, y):
-    """What one layer misses with its memory, and with its window alone."""
+    """Unexplained share of one layer, with its memory and with its window alone."""
     block, window = model.blocks[layer], model.config.layers[layer].window
     params = as_arrays(block.mechanism)
     _, own = block.functions.apply(params, block.init_state(x.shape[0]), x)
@@ -125,8 +126,8 @@ def _both_missed(model, layer, x, y):
 def missed(
     y: Float[Array, "B T D"], full: Float[Array, "B T D"], window: int
 ) -> Scalar:
-    """Share of the full output's variance, over the tokens beyond the window."""
-    # Before, the memory is empty and the window sees everything.
+    """Unexplained share of the full output's variance, beyond the window."""
+    # Within the first window the memory is empty and attention is full.
     full = full[:, window:].astype(jnp.float32)
     error = y[:, window:].astype(jnp.float32) - full
     spread = full - full.mean(axis=(0, 1), keepdims=True)

@@ -3,9 +3,9 @@
     finetune(stage, backbone, run_dir)                    one stage
     finetune_stages(config.stages(), backbone, run_dir)   all of HMT, M+, or a retrofit
 
-A run's folder is whole: its checkpoints hold the backbone too, frozen or not, and
-`load(run_dir)` needs no other file. The same call again resumes bit for bit; with a
-backbone or a first stage of other parameters it is refused, by their digests.
+A run's folder is self-contained: its checkpoints include the backbone, frozen or not.
+The same call again resumes bit for bit; a backbone or previous stage with other
+parameters is refused, by their digests.
 """
 
 import functools
@@ -41,17 +41,16 @@ def finetune(
     """Trains one stage, or resumes the run in `run_dir`.
 
     Args:
-        stage: what is trained, on what, and how.
-        backbone: a model as `memjax.load` takes it; may be None
-            where `start` is given, whose run holds it.
+        stage: model, data and update.
+        backbone: name of a model for `memjax.load`; may be None with `start`.
         run_dir: the run's folder.
-        start: folder of the stage before. HMT: a run without retrieval, whose backbone
-            and first memory this one starts from; the parameters of the retrieval are
-            new. M+: all that it learned; a retriever that it had not is new.
+        start: folder of the previous stage. HMT: a run without retrieval; backbone and
+            initial memory are taken over, parameters of the retrieval are new. M+: all
+            parameters are taken over; a retriever may be new.
 
     Raises:
-        ValueError: on a backbone or a start that cannot be, a run of another
-            configuration or backbone in `run_dir`; see `memjax.training.loop.train`.
+        ValueError: on an unusable backbone or start, or a run of another configuration
+            or backbone in `run_dir`; see `memjax.training.loop.train`.
         LockedError: another process trains in `run_dir`.
     """
     run_dir = check_path("run_dir", run_dir)
@@ -94,9 +93,9 @@ def finetune_stages(
     run_dir: AnyPath,
     start: AnyPath | None = None,
 ) -> Outcome:
-    """Stages under their names in `run_dir`, each from where the one before ended.
+    """Trains stages in folders of `run_dir`, each from the end of the previous one.
 
-    After an interruption the same call resumes where it was.
+    After an interruption the same call resumes.
 
     Args:
         stages: folders below `run_dir`, and the stages in them, in order.
@@ -119,5 +118,5 @@ def finetune_stages(
     return outcome
 
 
-# Of one stage: those of a real model are gigabytes once they are compiled.
+# Of one stage: compiled programs of large models take gigabytes.
 _programs = functools.lru_cache(maxsize=1)(make_programs)

@@ -1,4 +1,4 @@
-"""Fine-tunings with HMT, RMT or a baseline, by name.
+"""Presets for fine-tuning with HMT, RMT or a baseline.
 
 Sizes, steps and learning rates are those of He et al. (2025),
 https://arxiv.org/abs/2405.06067, Table 7 and section 4.
@@ -41,7 +41,7 @@ PAPER_SIZES = {
 
 
 def presets() -> dict[str, SegmentStage | HMTStages]:
-    """Fine-tunings by name; those named after a model are the paper's for it."""
+    """Fine-tuning by name; names of models are the paper's settings for them."""
     two = _paper(PaperSize(1024, 15, 300, None, 1e-5, "full"), None)
     longer = dataclasses.replace(two.stage1.loop, steps=700)
     # RMT has one stage, which takes the steps of both stages of HMT.

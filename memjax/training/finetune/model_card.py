@@ -1,4 +1,4 @@
-"""The card of an exported model: what it was made of, how, and how good it is."""
+"""Model card of an export: origin, training and scores."""
 
 import shlex
 
@@ -29,7 +29,7 @@ def model_card(
 
     Args:
         opened: the model that is exported.
-        folder: of its run, whose results are quoted; None of a model without a run.
+        folder: of its run, for the scores; None without a run.
         model_type: of the exported folder.
         command: the arguments that export it.
     """
@@ -49,7 +49,7 @@ def model_card(
 
 
 def _front_matter(opened: Loaded, model_type: str) -> str:
-    """What the hub reads: YAML between two lines of dashes."""
+    """YAML metadata for the hub."""
     lines = ["---", "library_name: memjax", f"tags: [{model_type}]"]
     # Of a model of the hub: its name without the commit.
     name, at, _ = opened.origin.partition("@")
@@ -77,7 +77,7 @@ def _training(run: Run) -> str:
 
 
 def _scores(folder: AnyPath) -> str:
-    """A table of what `memjax eval` left in the run's folder."""
+    """A table of the reports of `memjax eval` in the run's folder."""
     rows = []
     for file in sorted(folder.glob("eval-*.json")):
         record = read_json(file)

@@ -1,4 +1,4 @@
-"""Trainings of M+, by name: in hours on a CPU, and at the paper's sizes.
+"""Presets for training M+: in hours on a CPU, and at the paper's sizes.
 
 Stage 1 trains MemoryLLM on short documents, stage 2 on long ones, stage 3 adds the
 long-term store and its retriever. Sizes and tasks are those of Wang et al. (2025),
@@ -17,7 +17,7 @@ from memjax.training.finetune.stage import SampleConfig
 
 
 def presets() -> dict[str, MPlusStage | MPlusStages]:
-    """Trainings by name: in hours on a CPU, and at the paper's sizes."""
+    """Training of M+ by name, stages included."""
     found: dict[str, MPlusStage | MPlusStages] = {}
     for name, stages in (
         ("mplus", _small()),
@@ -36,8 +36,8 @@ def _stages(
 
     Args:
         memory: without store it has as many rows to read: N + R of them in the pool.
-        tasks: of stage 3; those before replace what they revisited at once, and take
-            the program's share of multi-chunk steps.
+        tasks: of stage 3; the others replace a revisited target at once, and have the
+            program's share of multi-chunk steps.
         stage: the rest of stage 3.
         short: shortest chunk of stage 1's documents, which have up to four chunks.
     """

@@ -36,34 +36,32 @@ from memjax.training.run_data import shortest
 from memjax.training.step import StepConfig, TrainState, check_run
 
 MPLUS = "M+"
-#: What a target that repeats the chunks before it begins with.
+#: Start of a target that repeats the chunks before it.
 INSTRUCTION = "Repeat:"
-# Of a document in a bank: chunks, tokens that ask, and rows that are kept in a layer.
+# Per document in a bank: chunks, query tokens, and rows of a layer.
 CHUNKS, ASKING, ROWS = 2, 48, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class MPlusStage(SampleStage):
-    """One stage of training M+, whatever the backbone, which stays as it is.
+    """One stage of training M+ on a frozen backbone.
 
     Attributes:
         memory: sizes; num_retrieved=0 is MemoryLLM, as in stages 1 and 2.
-        tasks: what is trained on, in which proportions.
-        facts: JSON lines of clozes (`memjax.data.tasks.facts`) for `tasks.ask`, half
-            of whose subjects are told; None is those that ship.
+        tasks: training tasks and their proportions.
+        facts: JSON lines of clozes (`memjax.data.tasks.facts`) for `tasks.ask`, with
+            half of the subjects for training; None is the embedded ones.
         depth: chunks of a text that is evaluated.
         dtype: of activations; None is the backbone's own.
         data: documents; `mode` must be "chunked".
         optimizer: hyperparameters.
-        retriever_documents: of so many documents a new retriever learns, before the
-            first step, to find rows that are like the tokens that ask, and the steps go
-            on from there (`training/mplus/retriever_fit.py`); 0: it is drawn at random.
-        retriever_rate: learning rate of the retriever over that of the rest, >= 0.
-        position_rate: of `MPlus.position`, likewise. It is added before every layer: a
-            step of it is felt as often.
+        retriever_documents: number of documents to initialise a new retriever by
+            similarity (`training/mplus/retriever_fit.py`); 0 for a random one.
+        retriever_rate: learning rate of the retriever, relative to the rest, >= 0.
+        position_rate: that of `MPlus.position`, which is added before every layer.
         loop: steps, checkpoints, evaluation, log.
         mesh: devices.
-        seed: of new parameters, data order, tasks, and what pools drop.
+        seed: of new parameters, data order, tasks, and drops from pools.
     """
 
     memory: MPlusConfig = MPlusConfig()
@@ -113,12 +111,12 @@ class MPlusStage(SampleStage):
                 f"tasks.shortest_chunk must be at most memory.chunk_size="
                 f"{self.memory.chunk_size}, got {self.tasks.shortest_chunk}"
             )
-        # At least one row of the pool must be left beside the document's.
+        # At least one row of the pool must remain besides the document's.
         room = (self.memory.pool_size - 1) // self.memory.num_memory_tokens
         if not self.memory.num_retrieved and max(self.tasks.chunks) > room:
             raise ValueError(
-                f"tasks.chunks must be at most {room} without a store, whose "
-                "documents are read beside the rest of a pool of "
+                f"tasks.chunks must be at most {room} without a store, where "
+                "documents are read together with the rest of a pool of "
                 f"{self.memory.pool_size} rows, got {self.tasks.chunks}"
             )
 
@@ -129,7 +127,7 @@ class MPlusStage(SampleStage):
 
     @property
     def tokens_read(self) -> int:
-        """Tokens of a target, which is what a task reads."""
+        """Tokens of a target."""
         return self.tasks.target
 
     @property
@@ -159,7 +157,7 @@ class MPlusStage(SampleStage):
         return add_mplus(backbone, self.memory, key=memory_key)
 
     def check_start(self, before: Stage, start: str) -> None:
-        """A stage of M+ follows any other whose learned parameters fit.
+        """A stage of M+ follows any other with parameters of the same sizes.
 
         Raises:
             ValueError: if that run has no M+, or one of other sizes.
@@ -185,9 +183,9 @@ class MPlusStage(SampleStage):
     def wrap_trained(
         self, trained: Model, pretrained: ModelConfig, key: PRNGKeyArray
     ) -> MPlus:
-        """All that was learned before; a retriever that was not there is new."""
+        """All parameters of the previous stage; a missing retriever is new."""
         before = cast(MPlus, trained)
-        # A fresh model has the parameters that this stage adds, such as a retriever.
+        # A new model has parameters that this stage adds, such as a retriever.
         graph, fresh = nnx.split(self.wrap(before.backbone, key))
         learned = nnx.state(before, nnx.Param)
         kept = {name: value for name, value in learned.items() if name in fresh}
@@ -201,9 +199,9 @@ class MPlusStage(SampleStage):
         documents: list[TokenisedDocument],
         tokenizer: Tokenizer,
     ) -> Model:
-        """With `retriever_documents`, a new retriever starts by similarity."""
+        """Initialises a new retriever by similarity, with `retriever_documents`."""
         learned = before is not None and cast(MPlusStage, before).memory.has_retriever
-        # A retriever that was trained before must not be started again.
+        # A trained retriever must not be initialised again.
         if not self.retriever_documents or learned:
             return model
         start = cast(MPlus, model)
@@ -221,7 +219,7 @@ class MPlusStage(SampleStage):
         seed: int,
         ask: float | None = None,
     ) -> Bank:
-        """Queries and rows of some documents, from which a retriever learns.
+        """Queries and rows of documents to train a retriever on.
 
         The same on every host.
 
@@ -296,14 +294,14 @@ class MPlusStage(SampleStage):
 
     @property
     def rates(self) -> dict[str, float]:
-        """Of retriever and position."""
+        """Learning rates of retriever and position."""
         retriever = dict.fromkeys(RETRIEVERS, self.retriever_rate)
         return retriever | {"position": self.position_rate}
 
     def first_state(self, model: Model, key: PRNGKeyArray) -> TrainState:
         """The state before the first step, with an empty memory.
 
-        `key` is of what the pools drop.
+        `key` is of the drops from the pools.
         """
         rows, target = self.data.batch_size, self.tasks.target
         model = cast(MPlus, model)
@@ -315,9 +313,9 @@ class MPlusStage(SampleStage):
         pretrained: ModelConfig,
         compiled: Callable[[Callable], Callable],
     ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
-        """One update on the task of a step, each task a program of its own."""
+        """One update on the task of a step, with a program per task."""
         transform, prompt = self.transform(), self.tasks.prompt
         updates = make_task_steps(cast(MPlus, model), transform, prompt)
-        # Tasks differ in shapes and in what they read: one program would compute all.
+        # Tasks differ in shapes and reads: one program would compute all.
         programs = {task: compiled(update) for task, update in updates.items()}
         return lambda state, assigned: programs[assigned.task](state, assigned.batch)

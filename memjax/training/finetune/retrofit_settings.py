@@ -1,4 +1,4 @@
-"""What the parts of a retrofit's training have in common."""
+"""Settings common to both parts of a retrofit."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Literal, get_args
@@ -35,31 +35,30 @@ MEMORIES = (*CELLS, "none")
 
 @dataclasses.dataclass(frozen=True)
 class RetrofitSettings:
-    """What both parts of the training have in common.
+    """Settings common to both parts of a retrofit.
 
     Attributes:
-        memory: beside the window, by its name; "none" is the window alone, as a
-            baseline that is trained alike.
-        options: of the memory; None is the default, one memory head a query head.
-        layers: numbers of the layers with a memory; all other attention layers are
-            windows. Adapters begin at the first of them.
+        memory: mechanism of the hybrid layers, by name; "none" is the window alone, a
+            baseline with the same training.
+        options: of the memory; None is the default, one memory head per query head.
+        layers: numbers of the hybrid layers; all other attention layers become windows.
+            Adapters start at the first of them.
         window: tokens that a query sees, its own included.
-        sinks: first tokens of the text that it sees beside them.
-        wider: tokens by which the windows of the chosen layers are longer than those of
-            the others; of "none" alone, as a baseline of as many bytes.
+        sinks: first tokens of the text that it sees in addition.
+        wider: additional tokens in the windows of the chosen layers; only for "none",
+            as a baseline with the same state size.
         placement: "beside" the window or, Elastic Memory alone, "instead" of it.
         context_length: tokens of a sample, more than the window.
-        start_texts: samples from whose statistics the new parameters start; 0: they
-            are drawn at random.
-        passes: how often the alignment takes each sample. What the teacher makes of
-            it is computed once and kept in host memory: two numbers a token and channel
-            of each chosen layer.
-        gate_rate: learning rate of the gate over that of the rest; it has no decay.
+        start_texts: samples for the data-dependent initialisation of new parameters; 0
+            for a random one.
+        passes: epochs of the distillation. Teacher outputs are computed once and cached
+            in host memory: two numbers per token and channel of each hybrid layer.
+        gate_rate: learning rate of the gate, relative to the rest; without decay.
         lora: the adapters of the tuning.
         dtype: of activations; None is the backbone's own.
-        remat: what the tuning keeps of a layer's activations until the backward pass:
-            "all", the "products" with weights, what "attention" reads, or its "input"
-            alone, in the order of memory; the rest is computed again.
+        remat: activations of a layer saved for the backward pass of the tuning: "all",
+            "products" with weights, inputs of "attention", or its "input" alone, in
+            order of memory; the rest is recomputed.
         data: samples; `mode` must be "chunked".
         mesh: devices.
         seed: of new parameters and data order.
@@ -120,13 +119,13 @@ class RetrofitSettings:
 
     @property
     def has_new(self) -> bool:
-        """Whether there are parameters that the backbone has not."""
+        """Whether there are new parameters."""
         return self.memory != "none" and self.placement == "beside"
 
     def texts(
         self, documents: list[TokenisedDocument], vocab_size: int, count: int
     ) -> Int[np.ndarray, "R T"]:
-        """The first samples of the training, each with the token behind it."""
+        """The first training samples, each with the next token."""
         samples = make_batches(
             self.data.mode,
             documents,

@@ -27,7 +27,11 @@ from memjax.models.language_model.retrofit import (
 from memjax.models.language_model.windowed import limit_attention, widen_windows
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import DataIterator, LoopConfig
-from memjax.training.finetune.distillation import both, keeping, make_distillation_steps
+from memjax.training.finetune.distillation import (
+    cached,
+    make_distillation_steps,
+    uncached,
+)
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.stage import Model, SampleStage, Stage
 from memjax.training.monitoring.reporting import print_line
@@ -35,13 +39,13 @@ from memjax.training.optimizer import OptimizerConfig
 from memjax.training.step import StepConfig, TrainState
 
 Part = Literal["distill", "tune"]
-#: Parameters that attention has not: maps, memory and gate.
+#: New parameters: feature maps, memory and gate.
 NEW = re.compile(r"\.mechanism\.(features|memory|balance)\.")
-#: Those of the gate, which alone decide how far the memory has a part.
+#: Parameters of the gate, which weighs the memory's output.
 GATE = ("balance/amount", "balance/bias")
 
 
-#: Settings of one part alone, as the other has them.
+#: Settings of one part only, with their values in the other.
 OTHERS: dict[Part, dict[str, Any]] = {
     "distill": {"lora": LoraConfig(), "remat": "products"},
     "tune": {"passes": 1},
@@ -50,7 +54,7 @@ OTHERS: dict[Part, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RetrofitStage(RetrofitSettings, SampleStage):
-    """One part of the training; the settings are those of `RetrofitSettings`.
+    """One part of a retrofit; see `RetrofitSettings` for the other settings.
 
     Attributes:
         part: "distill" or "tune".
@@ -95,13 +99,13 @@ class RetrofitStage(RetrofitSettings, SampleStage):
         return f"{self.memory} {self.placement} {where}"
 
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> LanguageModel:
-        """The backbone with its memories, of which the part's share is trained."""
+        """The backbone with hybrid layers, with the part's parameters trainable."""
         lora_key, memory_key = jax.random.split(key)
         backbone = replace_config(backbone, **self._changes(backbone.config))
         return self._trained(self._with_memory(backbone, memory_key), lora_key)
 
     def check_start(self, before: Stage, start: str) -> None:
-        """Tuning follows the alignment of the same memory in the same layers.
+        """Tuning follows the distillation of the same memory in the same layers.
 
         Raises:
             ValueError: for any other pair.
@@ -121,7 +125,7 @@ class RetrofitStage(RetrofitSettings, SampleStage):
     def wrap_trained(
         self, trained: Model, pretrained: ModelConfig, key: PRNGKeyArray
     ) -> LanguageModel:
-        """The aligned model, with adapters."""
+        """The distilled model, with adapters."""
         lora_key, _ = jax.random.split(key)
         model = merge_lora(cast(LanguageModel, trained))
         changes = self._changes(pretrained)
@@ -135,8 +139,8 @@ class RetrofitStage(RetrofitSettings, SampleStage):
         documents: list[TokenisedDocument],
         tokenizer: Tokenizer,
     ) -> Model:
-        """With `start_texts`, what is new starts from the backbone's statistics."""
-        # What was aligned before must not be started again.
+        """Initialises the new parameters from statistics of `start_texts` samples."""
+        # Distilled parameters must not be initialised again.
         if not (self.has_new and self.start_texts) or before is not None:
             return model
         student = cast(LanguageModel, model)
@@ -157,12 +161,12 @@ class RetrofitStage(RetrofitSettings, SampleStage):
         """Samples of `context_length` tokens; a host's rows of each batch.
 
         Raises:
-            ValueError: if samples are kept, and there are several hosts.
+            ValueError: if samples are repeated and there are several hosts.
         """
         if self.passes > 1 and shard_count > 1:
             raise ValueError(
                 f"passes must be 1 with {shard_count} hosts, got {self.passes}: "
-                "a host keeps what it has read itself"
+                "each host caches its own samples"
             )
         hosts = {"shard_index": shard_index, "shard_count": shard_count}
         batches = super().batches(documents, tokenizer, vocab_size, **hosts)
@@ -179,7 +183,7 @@ class RetrofitStage(RetrofitSettings, SampleStage):
 
     @property
     def rates(self) -> dict[str, float]:
-        """Of the gate."""
+        """Learning rate of the gate."""
         return dict.fromkeys(GATE, self.gate_rate)
 
     def make_step(
@@ -193,12 +197,12 @@ class RetrofitStage(RetrofitSettings, SampleStage):
             student = cast(LanguageModel, model)
             halves = make_distillation_steps(student, pretrained, self.transform())
             if self.passes == 1:
-                return compiled(both(*halves))
-            return keeping(*map(compiled, halves))
+                return compiled(uncached(*halves))
+            return cached(*map(compiled, halves))
         return super().make_step(model, pretrained, compiled)
 
     def _changes(self, config: ModelConfig) -> dict[str, Any]:
-        """What is computed otherwise than by the backbone's configuration."""
+        """Changes to the backbone's configuration."""
         changes: dict[str, Any] = {"dtype": self.dtype or config.dtype}
         if self.remat == "all":
             return changes | {"remat": False}

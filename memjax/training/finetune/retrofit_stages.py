@@ -1,4 +1,4 @@
-"""Both parts of a retrofit: which layers, alignment, tuning."""
+"""Both parts of a retrofit: choice of layers, distillation, tuning."""
 
 import dataclasses
 import json
@@ -24,13 +24,13 @@ from memjax.training.monitoring.reporting import print_line
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.resume import require_same_config
 
-#: In the folder of a run: the layers that were chosen, and what was measured for it.
+#: File of a run with the chosen layers and their measured sensitivity.
 LAYERS_FILE = "layers.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class PartConfig:
-    """What the parts of the training have each for itself.
+    """Settings that each part has for itself.
 
     Attributes:
         optimizer: hyperparameters.
@@ -43,15 +43,15 @@ class PartConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RetrofitStages(RetrofitSettings):
-    """A retrofit from its choice of layers on; the rest as in `RetrofitSettings`.
+    """A complete retrofit; see `RetrofitSettings` for the other settings.
 
-    Without new parameters, as with memory="none", there is no alignment.
+    Without new parameters, as with memory="none", there is no distillation.
 
     Attributes:
-        layers: numbers of layers, or "auto": those that need what lies beyond the
-            window most, as `layer_sensitivity` finds on samples of the training.
-        count: how many layers "auto" takes.
-        choose_texts: samples that it measures on.
+        layers: numbers of the hybrid layers, or "auto": those most sensitive to the
+            window, by `layer_sensitivity` on training samples.
+        count: number of layers for "auto".
+        choose_texts: number of samples for "auto".
         distill: the first part; see `distillation.py`.
         tune: the second part, with adapters.
     """
@@ -81,7 +81,7 @@ class RetrofitStages(RetrofitSettings):
         """The stages in order, by their folders.
 
         Raises:
-            ValueError: if the layers are still to be chosen, by `with_layers`.
+            ValueError: if the layers are still "auto", see `with_layers`.
         """
         if self.layers == "auto":
             raise ValueError("layers='auto' must be resolved before there are stages")
@@ -90,8 +90,7 @@ class RetrofitStages(RetrofitSettings):
             for field in dataclasses.fields(RetrofitSettings)
         }
 
-        # A part has no settings of the other: a finished alignment serves tunings of
-        # all kinds.
+        # Without settings of the other part: one distillation serves many tunings.
         def of_part(part):
             return {**shared, **OTHERS[part], **vars(getattr(self, part))}
 
@@ -99,7 +98,7 @@ class RetrofitStages(RetrofitSettings):
         if not self.has_new:
             return (("", tune),)
         distill = RetrofitStage(**of_part("distill"), part="distill")
-        # In an order of its own, so that it does not begin with what is aligned.
+        # In another order than the distillation.
         tune = dataclasses.replace(tune, seed=self.seed + 1)
         return (("stage1", distill), ("stage2", tune))
 
@@ -112,14 +111,14 @@ def with_layers(
 ) -> RetrofitStages:
     """The configuration with numbers for layers="auto".
 
-    What was measured is written to `layers.json` in the run's folder, where the same
-    call finds it again.
+    The measurement is stored in `layers.json` in the run's folder, and read from there
+    by later calls.
 
     Args:
         config: of the retrofit.
         backbone: as `finetune` takes it.
         run_dir: the run's folder.
-        progress: called with layers measured, and all of them.
+        progress: called with layers measured and in total.
 
     Raises:
         ValueError: see `layer_sensitivity` and `most_sensitive`; or the folder's layers
@@ -132,7 +131,7 @@ def with_layers(
     file, settings = run_dir / LAYERS_FILE, _settings(config, digest)
     if file.is_file():
         found = _read(file)
-        # Before minutes are spent on what the run in this folder would refuse.
+        # Before minutes of work that the run in this folder would refuse.
         require_same_config(found["settings"], settings, (), str(file))
         return dataclasses.replace(config, layers=_said(found))
     attention = attention_layers(model.config)
@@ -155,7 +154,7 @@ def with_layers(
 
 
 def _read(file: AnyPath) -> dict[str, Any]:
-    """What `with_layers` wrote."""
+    """The record of `with_layers`."""
     found = read_json(file)
     if not isinstance(found, dict) or {*found} != {"layers", "rises", "settings"}:
         raise ValueError(f"{file} is no choice of layers; delete it to choose again")
@@ -163,7 +162,7 @@ def _read(file: AnyPath) -> dict[str, Any]:
 
 
 def _said(record: dict[str, Any]) -> tuple[int, ...]:
-    """The layers of a record, which are printed with what was measured."""
+    """Layers of a record, printed with their sensitivity."""
     layers, rises = tuple(record["layers"]), record["rises"]
     if jax.process_index() == 0:
         measured = ", ".join(f"{layer} ({rises[layer]:+.3f})" for layer in layers)
@@ -172,7 +171,7 @@ def _said(record: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _settings(config: RetrofitStages, digest: str) -> dict[str, Any]:
-    """All on which the choice depends."""
+    """Settings that determine the choice."""
     names = ("count", "choose_texts", "window", "sinks", "context_length", "seed")
     chosen = {name: getattr(config, name) for name in names}
     return chosen | {
@@ -184,8 +183,8 @@ def _settings(config: RetrofitStages, digest: str) -> dict[str, Any]:
 def presets() -> dict[str, RetrofitStages]:
     """Retrofits by name.
 
-    "retrofit" reads about a million tokens, a quarter of them for the alignment, which
-    takes each four times.
+    "retrofit" takes about a million tokens, a quarter of them for the distillation,
+    four times each.
     """
     return {"retrofit-tiny": _tiny(), "retrofit": RetrofitStages()}
 

@@ -1,4 +1,4 @@
-"""What a fine-tuning run is: its record, its model, and reading both back."""
+"""Record of a fine-tuning run, and loading of its model."""
 
 import dataclasses
 import functools
@@ -31,25 +31,24 @@ LATER_STAGES = ("stage3", "stage2")
 TOKENIZER_FILE = "tokenizer.json"
 #: Tokenizers that are part of the library.
 SHIPPED = ("bytes", "bpe4k")
-#: The stages that a run's folder may be of; its record says which by its fields.
+#: Kinds of stages; the fields of a record tell which.
 AnyStage = SegmentStage | MPlusStage | RetrofitStage
 
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneRun:
-    """What a run's folder says about it.
+    """Record of a fine-tuning run.
 
     Attributes:
         config: of the stage.
-        model: of the backbone, as it came.
+        model: of the pretrained backbone.
         tokenizer: "bytes", "bpe4k", or the folder's own "tokenizer.json", which
             `read_run` replaces by its path.
-        tokenizer_digest: two tokenizers with one digest encode alike.
-        backbone_digest: of the parameters of the backbone as it came.
-        start_digest: of the parameters that the stage before ended with; empty without
-            one.
-        origin: the model that the backbone was: a path, or "owner/name@commit" of the
-            hub. Empty in runs of before it was written down.
+        tokenizer_digest: of the tokenizer's encoding.
+        backbone_digest: of the pretrained backbone's parameters.
+        start_digest: of the previous stage's parameters; empty without one.
+        origin: the pretrained model, a path or "owner/name@commit" of the hub; empty in
+            early runs.
     """
 
     kind: ClassVar[Kind] = "finetune"
@@ -112,12 +111,12 @@ class FinetuneRun:
 
     @property
     def language_model(self) -> ModelConfig:
-        """Of the model that is trained, or of the backbone inside it."""
+        """Configuration of the trained model, or of the backbone inside."""
         model = self.structure()
         return model.backbone.config if model.backbone is model else self.model
 
     def anonymous(self) -> "FinetuneRun":
-        """Without seed, digests and origin, on which no program depends."""
+        """The same compiled programs, without seed, digests and origin."""
         stage = dataclasses.replace(self.config, seed=0)
         return dataclasses.replace(
             self, config=stage, backbone_digest="", start_digest="", origin=""
@@ -170,7 +169,7 @@ class FinetuneRun:
         return self.data.batch_size * self.tokens_read * each
 
 
-# Traced once: a run asks for it when it starts, is laid out, stepped and read back.
+# Traced once for all its uses.
 @functools.lru_cache(maxsize=8)
 def _structure(stage: AnyStage, model: ModelConfig) -> tuple[Any, Any]:
     key = jax.random.key(0)
@@ -182,21 +181,21 @@ def _structure(stage: AnyStage, model: ModelConfig) -> tuple[Any, Any]:
 
 
 def later_stage(run_dir: AnyPath) -> AnyPath | None:
-    """The folder of the last stage but the first that lies in a folder, if any does."""
+    """Folder of the last stage after the first in a run's folder, if any."""
     folders = (run_dir / name for name in LATER_STAGES)
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def is_finetuned(run_dir: AnyPath) -> bool:
-    """Whether a folder is of a fine-tuning run; else it may be of a training run."""
+    """Whether a folder is of a fine-tuning run, rather than one from scratch."""
     file = run_dir / CONFIG_FILE
-    # A field that only fine-tuning has tells the two kinds of run apart.
+    # A field that only fine-tuning has.
     finetuned = file.is_file() and '"backbone_digest"' in file.read_text()
     return finetuned or later_stage(run_dir) is not None
 
 
 def read_run(run_dir: AnyPath) -> FinetuneRun:
-    """The record of a run; where several stages lie in the folder, of the last.
+    """The record of a run; of several stages, of the last.
 
     Raises:
         ValueError: if the folder is no such run.
@@ -211,10 +210,9 @@ def read_run(run_dir: AnyPath) -> FinetuneRun:
 
 
 def load(run_dir: AnyPath) -> tuple[FinetuneRun, Model]:
-    """A fine-tuning run and its newest good checkpoint's model.
+    """Record of a fine-tuning run, and the model of its newest undamaged checkpoint.
 
-    Where several stages lie in the folder, the last. Adapters are still apart:
-    `merge_lora` joins them.
+    Of several stages, the last. `merge_lora` merges the adapters.
 
     Raises:
         ValueError: if the folder is no such run, or its checkpoint is unreadable.

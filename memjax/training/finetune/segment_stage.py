@@ -48,15 +48,15 @@ class SegmentStage(SampleStage):
 
     Attributes:
         memory: "hmt", of which RMT is the form without sensory tokens and retrieval;
-            "window", the backbone alone, whose attention sees the last tokens;
+            "window", the backbone alone with windowed attention;
             "reread", the backbone on the last tokens and each segment, see
             `ReReadWindow`.
         hmt: the memory; `hmt.retrieval` False is stage 1.
         window: the segment of the baselines. With memory="window" the tokens that
             attention sees; with "reread" those of a segment.
-        sinks: first tokens that attention sees beside the window; of "window" alone.
-        reread: tokens that are read again before each segment; of "reread" alone, where
-            0 is segments apart.
+        sinks: first tokens that attention sees in addition; for "window" only.
+        reread: tokens that are read again before each segment, for "reread" only; 0
+            reads segments independently.
         depth: segments of a sample, through which gradients flow (BPTT) unless
             `step.bptt_blocks` cuts them.
         train: "full" trains the backbone's every parameter; "lora" adapters alone. The
@@ -152,7 +152,7 @@ class SegmentStage(SampleStage):
 
     def wrap(self, backbone: LanguageModel, key: PRNGKeyArray) -> Model:
         """The backbone with its memory or window, and with adapters if any."""
-        # Two keys in any case: the memory starts alike with adapters and without.
+        # Always two keys: the same initial memory with and without adapters.
         lora_key, memory_key = jax.random.split(key)
         if self.dtype is not None:
             backbone = replace_config(backbone, dtype=self.dtype)
@@ -173,7 +173,7 @@ class SegmentStage(SampleStage):
         """Stage 2 follows stage 1: HMT with retrieval one without.
 
         Raises:
-            ValueError: for any other pair, or where what is trained changes.
+            ValueError: for any other pair, or other trained parameters.
         """
         if self.memory_name != WITH_RETRIEVAL:
             raise ValueError(

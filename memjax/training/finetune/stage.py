@@ -30,21 +30,21 @@ from memjax.training.step import (
 )
 
 Model = HMT | MPlus | ReReadWindow | LanguageModel
-#: `memory_name` of a stage whose model is a plain backbone.
+#: `memory_name` of a stage with a plain backbone.
 NO_MEMORY = "no memory"
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Where the samples of a stage come from.
+    """Source of a stage's samples.
 
     Attributes:
         source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
         mode: "chunked" samples are independent, as in the paper; "streamed" ones
-            start with the memory of the sample before, and need `step.carry_memory`.
+            continue the memory of the previous sample, and need `step.carry_memory`.
         batch_size: samples of one update, over all devices.
         validation_texts: samples in each evaluation.
-        cache_dir: where tokens are kept; None is the user's cache folder.
+        cache_dir: cache of tokens; None is the user's cache folder.
     """
 
     source: str = "embedded"
@@ -125,11 +125,11 @@ class Stage(Protocol):
     def wrap_trained(
         self, trained: Model, pretrained: ModelConfig, key: PRNGKeyArray
     ) -> Model:
-        """The model that is trained, made from what the stage before ended with.
+        """The model that is trained, from the model of the previous stage.
 
         Args:
-            trained: that stage's model; this one's shares its parameters.
-            pretrained: of the backbone, as it came.
+            trained: that stage's model; its parameters are shared.
+            pretrained: configuration of the pretrained backbone.
             key: of the parameters that are new.
         """
         ...
@@ -146,8 +146,8 @@ class Stage(Protocol):
 
         Args:
             model: as `wrap` or `wrap_trained` made it.
-            pretrained: of the backbone, as it came.
-            before: the stage that it came from, if any.
+            pretrained: configuration of the pretrained backbone.
+            before: the previous stage, if any.
             documents: of the training split.
             tokenizer: of the run.
         """
@@ -182,11 +182,11 @@ class Stage(Protocol):
         pretrained: ModelConfig,
         compiled: Callable[[Callable], Callable],
     ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
-        """The update that takes what `batches` yields.
+        """The update on the elements of `batches`.
 
         Args:
             model: gives the structure alone.
-            pretrained: of the backbone, as it came.
+            pretrained: configuration of the pretrained backbone.
             compiled: turns a pure update `(state, batch) -> (state, metrics)` into the
                 program that runs on the devices.
         """

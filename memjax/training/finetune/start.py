@@ -1,4 +1,4 @@
-"""What a fine-tuning starts from: a pretrained backbone, or the stage before."""
+"""Start of a fine-tuning run: a pretrained backbone, or the previous stage."""
 
 import dataclasses
 import hashlib
@@ -29,11 +29,11 @@ from memjax.training.finetune.stage import Model, Stage
 
 
 class StoredText(NamedTuple):
-    """What stands between the model and text, as a run's folder keeps it.
+    """Tokenizer and text interface, as stored in a run's folder.
 
     Attributes:
         name: of the tokenizer: "bytes", "bpe4k", or the folder's own "tokenizer.json".
-        text: tokenizer, chat template, and how to draw.
+        text: tokenizer, chat template and sampling.
         tokenizer: that of `text`.
     """
 
@@ -42,12 +42,12 @@ class StoredText(NamedTuple):
     tokenizer: Tokenizer
 
     def files(self) -> dict[str, bytes]:
-        """What the run's folder keeps; nothing of a tokenizer that ships."""
+        """Files for the run's folder; none for an embedded tokenizer."""
         return {} if self.name in SHIPPED else self.text.files()
 
 
 class Backbone(NamedTuple):
-    """A pretrained model, what its tokens mean, and the digest of its parameters."""
+    """A pretrained model with its tokenizer and the digest of its parameters."""
 
     model: LanguageModel
     stored: StoredText
@@ -89,7 +89,7 @@ def load_backbone(name: AnyPath | str) -> Backbone:
 
 def digest(model: nnx.Module) -> str:
     """SHA-256 over names, shapes and values of a model's parameters."""
-    # Values and names, so that two folders with one digest hold one model.
+    # Of values and names, so that equal digests mean equal models.
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -100,18 +100,18 @@ def digest(model: nnx.Module) -> str:
 
 
 def _kept_name(tokenizer: str) -> str:
-    """How a run's folder names a tokenizer: only those that ship keep their name."""
+    """Name of a tokenizer in a run's folder; only embedded ones keep their own."""
     return tokenizer if tokenizer in SHIPPED else TOKENIZER_FILE
 
 
 class Start(NamedTuple):
-    """Where a run begins.
+    """Start of a run.
 
     Attributes:
         described: the run's record.
         model: before `Stage.prepare`.
-        stored: tokenizer, chat template and how to draw of the backbone.
-        before: the stage before, if any.
+        stored: tokenizer, chat template and sampling of the backbone.
+        before: the previous stage, if any.
     """
 
     described: FinetuneRun
@@ -123,7 +123,7 @@ class Start(NamedTuple):
 def starting_point(
     stage: AnyStage, backbone: AnyPath | str | None, start: AnyPath | None
 ) -> Start:
-    """The run's record and its first model, made from a backbone or the stage before.
+    """The run's record and first model, from a backbone or the previous stage.
 
     Raises:
         ValueError: see `finetune.finetune`.
@@ -148,7 +148,7 @@ def starting_point(
 def _after(
     stage: AnyStage, start: AnyPath, backbone: AnyPath | str | None, key: PRNGKeyArray
 ) -> Start:
-    """Where the stage before, whose folder is `start`, ended."""
+    """Start from the previous stage, in the folder `start`."""
     where = f"start={str(start)!r}"
     if not is_finetuned(start):
         raise ValueError(f"{where} must be the folder of a fine-tuning run")
@@ -161,7 +161,7 @@ def _after(
     name = _kept_name(before.tokenizer)
     stored = StoredText(name, text, cast(Tokenizer, text.tokenizer))
     described = dataclasses.replace(
-        # The digest lets a continuation refuse a start that was trained on meanwhile.
+        # So that a continuation refuses a start that was trained further meanwhile.
         before,
         config=stage,
         tokenizer=stored.name,

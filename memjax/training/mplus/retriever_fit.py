@@ -1,11 +1,9 @@
-"""Builds or fits M+'s retriever on hidden states that are collected once.
+"""Initialisation and separate training of M+'s retriever on collected hidden states.
 
-The retriever's input is detached, so fitting it changes no other parameter, and the
-hidden states of a bank of documents can be collected once and used for many steps. The
-loss of `retriever.py` is taken with each document's rows against those of all other
-documents in a batch; in training the others are only those that the pool holds.
-
-`similarity` needs no loss: its retriever finds rows that are similar to the queries.
+The retriever's input is detached: training it changes no other parameter, and the
+hidden states of a bank of documents serve many steps. Negatives of a document's rows
+are those of all other documents in the batch, where training has those of the pool.
+`similarity` constructs a retriever for rows similar to the queries, without a loss.
 
 Shapes: n documents, L layers, Q query tokens, R rows of a document, D model.
 """
@@ -39,7 +37,7 @@ class Bank(NamedTuple):
 
     Attributes:
         asking: normed hidden states of the tokens that read the document's memory.
-        query_mask: which of them are queries: the first few.
+        query_mask: the queries among them, the first few.
         rows: normed memory tokens of the document.
     """
 
@@ -106,7 +104,7 @@ def _collect(graph, params, batch, key, made, asking, rows):
 
 
 def start_by_similarity(model: MPlus, bank: Bank) -> MPlus:
-    """The model with the query and key that `similarity` makes of its bank.
+    """The model with the query and key of `similarity`.
 
     Raises:
         ValueError: as `similarity` does, for the model's `key_dim`.
@@ -116,15 +114,15 @@ def start_by_similarity(model: MPlus, bank: Bank) -> MPlus:
 
 
 def similarity(bank: Bank, key_dim: int) -> tuple[Retriever, Retriever]:
-    """A query and a key for which p is high where rows are similar to the query tokens.
+    """Query and key with high p for rows similar to the query tokens.
 
     f_q(h) · f_k(m) = (A h) · (A m) - threshold, with A the first d - 1 principal axes,
-    whitened and orthogonal to the means: a few axes of a backbone's stream are hundreds
-    of times as large as others, and alike in all tokens. As silu(x) - silu(-x) = x, the
-    retriever's two matrices can be linear.
+    whitened and orthogonal to the means: a few axes of a backbone's residual stream are
+    hundreds of times larger than others, and nearly constant over tokens. As silu(x) -
+    silu(-x) = x, the retriever's two matrices can be linear.
 
     Args:
-        bank: of some documents; thirty are as good as hundreds.
+        bank: of some thirty documents or more.
         key_dim: d, at least 2.
 
     Raises:
@@ -156,11 +154,11 @@ def _similar(asking, stored, axes):
     means = [x.mean(axis=0) for x in (asking, stored)]
     spread = sum(jnp.cov(x, rowvar=False) for x in (asking, stored)) / 2
     values, vectors = jnp.linalg.eigh(spread)
-    # Axes without spread would be blown up to noise when they are whitened.
+    # Whitening axes without spread would amplify noise.
     values = jnp.maximum(values[-axes:], 1e-6 * values[-1])
     a = vectors[:, -axes:] * jnp.sqrt(SCALE / axes / values)[None]
     basis, _ = jnp.linalg.qr(jnp.stack(means, axis=1))
-    # The means are large and alike in all tokens: they would decide every product.
+    # The means are large in all tokens and would dominate every product.
     a -= basis @ (basis.T @ a)
     # A vector's part along its mean is about that of all others.
     along = [mean / (mean @ mean) for mean in means]
@@ -192,11 +190,11 @@ def fit(
     """The model with fitted `query` and `key`, and the loss of each step.
 
     Args:
-        model: whose bank it is.
+        model: of the bank.
         bank: of at least `documents`.
-        steps: updates of Adam, whose rate falls by a cosine to 0.
-        documents: of a batch, at least 2: each is the others' negative.
-        learning_rate: the first.
+        steps: updates of Adam with a cosine schedule to 0.
+        documents: of a batch, at least 2, negatives of each other.
+        learning_rate: at the start.
         key: of the batches.
 
     Raises:
@@ -215,7 +213,7 @@ def fit(
         updates, state = transform.update(gradients, state)
         return optax.apply_updates(params, updates), state, loss
 
-    # `update` donates them, and the model that was given keeps its own.
+    # `update` donates them; the given model keeps its own.
     params = jax.tree.map(jnp.copy, query_and_key(model))
     state, losses = transform.init(params), []
     for step in range(steps):

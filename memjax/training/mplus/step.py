@@ -1,7 +1,7 @@
-"""One training step of M+ on one of its tasks, as a pure function, and its first state.
+"""Training steps of M+ on its tasks, as pure functions, and the first state.
 
-The training loop is the one of all models; a step takes what `TaskBatches` yields. Each
-task is a program of its own, compiled when it first occurs.
+A step takes an element of `TaskBatches`. Each task has its own program, compiled at its
+first occurrence.
 """
 
 from collections.abc import Callable
@@ -46,15 +46,14 @@ def make_task_steps(
     """Builds the training step of each task; jit them, donating the state.
 
     Args:
-        model: whose parameters the state holds.
+        model: of the state.
         optimizer: as of the state.
         prompt: see `tasks.task_loss`.
 
-    A batch element whose memory is not finite starts empty. A step whose loss or
-    gradients are not finite changes neither parameters nor optimizer; the memory goes
-    on as the step left it.
+    A memory that is not finite is reset. A step with loss or gradients that are not
+    finite changes neither parameters nor optimizer; its memory is carried on.
 
-    Metrics beside those of `make_train_step`: the nats per token of the task, as
+    Metrics besides those of `make_train_step`: the nats per token of the task, as
     `<task>_loss`, and `retriever_loss` where the task has it; `loss` is their sum.
 
     Raises:
@@ -84,8 +83,8 @@ def make_task_steps(
             # By the trained parameters alone: memory and backbone are closed over.
             (total, (memory, losses)), gradients = grad(state.params)
             new, metrics = update(optimizer, state, total, gradients)
-            # Not selected by whether all was finite: a store is tens of gigabytes, and
-            # the one before the step would have to be kept beside it.
+            # Not selected by `finite`: a store is tens of gigabytes, and a second copy
+            # from before the step would be needed.
             new = new._replace(memory=memory)
             # By task, as losses of different tasks cannot be compared.
             metrics[f"{task}_loss"] = losses.language

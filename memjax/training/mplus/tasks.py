@@ -5,10 +5,10 @@
     multi_chunk    writes chunks without a gradient, then reads with the whole memory
     revisit        reads the target of an earlier document with today's memory
 
-The memory continues from step to step and from document to document, and gets no
-gradient. Without a store (MemoryLLM; stages 1 and 2) a document's memory tokens are
-read beside random rows of the pool. With a store, every read of the pool also trains
-the retriever to tell the document's rows from others; what it is given is detached.
+The memory continues from step to step and from document to document, without
+gradients. Without a store (MemoryLLM; stages 1 and 2) a document's memory tokens are
+read together with random rows of the pool. With a store, every read of the pool also
+trains the retriever, on detached inputs, to tell the document's rows from others.
 
 Wang et al. (2025), https://arxiv.org/abs/2502.00592, sections 3.2.3 and D; details that
 they leave open follow the published program.
@@ -37,10 +37,10 @@ from memjax.models.mplus.state import MPlusState
 
 
 class Cached(NamedTuple):
-    """The target of an earlier document, and when its memory was made.
+    """The target of an earlier document, and the time of its memory.
 
     Attributes:
-        target: what is read again; all masked while there is none.
+        target: to be read again; masked while there is none.
         first: the clock before the document's first chunk.
         last: the clock after its last chunk; its rows are born in (first, last].
     """
@@ -87,7 +87,7 @@ def first_memory(
         model: M+ or MemoryLLM.
         batch: B.
         target: T.
-        key: of what the pools drop.
+        key: of the drops from the pools.
     """
     tokens = jnp.zeros((batch, target), jnp.int32)
     # Three buffers: a donated state must not hold one of them twice.
@@ -98,9 +98,9 @@ def first_memory(
 
 
 def healed(model: MPlus, memory: TaskMemory, bad: Bool[Array, " B"]) -> TaskMemory:
-    """The memory with the batch elements in `bad` as before the first step.
+    """The memory with the batch elements in `bad` reset.
 
-    What they keep is the key of their random numbers, which would repeat.
+    They keep the key of their random numbers, which would repeat.
     """
     # The rows that a kept target is of are gone too.
     cached = jax.tree.map(jnp.zeros_like, memory.cached)
@@ -121,10 +121,9 @@ def task_loss(
         memory: of the steps before, without open chunks; gets no gradient.
         batch: with one chunk for "two_chunk", any number for "multi_chunk"; the other
             tasks write none.
-        prompt: the target's first so many tokens, in [1, T], choose the rows of the
-            store, and are not scored. With `retrieval_source` "all" every token
-            chooses, as in the program, and every one is scored; as with retrieval
-            "attention", where each chooses for itself.
+        prompt: number of first tokens of the target, in [1, T], that choose rows of the
+            store and are not scored. With `retrieval_source` "all", as in the program,
+            and with retrieval "attention", every token chooses and is scored.
     """
     # Backpropagation ends at the step: the memory goes on for thousands of them.
     memory = jax.lax.stop_gradient(memory)
@@ -279,7 +278,7 @@ def _language(model, state, target, given):
     nll = loss_sum(
         model.logits, features, target.targets, target.mask, model.vocab_size
     )
-    # A target whose every token is masked has loss 0, not 0 / 0.
+    # A fully masked target has loss 0, not 0 / 0.
     return nll / jnp.maximum(target.mask.sum(), 1.0), trace.hidden
 
 
