@@ -66,7 +66,9 @@ def merge_lora(model: Model) -> Model:
             return nnx.Param(weight + scale * jnp.tensordot(down, up, axes=1))
         return nnx.Param(leaf.get_value()) if type(leaf) is Frozen else leaf
 
-    either = lambda node: _is_adapted(node) or is_variable(node)
+    def either(node):
+        return _is_adapted(node) or is_variable(node)
+
     return jax.tree.map(merged, copy(model), is_leaf=either)
 
 

@@ -215,8 +215,15 @@ def _draw_all(model, state, open_, settings, limit, stop, stop_when):
         count = min(size, limit - taken)
         state = model.reserve(state, count)
         state, open_, *drawn = _draw(
-            *(graph, size, ragged, params, state),
-            *(open_, settings, stop, jnp.int32(count)),
+            graph,
+            size,
+            ragged,
+            params,
+            state,
+            open_,
+            settings,
+            stop,
+            jnp.int32(count),
         )
         parts.append([np.asarray(x)[:, :count] for x in drawn])
         taken, ended = taken + count, np.asarray(open_.done)
@@ -286,7 +293,10 @@ def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, coun
         jnp.zeros((batch, size), jnp.float32),
         jnp.zeros((batch, size), bool),
     )
-    goes_on = lambda loop: (loop[0] < count) & ~loop[2].done.all()
+
+    def goes_on(loop):
+        return (loop[0] < count) & ~loop[2].done.all()
+
     start = (jnp.int32(0), state, open_, empty)
     _, state, open_, kept = jax.lax.while_loop(goes_on, body, start)
     return state, open_, *kept

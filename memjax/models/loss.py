@@ -116,7 +116,9 @@ def _sum_and_gradients(head, chunk, parameters, features, targets, mask):
 
 
 def _scaled_gradients(head, chunk, gradients, cotangent):
-    scaled = lambda x: (x * cotangent).astype(x.dtype)
+    def scaled(x):
+        return (x * cotangent).astype(x.dtype)
+
     # Neither targets nor mask have one.
     return (*jax.tree.map(scaled, gradients), None, None)
 

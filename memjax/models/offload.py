@@ -60,7 +60,10 @@ def near(
         return function(memory, *args)
     # Computation on the host has no gradient.
     given = jax.device_put(jax.lax.stop_gradient((memory, *args)), space)
-    back = lambda stay: space if stay else jax.memory.Space.Device
+
+    def back(stay):
+        return space if stay else jax.memory.Space.Device
+
     spaces = jax.tree.map(back, stays)
     on_host = _compute_on(
         function, compute_type="device_host", out_memory_spaces=spaces

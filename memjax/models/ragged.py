@@ -124,7 +124,10 @@ def write(
     x: Shaped[Array, "B T *E"], positions: Int[Array, "B n"], values: Array
 ) -> Any:
     """x with values[b] at positions[b]; a position beyond T is dropped."""
-    write_one = lambda x, at, values: x.at[at].set(values, mode="drop")
+
+    def write_one(x, at, values):
+        return x.at[at].set(values, mode="drop")
+
     return jax.vmap(write_one)(x, positions, values)
 
 

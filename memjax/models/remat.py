@@ -54,7 +54,10 @@ def cond_with_remat(
     """
     leaves, tree = jax.tree.flatten(args)
     kinds = [_kind(leaf) for leaf in leaves]
-    select = lambda kind: [x for x, of in zip(leaves, kinds, strict=True) if of == kind]
+
+    def select(kind):
+        return [x for x, of in zip(leaves, kinds, strict=True) if of == kind]
+
     floats, fixed = select("float"), select("fixed")
 
     def branches(fixed):
@@ -86,11 +89,12 @@ def cond_with_remat(
 
     def backward(saved, cotangent):
         needed, fixed, floats = saved
+
         # The branch that ran is run again, and its gradient taken there: nothing else
         # is kept.
-        branch_vjp = lambda branch: (
-            lambda *floats: jax.vjp(branch, *floats)[1](cotangent)
-        )
+        def branch_vjp(branch):
+            return lambda *floats: jax.vjp(branch, *floats)[1](cotangent)
+
         gradients = jax.lax.cond(needed, *map(branch_vjp, branches(fixed)), *floats)
         return None, None, list(gradients)
 

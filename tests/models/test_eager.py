@@ -83,13 +83,19 @@ def test_an_eager_call_is_what_a_compiled_one_is(called):
     tiny.assert_close(outer(state, tokens), found)
     # In an enclosing program there is no program of its own.
     assert "_run" not in str(outer.trace(state, tokens).jaxpr)
-    one = lambda state, x: model(jax.tree.map(lambda s: s[None], state), x[None])[1][0]
+
+    def one(state, x):
+        return model(jax.tree.map(lambda s: s[None], state), x[None])[1][0]
+
     tiny.assert_close(jax.vmap(one)(state, tokens), found[1])
 
 
 def test_an_eager_gradient_is_what_a_compiled_one_is(called):
     model, state, tokens, _ = called
-    loss = lambda model: (model(state, tokens)[1] ** 2).mean()
+
+    def loss(model):
+        return (model(state, tokens)[1] ** 2).mean()
+
     eager, compiled = nnx.grad(loss)(model), nnx.jit(nnx.grad(loss))(model)
     tiny.assert_close(nnx.to_pure_dict(eager), nnx.to_pure_dict(compiled))
     assert np.any(jax.tree.leaves(eager)[0])

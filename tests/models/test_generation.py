@@ -105,7 +105,10 @@ def test_prompts_of_unequal_length_are_read_as_if_alone(segment):
         prompt = np.stack([PROMPT[row, :length]] * B)
         alone = go(prompt=prompt)
         np.testing.assert_array_equal(both.tokens[row], alone.tokens[0])
-        element = lambda state, at: jax.tree.map(lambda leaf: leaf[at], state)
+
+        def element(state, at):
+            return jax.tree.map(lambda leaf: leaf[at], state)
+
         chex.assert_trees_all_close(
             element(both.state, row), element(alone.state, 0), rtol=1e-5, atol=1e-5
         )
@@ -138,7 +141,9 @@ def test_a_stop_token_ends_its_batch_element_alone(greedy):
 
 
 def test_stop_strings_are_looked_for_in_the_text():
-    letters = lambda row: "".join(chr(97 + i) for i in row)
+    def letters(row):
+        return "".join(chr(97 + i) for i in row)
+
     found = stop_strings(letters, ["bc", "d"])
     assert found(np.array([[0, 1, 2], [1, 1, 1], [3, 0, 0]])).tolist() == [1, 0, 1]
     for strings in ([], [""]):

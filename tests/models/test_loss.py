@@ -45,7 +45,10 @@ def test_chunks_give_each_targets_negative_log_likelihood(
 def test_losses_by_comparison_are_those_by_gathering():
     """The form of TPUs; a target that is no token has no loss."""
     logits, targets = jnp.asarray(FEATURES @ HEAD), jnp.asarray(TARGETS)
-    of = lambda form: jax.value_and_grad(lambda x: (form(x, targets) ** 2).sum())
+
+    def of(form):
+        return jax.value_and_grad(lambda x: (form(x, targets) ** 2).sum())
+
     gathered = optax.softmax_cross_entropy_with_integer_labels
     found, expected = of(loss._compared_losses)(logits), of(gathered)(logits)
     for one, other in zip(found, expected, strict=True):
@@ -58,9 +61,12 @@ def test_losses_by_comparison_are_those_by_gathering():
 @pytest.mark.slow
 def test_gradients_do_not_see_the_chunks(monkeypatch):
     weights = jnp.linspace(0, 1, B * T).reshape(B, T)
-    gradient = lambda: jax.grad(lambda *x: (losses_of(*x) * weights).sum(), (0, 1))(
-        jnp.asarray(HEAD), jnp.asarray(FEATURES)
-    )
+
+    def gradient():
+        return jax.grad(lambda *x: (losses_of(*x) * weights).sum(), (0, 1))(
+            jnp.asarray(HEAD), jnp.asarray(FEATURES)
+        )
+
     whole = gradient()
     monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
     for a, b in zip(gradient(), whole, strict=True):
@@ -74,15 +80,17 @@ def test_gradients_that_come_with_the_losses(monkeypatch, dtype):
     features = jnp.asarray(FEATURES).astype(dtype)
 
     def total(head, features, scale):
-        logits = lambda x: jnp.matmul(
-            x, head.astype(x.dtype), preferred_element_type=jnp.float32
-        )
+        def logits(x):
+            return jnp.matmul(
+                x, head.astype(x.dtype), preferred_element_type=jnp.float32
+            )
+
         found = loss.loss_sum(logits, features, jnp.asarray(TARGETS), mask, V)
         return scale * found
 
-    pull = lambda: jax.value_and_grad(total, (0, 1, 2))(
-        jnp.asarray(HEAD), features, 0.3
-    )
+    def pull():
+        return jax.value_and_grad(total, (0, 1, 2))(jnp.asarray(HEAD), features, 0.3)
+
     whole = pull()
     # Chunks of 2 of the 7 positions: the last is padded.
     monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
@@ -110,7 +118,9 @@ def test_logits_are_computed_once(monkeypatch, trained, products):
     monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
 
     def total(head, features):
-        logits = lambda x: x @ head
+        def logits(x):
+            return x @ head
+
         return loss.loss_sum(
             logits, features, jnp.asarray(TARGETS), jnp.ones((B, T)), V
         )

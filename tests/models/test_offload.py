@@ -77,7 +77,10 @@ def test_the_place_changes_no_bit(runs):
 @pytest.mark.slow
 def test_rows_stay_on_the_host_and_keys_on_the_device(runs):
     for state in runs["host"][1][:2]:
-        kind = lambda leaf: leaf.sharding.memory_kind
+
+        def kind(leaf):
+            return leaf.sharding.memory_kind
+
         assert kind(state.pool) == "pinned_host"
         for layer in state.store.layers:
             assert kind(layer.rows) == "pinned_host"
@@ -103,7 +106,10 @@ def test_a_memory_is_loaded_to_its_place(runs, tmp_path):
 
 def test_only_what_is_asked_for_travels():
     store = jnp.arange(12.0).reshape(4, 3)
-    take = lambda store, at: (store, store[at])
+
+    def take(store, at):
+        return (store, store[at])
+
     on_host = put("host", store)
     assert put("device", store) is store
     kept, rows = jax.jit(lambda *x: near(take, *x, stays=(True, False)))(

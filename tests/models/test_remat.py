@@ -12,27 +12,44 @@ from tests import tiny
 
 def both(needed, x, count):
     """One float and one whole number, as memories have."""
-    one = lambda x, count: (jnp.sin(x) * x.sum(), count + 1)
-    other = lambda x, count: (x * 2.0, count)
+
+    def one(x, count):
+        return (jnp.sin(x) * x.sum(), count + 1)
+
+    def other(x, count):
+        return (x * 2.0, count)
+
     return cond_with_remat("keep", needed, one, other, x, count)
 
 
 def plain(needed, x, count):
-    one = lambda x: jnp.sin(x) * x.sum()
+    def one(x):
+        return jnp.sin(x) * x.sum()
+
     return jax.lax.cond(needed, one, lambda x: x * 2.0, x)
 
 
 @pytest.mark.parametrize("needed", [True, False])
 def test_every_derivative_is_that_of_a_plain_branch(needed):
     x, change, count = tiny.draw(0, 3), tiny.draw(1, 3), jnp.int32(4)
-    ours = lambda x: both(jnp.bool_(needed), x, count)
-    theirs = lambda x: plain(jnp.bool_(needed), x, count)
-    run = lambda f, x, change: jax.jvp(f, (x,), (change,))
+
+    def ours(x):
+        return both(jnp.bool_(needed), x, count)
+
+    def theirs(x):
+        return plain(jnp.bool_(needed), x, count)
+
+    def run(f, x, change):
+        return jax.jvp(f, (x,), (change,))
+
     run = jax.jit(run, static_argnums=0)
     (y, counted), (by, none) = run(ours, x, change)
     tiny.assert_close((y, by), run(theirs, x, change))
     assert counted == 4 + needed and none.dtype == jax.dtypes.float0
-    first = lambda x: ours(x)[0]
+
+    def first(x):
+        return ours(x)[0]
+
     expected = jax.jit(jax.jacfwd(theirs))(x)
     tiny.assert_close(jax.jit(jax.jacfwd(first))(x), expected)
     tiny.assert_close(jax.jit(jax.jacrev(first))(x), expected)

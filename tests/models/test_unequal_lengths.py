@@ -49,7 +49,10 @@ def build(name) -> Any:
 @pytest.mark.parametrize("name", ["hmt", "rmt", "mplus", "reread"])
 def test_a_batch_element_reads_its_own_tokens_alone(name):
     model = tiny.drawn(lambda: build(name))
-    element = lambda tree, b: jax.tree.map(lambda leaf: leaf[b], tree)
+
+    def element(tree, b):
+        return jax.tree.map(lambda leaf: leaf[b], tree)
+
     empty = model.init_state(len(LENGTHS))
     state, features = model.features(empty, TOKENS, lengths=jnp.array(LENGTHS))
     tiny.assert_equal(element(state, 2), element(empty, 2))

@@ -146,7 +146,10 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
         name: _around(parts[name], record["starts"].get(name), leaf.shape, name, where)
         for name, leaf in expected.items()
     }
-    read = lambda path, leaf: jax.device_put(values[leaf_name(path)], leaf.memory_space)
+
+    def read(path, leaf):
+        return jax.device_put(values[leaf_name(path)], leaf.memory_space)
+
     return jax.tree_util.tree_map_with_path(read, empty)
 
 
@@ -244,7 +247,10 @@ def _record_digest(record: Mapping[str, Any]) -> str:
 def _grown_slots(model: Model, leaves: Mapping[str, Any]) -> int | None:
     """Slots of caches that are of another size than in a new state; None without."""
     empty = _leaves_by_name(_abstract_state(model, leaves, None))
-    slots = lambda leaf: getattr(leaf, "shape", ())[1:2]
+
+    def slots(leaf):
+        return getattr(leaf, "shape", ())[1:2]
+
     grown = [slots(x) for n, x in leaves.items() if n in empty]
     new = [slots(empty[n]) for n in leaves if n in empty]
     found = [a for a, b in zip(grown, new, strict=True) if a and a != b]
@@ -263,7 +269,10 @@ def _abstract_state(
     # HMT's states for padded texts have a leaf that the others lack.
     takes_masks = "masked" in inspect.signature(model.init_state).parameters
     options = {"masked": True} if takes_masks and "visible" in leaves else {}
-    init = lambda: model.init_state(shapes[0][0], slots, **options)
+
+    def init():
+        return model.init_state(shapes[0][0], slots, **options)
+
     avals = jax.make_jaxpr(init)().out_avals
     return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(init)), avals)
 

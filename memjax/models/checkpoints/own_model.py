@@ -57,7 +57,10 @@ def build_model(
     pure = nnx.to_pure_dict(state)
     # All at once and before anything is read: one message names every wrong tensor.
     require_tensors(parameter_shapes(model_config), shapes, where)
-    read = lambda path, _: jnp.asarray(get(leaf_name(path)))
+
+    def read(path, _):
+        return jnp.asarray(get(leaf_name(path)))
+
     nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(read, pure))
     nnx.update(model, state)
     return model

@@ -102,7 +102,9 @@ def _build(
     if param_dtype is not None:
         require_known("param_dtype", param_dtype, get_args(Dtype))
         saved = SAVED_DTYPES[param_dtype]
-        get = lambda name: checkpoint.get_compact(name).astype(saved, copy=False)
+
+        def get(name):
+            return checkpoint.get_compact(name).astype(saved, copy=False)
     else:
         get = checkpoint.get_compact if dtype == "bfloat16" else checkpoint.get
     get = _counted(get, len(shapes), progress)

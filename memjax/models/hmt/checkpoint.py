@@ -98,7 +98,10 @@ def _build(
     config = _fill_retrieval_dim(config, shapes)
     start = len(BACKBONE)
     inner = {n[start:]: s for n, s in shapes.items() if n.startswith(BACKBONE)}
-    read = lambda name: get(BACKBONE + name)
+
+    def read(name):
+        return get(BACKBONE + name)
+
     backbone = _backbone(described, inner, read, where, dtype)
     expected = {INITIAL_MEMORY: (1, backbone.width)}
     if config.retrieval:

@@ -73,7 +73,10 @@ def open_last_segment(
     is_open = length > 0
     # Where all n are complete, any segment will do: its length is 0.
     index = jnp.minimum(last, n - 1)[:, None]
-    pick = lambda x: ragged.take(jnp.moveaxis(x, 0, 1), index)[:, 0]
+
+    def pick(x):
+        return ragged.take(jnp.moveaxis(x, 0, 1), index)[:, 0]
+
     # The state promises zeros beyond the open segment's length.
     known = jnp.arange(config.segment_length, dtype=jnp.int32)[None] < length[:, None]
     visible = segments.visible

@@ -131,8 +131,11 @@ class HMT(nnx.Module):
         """The parameters as plain arrays."""
         retrieval = None
         if self.config.retrieval:
-            learned = (self.summary_prompt, self.query, self.key)
-            retrieval = RetrievalWeights(*(param.get_value() for param in learned))
+            retrieval = RetrievalWeights(
+                summary_prompt=self.summary_prompt.get_value(),
+                query=self.query.get_value(),
+                key=self.key.get_value(),
+            )
         return Weights(self.backbone, self.initial_memory.get_value(), retrieval)
 
     @property
@@ -220,10 +223,15 @@ class HMT(nnx.Module):
                 mask for a state that was not made for masks.
         """
         config, count = self.config, tokens.shape[1]
+
         # Generation: tokens extend the backbone's state and the segment is not read
         # again.
-        extend = lambda state: read_tokens(config, self.weights, state, tokens, mask)
-        again = lambda state: self._read_segments(state, tokens, mask, False, lengths)
+        def extend(state):
+            return read_tokens(config, self.weights, state, tokens, mask)
+
+        def again(state):
+            return self._read_segments(state, tokens, mask, False, lengths)
+
         if count == 1:
             after, features = extend(state)
         elif (
@@ -233,7 +241,10 @@ class HMT(nnx.Module):
             after, features, _ = again(state)
         else:
             fits = jnp.all(state.length + count <= config.segment_length)
-            read_again = lambda state: again(state)[:2]
+
+            def read_again(state):
+                return again(state)[:2]
+
             after, features = jax.lax.cond(fits, extend, read_again, state)
         if lengths is None:
             return after, features

@@ -133,7 +133,10 @@ def summarize_segments(
         always: also where no search depends on a summary, which is zero otherwise.
     """
     n, least = segments.length.shape[0], config.min_memories_to_choose
-    zeros = lambda n: jnp.zeros((n, *num_valid.shape, weights.backbone.width))
+
+    def zeros(n):
+        return jnp.zeros((n, *num_valid.shape, weights.backbone.width))
+
     if weights.retrieval is None or n == 0:
         # Without retrieval no search needs a summary.
         return zeros(n)
@@ -172,7 +175,10 @@ def _summarize_all(config, weights, segments):
     )
     size = min(n, max(1, size))
     whole = n - n % size
-    groups = lambda x: x[:whole].reshape(-1, size, *x.shape[1:])
+
+    def groups(x):
+        return x[:whole].reshape(-1, size, *x.shape[1:])
+
     summaries = jax.lax.map(summarize_group, jax.tree.map(groups, segments))
     summaries = summaries.reshape(whole, *summaries.shape[2:])
     if whole == n:

@@ -71,7 +71,10 @@ def read_segments(
         config, weights, memories, before, always_summarize
     )
     memories, output = _read_last(config, weights, memories, last, always_summarize)
-    append = lambda a, b: jnp.concatenate([a, b[None]])
+
+    def append(a, b):
+        return jnp.concatenate([a, b[None]])
+
     return memories, *jax.tree.map(append, outputs, output)
 
 
@@ -82,7 +85,10 @@ def _read_in_turn(config, weights, memories, segments, always_summarize):
     summaries = summarize_segments(
         config, weights, memories.num_valid, segments, always_summarize
     )
-    read = lambda memories, x: read_segment(config, weights, memories, *x)
+
+    def read(memories, x):
+        return read_segment(config, weights, memories, *x)
+
     # Without a loop no saved activation is copied, but there is more to compile.
     unroll = config.activations == "keep" and summaries.shape[0] <= MAX_UNROLLED
     return jax.lax.scan(
@@ -98,10 +104,13 @@ def _read_last(config, weights, memories, segment, always_summarize):
     if config.activations == "offload":
         read = remat(config.activations, read)
     dtype = weights.backbone.config.dtype
-    skip = lambda weights, memories, segment: (
-        memories,
-        empty_segment(memories, config.segment_length, dtype),
-    )
+
+    def skip(weights, memories, segment):
+        return (
+            memories,
+            empty_segment(memories, config.segment_length, dtype),
+        )
+
     return cond_with_remat(
         config.activations,
         jnp.any(segment.length > 0),

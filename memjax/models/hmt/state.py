@@ -76,7 +76,10 @@ def init_state(
     """The state before the first token; every leaf has the batch first."""
     # Without a search only the last memory is read.
     slots = config.num_memories if config.retrieval else 1
-    zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
+
+    def zeros(*shape):
+        return jnp.zeros((batch, *shape), jnp.int32)
+
     memories = Memories(
         bank=jnp.zeros((batch, slots, backbone.width), jnp.float32),
         num_valid=zeros(),

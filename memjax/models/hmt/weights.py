@@ -58,7 +58,10 @@ def init_weights(
     if not config.retrieval:
         return Weights(backbone, initial_memory, None)
     shape, bound = (e, config.retrieval_dim or e), e**-0.5
-    uniform = lambda key: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+    def uniform(key):
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
     retrieval = RetrievalWeights(
         summary_prompt=jax.random.normal(prompt_key, (e,)) * spread,
         query=uniform(query_key),

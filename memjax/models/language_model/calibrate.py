@@ -122,7 +122,10 @@ def start_features(
         keys.append(key)
         values.append(value)
         biases.append(-moments.mean[of_keys] @ key)
-    stacked = lambda maps: jnp.asarray(np.stack(maps), jnp.float32)
+
+    def stacked(maps):
+        return jnp.asarray(np.stack(maps), jnp.float32)
+
     return FeatureParams(
         query=stacked(queries),
         key=stacked(keys),

@@ -190,7 +190,10 @@ def period(layers: Iterable[MechanismConfig]) -> tuple[MechanismConfig, ...]:
     """The shortest beginning of `layers` that, repeated, gives them all."""
     layers = tuple(layers)
     length = len(layers)
-    repeats = lambda p: all(layers[i] == layers[i % p] for i in range(length))
+
+    def repeats(p):
+        return all(layers[i] == layers[i % p] for i in range(length))
+
     return layers[: next(filter(repeats, range(1, length + 1)))]
 
 

@@ -94,7 +94,10 @@ def _scan(run, layers, period, h):
         return h, after
 
     h, stacked = jax.lax.scan(repetition, h, stacked)
-    take = lambda i: jax.tree.map(lambda x: x[i // period], stacked[i % period])
+
+    def take(i):
+        return jax.tree.map(lambda x: x[i // period], stacked[i % period])
+
     return [take(i) for i in range(period * repeats)], h
 
 

@@ -225,7 +225,9 @@ def run_block(
         parameters
     )
     norm = functools.partial(normalize, epsilon=config.norm_epsilon)
-    transform = lambda x: along_batch(feed_forward(config, hidden, x))
+
+    def transform(x):
+        return along_batch(feed_forward(config, hidden, x))
 
     def read(memory, x):
         memory, y = mix(mechanism, memory, x)

@@ -24,7 +24,10 @@ def replace_config(model: LanguageModel, **changes: Any) -> LanguageModel:
     config = dataclasses.replace(model.config, **changes)
     # Compared by shapes before anything changes: the parameters must fit.
     built = tuple(map(build_once, config.layers))
-    shapes = lambda m: jax.eval_shape(m.init_params, jax.random.key(0))
+
+    def shapes(m):
+        return jax.eval_shape(m.init_params, jax.random.key(0))
+
     for block, mechanism in zip(model.blocks, built, strict=True):
         if shapes(block.functions) != shapes(mechanism):
             raise ValueError(f"{changes} changes the parameters of a mechanism")

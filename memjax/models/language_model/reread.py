@@ -157,7 +157,10 @@ class ReReadWindow(nnx.Module):
             capacity: without a meaning, as the memory has one size.
         """
         check_sizes(batch=batch)
-        zeros = lambda *shape: jnp.zeros((batch, *shape), jnp.int32)
+
+        def zeros(*shape):
+            return jnp.zeros((batch, *shape), jnp.int32)
+
         return ReReadState(zeros(self._most), zeros(), zeros())
 
     @compiled
@@ -249,7 +252,10 @@ class ReReadWindow(nnx.Module):
         pieces = self._slices(
             text, before, jnp.broadcast_to(segment, (len(end), count))
         )
-        encode = lambda model, tokens: model.encode(model.embed(tokens))
+
+        def encode(model, tokens):
+            return model.encode(model.embed(tokens))
+
         shape = (len(end), self._most, self.width)
         # The last one has no tokens if all begin at a segment's start.
         last = cond_with_remat(

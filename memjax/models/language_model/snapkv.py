@@ -136,7 +136,10 @@ def compact(
     distance to what comes is what it was.
     """
     n, capacity = slots.shape[1], state.keys.shape[1]
-    apart = lambda x: x.reshape(*x.shape[:2], *slots.shape[2:], -1)
+
+    def apart(x):
+        return x.reshape(*x.shape[:2], *slots.shape[2:], -1)
+
     keys, values = (
         jnp.take_along_axis(apart(x), slots[..., None], axis=1)
         for x in (state.keys, state.values)
@@ -148,7 +151,10 @@ def compact(
         # YaRN's factor is in the keys already.
         keys = keys / heads.rope_scaling.amplitude
     fill = ((0, 0), (0, capacity - n), (0, 0))
-    joined = lambda x: jnp.pad(x.reshape(*x.shape[:2], -1), fill)
+
+    def joined(x):
+        return jnp.pad(x.reshape(*x.shape[:2], -1), fill)
+
     return AttentionState(
         keys=joined(keys),
         values=joined(values),

@@ -46,7 +46,10 @@ def stored(
 ) -> LayerStore:
     """The store's entry for memory tokens: the keys and values of a layer."""
     made = memory_slots(config, block, rows.astype(config.dtype))
-    flat = lambda x: x.reshape(*born.shape, -1).astype(jnp.float32)
+
+    def flat(x):
+        return x.reshape(*born.shape, -1).astype(jnp.float32)
+
     return LayerStore(rows=flat(made.values), keys=flat(made.keys), born=born)
 
 
@@ -95,7 +98,10 @@ class AttentionRetriever:
         """
         b, t, h, _ = query.shape
         g, s = key.shape[2], key.shape[1]
-        split = lambda x: jnp.moveaxis(x.reshape(b, t, g, h // g, -1), 1, 0)
+
+        def split(x):
+            return jnp.moveaxis(x.reshape(b, t, g, h // g, -1), 1, 0)
+
         last = before[None] + jnp.arange(t, dtype=jnp.int32)[:, None]
         slots = jnp.arange(s, dtype=jnp.int32)[None]
 
@@ -121,7 +127,10 @@ class AttentionRetriever:
         """Keys after RoPE and values [B, R, G, r, H]; which are real; their indices."""
         store, num_valid = self.store.layers[layer], self.store.num_valid
         b, g, r, _ = plain.shape
-        heads = lambda x: x.reshape(*x.shape[:-1], g, -1)
+
+        def heads(x):
+            return x.reshape(*x.shape[:-1], g, -1)
+
         scores = jnp.einsum(
             "bgrh,bmgh->bgrm", plain.astype(jnp.float32), heads(store.keys)
         )
@@ -145,7 +154,10 @@ class AttentionRetriever:
         # Unused parts of the buffer may hold anything, and must not give NaN.
         first = self.count - found[:, None]
         real = (places >= first)[..., None, None, None]
-        read = lambda x: jnp.where(real, jnp.moveaxis(take(x, chosen), 3, 1), 0.0)
+
+        def read(x):
+            return jnp.where(real, jnp.moveaxis(take(x, chosen), 3, 1), 0.0)
+
         # Position 0 is that of bos.
         positions = jnp.maximum(places + 1 - first, 0)
         keys, values = read(store.keys), read(store.rows)
@@ -159,7 +171,10 @@ def _attend(query, found, slots):
     """Softmax attention of one token to its retrieved rows and to the KV cache."""
     keys, values, real = found
     key, value, seen = slots
-    product = lambda form, *x: jnp.einsum(form, *x, preferred_element_type=jnp.float32)
+
+    def product(form, *x):
+        return jnp.einsum(form, *x, preferred_element_type=jnp.float32)
+
     query = query * query.shape[-1] ** -0.5
     scores = [
         product("bgrh,bRgrh->bgrR", query, keys),

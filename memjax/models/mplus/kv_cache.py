@@ -28,7 +28,10 @@ def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> KVCache:
     """A cache without keys, whose tokens will begin at position `first`."""
     config = weights.backbone.config
     shape = (batch, slots, config.heads.num_kv_heads * config.heads.head_dim)
-    layer = lambda: jnp.zeros(shape, weights.memory_dtype)
+
+    def layer():
+        return jnp.zeros(shape, weights.memory_dtype)
+
     return KVCache(
         keys=tuple(layer() for _ in range(weights.layers)),
         values=tuple(layer() for _ in range(weights.layers)),
@@ -134,8 +137,11 @@ def with_bos(weights, layer, memory):
     bos = weights.bos[layer][None, None]
     bos = jnp.broadcast_to(bos, (rows[0].shape[0], 1, bos.shape[-1]))
     seen = jnp.concatenate(seen, axis=1)
+
     # Each by itself, so that the pool is not copied in a wider format.
-    cast = lambda x: x.astype(weights.backbone.config.dtype)
+    def cast(x):
+        return x.astype(weights.backbone.config.dtype)
+
     rows = jnp.concatenate([cast(x) for x in (bos, *rows)], axis=1)
     # Without memory bos is hidden too: the model then is its backbone.
     some = jnp.any(seen, axis=1, keepdims=True)
@@ -158,12 +164,18 @@ def prepare(
     # A cache stays valid until the pool changes or tokens come without being read.
     rows = rows & ~state.cache_ready
 
-    made = lambda state: (state.cache, state.queries, state.num_queries)
+    def made(state):
+        return (state.cache, state.queries, state.num_queries)
 
     def make():
         begun = state._replace(cache=_before_tokens(weights, state))
-        skip = lambda: made(begun)
-        again = lambda: made(read_open(weights, begun, begun.tokens, begun.length)[0])
+
+        def skip():
+            return made(begun)
+
+        def again():
+            return made(read_open(weights, begun, begun.tokens, begun.length)[0])
+
         after = jax.lax.cond(jnp.any(rows & (state.length > 0)), again, skip)
         return mechanisms.replace_rows(made(state), after, rows)
 

@@ -125,17 +125,23 @@ def read_layer(
         plain, k, v = projections.qkv_projection(heads, params, normed)
         q = projections.apply_rope(heads, plain, positions)
         k = projections.apply_rope(heads, k, positions)
-        joined = lambda x: x.reshape(*x.shape[:2], -1)
-        write = lambda old, new: ragged.write(
-            old, places, joined(new).astype(old.dtype)
-        )
+
+        def joined(x):
+            return x.reshape(*x.shape[:2], -1)
+
+        def write(old, new):
+            return ragged.write(old, places, joined(new).astype(old.dtype))
+
         slots = jax.tree.map(write, slots, Slots(k, v))
         # Without a copy where the cache has the format of the activations.
         keys, values = slots.keys.astype(q.dtype), slots.values.astype(q.dtype)
         if attention is None:
             y = cached.from_rows(q, keys, values, start, visible)
         else:
-            split = lambda x: x.reshape(*x.shape[:2], *k.shape[2:])
+
+            def split(x):
+                return x.reshape(*x.shape[:2], *k.shape[2:])
+
             y = attention(plain, q, split(keys), split(values), start, visible)
         return slots, projections.output_projection(params, y)
 
@@ -176,8 +182,11 @@ def compress(
     width = 1 + k + t
     # Without lengths all sequences end together, and nothing is shifted.
     late = jnp.zeros(b, jnp.int32) if lengths is None else t - lengths
+
     # Sequences are aligned at the right, so that the last K positions are the same.
-    push = lambda x: x if lengths is None else jax.vmap(_roll)(x, late)
+    def push(x):
+        return x if lengths is None else jax.vmap(_roll)(x, late)
+
     places = jnp.arange(width, dtype=jnp.int32)[None] - late[:, None]
     seen = (places >= 0) & (real[:, None] | (places == 0) | (places > k))
     is_token = (places > k)[..., None]

@@ -107,7 +107,10 @@ def replace(
     dropped = jnp.where(full, dropped, places(count)[None, None])
     # The j-th row that stays has moved up by the dropped rows before it.
     before = dropped - places(count)[None, None]
-    moved = lambda before: jnp.searchsorted(before, places(rows - count), side="right")
+
+    def moved(before):
+        return jnp.searchsorted(before, places(rows - count), side="right")
+
     kept = places(rows - count)[None, None] + jax.vmap(jax.vmap(moved))(before)
 
     def move(pool, new, kept, dropped, changes):

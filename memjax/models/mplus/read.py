@@ -301,7 +301,10 @@ def _read_with_open_chunk(weights, options, width, state, tokens, lengths):
     hidden = jnp.stack([ragged.take(x, taken) for x in (*inputs, y)])
     if attention_retriever is not None:
         chosen = [ragged.take(x, taken) for x in attention_retriever.chosen]
-    stack = lambda xs: jnp.stack(xs) if xs else None
+
+    def stack(xs):
+        return jnp.stack(xs) if xs else None
+
     return cache, hidden[-1], ReadTrace(hidden, stack(scores), stack(chosen))
 
 
@@ -346,8 +349,11 @@ def _memory(weights, options, state, layer, h, query_mask):
 def _draw_kept(weights, state, new):
     """Draws which rows of the pool stay beside `new` ones; the state's key stays."""
     rows = weights.config.pool_size
-    draw = lambda key, num_valid: short_term_pool.draw_kept(
-        key, weights.layers, rows, rows - new, num_valid
-    )
+
+    def draw(key, num_valid):
+        return short_term_pool.draw_kept(
+            key, weights.layers, rows, rows - new, num_valid
+        )
+
     # A read leaves the state's key alone: two reads of one state draw the same rows.
     return jax.vmap(draw)(jax.random.wrap_key_data(state.key), state.num_valid)

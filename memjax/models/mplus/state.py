@@ -132,7 +132,10 @@ class Initial(NamedTuple):
     def fill(self, state: MPlusState) -> MPlusState:
         """The empty state with this memory in every batch element."""
         batch, pool = state.num_valid.shape[0], self.pool.get_value()
-        each = lambda x: jnp.broadcast_to(x[None], (batch, *x.shape))
+
+        def each(x):
+            return jnp.broadcast_to(x[None], (batch, *x.shape))
+
         state = state._replace(
             pool=near(_start, state.pool, each(pool), stays=True),
             # A checkpoint's pool is full, so that the first update drops into the
@@ -144,10 +147,11 @@ class Initial(NamedTuple):
             return state
         *parts, recalls = (part.get_value() for part in parts if part is not None)
         count = recalls.shape[0]
+
         # The first rows of the buffer: what follows is unused.
-        start = lambda buffer, start: buffer.at[:, :count].set(
-            start[None].astype(buffer.dtype)
-        )
+        def start(buffer, start):
+            return buffer.at[:, :count].set(start[None].astype(buffer.dtype))
+
         begin = functools.partial(near, start, stays=True)
         layers = tuple(
             jax.tree.map(begin, layer, LayerStore(*(part[i] for part in parts)))

@@ -61,11 +61,14 @@ def empty(
     """
     shape = (batch, config.store_size)
     key_dim = width if config.by_attention else config.key_dim
-    layer = lambda: LayerStore(
-        rows=put(config.store_memory, jnp.zeros((*shape, width), dtype)),
-        keys=jnp.zeros((*shape, key_dim), jnp.float32),
-        born=jnp.zeros(shape, jnp.int32),
-    )
+
+    def layer():
+        return LayerStore(
+            rows=put(config.store_memory, jnp.zeros((*shape, width), dtype)),
+            keys=jnp.zeros((*shape, key_dim), jnp.float32),
+            born=jnp.zeros(shape, jnp.int32),
+        )
+
     return Store(
         layers=tuple(layer() for _ in range(layers)),
         recalls=jnp.zeros(shape, jnp.float32),
@@ -118,11 +121,16 @@ def append(
     def merged():
         # One function writes and moves, so that memory on the host is written once.
         small, order = _merge(config, store, due)
-        moved = lambda *args: ragged.take(_written(*args[:3]), args[3])
+
+        def moved(*args):
+            return ragged.take(_written(*args[:3]), args[3])
+
         moves = [(*layer, order) for layer in layers]
         return small._replace(layers=_each_layer(moved, moves))
 
-    plain = lambda: store._replace(layers=_each_layer(_written, layers))
+    def plain():
+        return store._replace(layers=_each_layer(_written, layers))
+
     return jax.lax.cond(jnp.any(due), merged, plain)
 
 

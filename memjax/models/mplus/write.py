@@ -104,11 +104,14 @@ def by_chunks(
         (state, _), ys = step(carry, None)
         return state, ys
     empty = jax.eval_shape(step, carry, None)[1]
-    skip = lambda carry, _: (carry, jax.tree.map(jnp.zeros_like, empty))
+
+    def skip(carry, _):
+        return (carry, jax.tree.map(jnp.zeros_like, empty))
+
     # Whether the last iteration has tokens depends on the lengths of the open chunks.
-    some = lambda carry, _: jax.lax.cond(
-        jnp.any(carry[1] < total), step, skip, carry, None
-    )
+    def some(carry, _):
+        return jax.lax.cond(jnp.any(carry[1] < total), step, skip, carry, None)
+
     (state, _), ys = jax.lax.scan(some, carry, length=count)
     if ys is None:
         return state, None
@@ -130,8 +133,11 @@ def inject(
     some = True if lengths is None else lengths > 0
     # The cache lacks the tokens of the open chunk that come now and are not read.
     state = state._replace(cache_ready=state.cache_ready & jnp.logical_not(some))
+
     # Nothing is read here: only compression changes the memory.
-    skip = lambda weights, state, piece, lengths: (state, None)
+    def skip(weights, state, piece, lengths):
+        return (state, None)
+
     return by_chunks(weights, state, tokens, lengths, skip)[0]
 
 
@@ -174,9 +180,12 @@ def _compress(weights, state, tokens, lengths, memory):
         if memory is not None
         else state.num_valid > 0
     )
+
     # The pool fills K rows at a time, so that its newest K rows are all there or none
     # is.
-    newest = lambda pool: pool[:, :, -weights.config.num_memory_tokens :]
+    def newest(pool):
+        return pool[:, :, -weights.config.num_memory_tokens :]
+
     seen = along_batch(near(newest, state.pool)) if memory is None else memory
     return mplus_layers.compress(
         weights.backbone.config,
@@ -240,9 +249,12 @@ def update(
     # One key draws what is dropped, the other is the next state's.
     keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(state.key))
     if dropped is None:
-        draw = lambda key: short_term_pool.draw_dropped(
-            key, weights.layers, c.pool_size, c.num_memory_tokens
-        )
+
+        def draw(key):
+            return short_term_pool.draw_dropped(
+                key, weights.layers, c.pool_size, c.num_memory_tokens
+            )
+
         dropped = jax.vmap(draw)(keys[:, 1])
     pool, ages, out = short_term_pool.replace(
         state.pool,
@@ -264,8 +276,11 @@ def update(
         # The cache was computed from the pool before the update.
         cache_ready=jnp.zeros_like(state.cache_ready),
     )
+
     # Pool and store are large: they select by `rows` themselves, as they are written.
-    small = lambda state: state._replace(pool=None, store=None)
+    def small(state):
+        return state._replace(pool=None, store=None)
+
     after = mechanisms.replace_rows(small(state), small(after), rows)
     store = state.store
     if store is not None:

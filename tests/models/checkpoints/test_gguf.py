@@ -248,7 +248,10 @@ def refuses(path, words):
 
 def test_malformed_headers_are_refused(tmp_path):
     plain = {"one.weight": np.ones((2, 32), "f4"), "two.weight": np.ones(8, "f4")}
-    make = lambda: write(tmp_path / "a.gguf", plain, {"text": "abcd", "flag": True})
+
+    def make():
+        return write(tmp_path / "a.gguf", plain, {"text": "abcd", "flag": True})
+
     raw = make().read_bytes()
     assert GGUFFile(make()).metadata["flag"] is True
     name = raw.index(b"one.weight")

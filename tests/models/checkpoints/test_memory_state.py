@@ -110,7 +110,10 @@ def test_a_restored_memory_continues_bit_exactly(model, read, state, saved):
 def test_the_state_of_every_model_is_restored(name, tmp_path):
     model = OTHERS[name]()
     rng = np.random.default_rng(0)
-    any_bits = lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
+
+    def any_bits(x):
+        return jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
+
     state = jax.tree.map(any_bits, model.init_state(2))
     save_memory(tmp_path / "memory", model, state)
     loaded = load_memory(tmp_path / "memory", model)

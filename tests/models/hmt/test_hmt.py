@@ -170,7 +170,10 @@ def test_batch_elements_are_independent_at_different_lengths(case):
 
 def test_the_state_is_a_fixed_point_in_float32(case):
     model, states, _ = case
-    kind = lambda x: (x.shape, x.dtype, x.weak_type)
+
+    def kind(x):
+        return (x.shape, x.dtype, x.weak_type)
+
     for length in (1, T):
         after, _ = jax.eval_shape(
             functools.partial(_call, nnx.graphdef(model)),
@@ -218,7 +221,10 @@ def test_gradients_reach_every_parameter_and_the_state(config):
 def test_recomputing_changes_no_gradient(activations):
     assert PAPER.activations == "recompute"
     found = gradients(dataclasses.replace(PAPER, activations=activations))
-    pure = lambda by: (nnx.to_pure_dict(by[0]), by[1])
+
+    def pure(by):
+        return (nnx.to_pure_dict(by[0]), by[1])
+
     close(pure(found), pure(gradients(PAPER)), 1e-5)
 
 
@@ -229,7 +235,10 @@ def test_a_loop_over_the_backbones_layers_changes_no_gradient():
     kept = [build("attention", PAPER, **form).backbone.config.remat for form in forms]
     assert kept == [True, False]
     looped, written_out = (gradients(PAPER, **form) for form in forms)
-    pure = lambda by: (nnx.to_pure_dict(by[0]), by[1])
+
+    def pure(by):
+        return (nnx.to_pure_dict(by[0]), by[1])
+
     close(pure(looped), pure(written_out), 1e-5)
 
 
@@ -252,7 +261,10 @@ def test_a_backbone_with_adapters_has_gradients(activations):
 
     tokens = jax.ShapeDtypeStruct((B, 2 * L), jnp.int32)
     by = jax.eval_shape(jax.grad(loss), params, frozen, tokens)
-    shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+
+    def shapes(tree):
+        return jax.tree.map(lambda x: x.shape, tree)
+
     assert shapes(by) == shapes(params)
 
 

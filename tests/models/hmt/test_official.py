@@ -123,7 +123,10 @@ def parameters(model):
             block.parameters().mechanism,
             block.parameters().feed_forward,
         )
-        flat = lambda w: w.reshape(c.model_dim, -1).T
+
+        def flat(w):
+            return w.reshape(c.model_dim, -1).T
+
         layer = {
             "self_attn.q_proj": flat(mechanism.query),
             "self_attn.k_proj": flat(mechanism.key),

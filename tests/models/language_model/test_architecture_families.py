@@ -78,10 +78,8 @@ def close(actual, expected, where=...):
 
 
 def test_there_is_a_checkpoint_of_every_family():
-    assert NAMES == [
-        *("gemma3", "llama2", "llama3", "llama_linear", "llama_yarn"),
-        *("mistral", "olmo2", "opt", "opt_350m", "qwen2", "qwen3", "smollm3"),
-    ]
+    names = "gemma3 llama2 llama3 llama_linear llama_yarn mistral olmo2 opt opt_350m"
+    assert NAMES == [*names.split(), "qwen2", "qwen3", "smollm3"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -93,7 +93,10 @@ def test_keys_and_values_are_kept_in_the_models_dtype_without_loss():
     )
     state = low.init_state(B)
     high = tuple(block.functions.init_state(B) for block in low.blocks)
-    dtypes = lambda state: {memory.keys.dtype for memory in state}
+
+    def dtypes(state):
+        return {memory.keys.dtype for memory in state}
+
     assert dtypes(state) == {jnp.bfloat16.dtype} and dtypes(high) == {jnp.float32.dtype}
     for cut in (TOKENS[:, :5], TOKENS[:, 5:6]):
         state, logits = tiny.method(low, "__call__", state, cut)

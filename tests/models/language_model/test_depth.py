@@ -111,7 +111,10 @@ def test_the_program_does_not_grow_with_the_depth():
 
 def test_one_token_is_read_without_a_loop():
     model = build(MODELS["equal"], True)
-    step = lambda state: model(state, jnp.zeros((B, 1), jnp.int32))
+
+    def step(state):
+        return model(state, jnp.zeros((B, 1), jnp.int32))
+
     jaxpr = jax.make_jaxpr(step)(model.init_state(B))
     assert "scan" not in str(jaxpr)
 

@@ -69,7 +69,10 @@ def test_a_hybrid_writes_what_its_forward_pass_finds_likeliest():
     )
     text = jnp.concatenate([TOKENS[:, :T], drawn], axis=1).astype(jnp.int32)
     graph, params = nnx.split(tiny())
-    run = lambda params, text: nnx.merge(graph, params)(tiny().init_state(B), text)
+
+    def run(params, text):
+        return nnx.merge(graph, params)(tiny().init_state(B), text)
+
     after, logits = jax.jit(run)(params, text)
     np.testing.assert_array_equal(drawn, np.argmax(logits[:, T - 1 : -1], axis=-1))
     chex.assert_trees_all_close(state, after, rtol=1e-5, atol=1e-5)

@@ -156,7 +156,10 @@ def test_half_precision_keeps_a_float32_memory_and_float32_logits(whole):
     assert logits.dtype == jnp.float32
     error = jnp.linalg.norm(logits - whole[1]) / jnp.linalg.norm(whole[1])
     assert 1e-4 < error < 0.05
-    features = lambda: model.features(model.init_state(B), TOKENS)[1]
+
+    def features():
+        return model.features(model.init_state(B), TOKENS)[1]
+
     assert jax.eval_shape(features).dtype == jnp.bfloat16
     # Caches alone are kept in the activations' dtype: see `test_caches`.
     for layer, memory in zip(model.blocks, state, strict=True):

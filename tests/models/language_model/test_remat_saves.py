@@ -69,6 +69,9 @@ def test_gradients_are_those_of_a_model_that_saves_all(saves):
     tokens = jnp.arange(128, dtype=jnp.int32)[None] % 16
     gradient, params = gradient_of("causal_attention_forward", saves)
     whole, _ = gradient_of("causal_attention_forward", saves, remat=False)
+
     # Rounded to bfloat16 in another order.
-    run = lambda of: jax.jit(of)(params, tokens)
+    def run(of):
+        return jax.jit(of)(params, tokens)
+
     close(run(gradient), run(whole), 2e-2)

@@ -89,7 +89,10 @@ def test_segments_make_no_difference_and_the_state_has_one_size():
     again, pieces = read(model, tokens, (7, 14))
     tiny.assert_close(pieces, logits)
     tiny.assert_close(again, state)
-    shapes = lambda state: [leaf.shape for leaf in jax.tree.leaves(state)]
+
+    def shapes(state):
+        return [leaf.shape for leaf in jax.tree.leaves(state)]
+
     assert shapes(state) == shapes(model.init_state(2, 10_000))
 
 
@@ -98,7 +101,10 @@ def test_a_long_text_streams_in_constant_memory():
     model = opened(fitted("gated_deltanet"))
     tokens = np.asarray(tiny.tokens(2, 1, 100_000))
     state, logits = model.init_state(1), None
-    sizes = lambda: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+
+    def sizes():
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+
     before = sizes()
     for start in range(0, tokens.shape[1], 2000):
         piece = jnp.asarray(tokens[:, start : start + 2000])
@@ -119,7 +125,10 @@ def test_arrays_are_shared_and_the_model_given_stays_as_it_is():
     assert model.config == tiny.LLAMA
     # What is new is drawn by the key and the layer.
     other = add_memory(model, memory="lattice", layers=(0, 1), window=4, key=KEY)
-    drawn = lambda model, i: model.blocks[i].mechanism.memory.step.weight.get_value()
+
+    def drawn(model, i):
+        return model.blocks[i].mechanism.memory.step.weight.get_value()
+
     tiny.assert_equal(drawn(other, 0), drawn(new, 0))
     assert np.abs(drawn(other, 0) - drawn(other, 1)).max() > 1e-3
 

@@ -101,7 +101,10 @@ def oracle(queries, keys, visible, length, keep, kernel):
 @pytest.mark.parametrize(("keep", "kernel"), [(6, 1), (9, 3), (12, 7)])
 def test_the_same_tokens_are_chosen_as_by_the_definition(keep, kernel):
     rng = np.random.default_rng(keep)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32) * 2
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32) * 2
+
     queries, keys = draw(B, 3, 4, 4), draw(B, 20, 2, 4)
     length = np.array([20, 16])
     visible = np.arange(20)[None] < length[:, None]
@@ -150,8 +153,13 @@ def test_chosen_tokens_keep_their_distance_to_what_comes(scaling):
     np.testing.assert_array_equal(small.values[0, :4], values[0, [0, 3, 10, 11], 0])
     # The next query stands at 4 now and stood at 12: scores must not show it.
     query = jnp.asarray(rng.normal(size=(1, 1, 1, 4)), jnp.float32)
-    rotated = lambda place: projections.apply_rope(heads, query, jnp.array([[place]]))
-    at = lambda place: rotated(place)[0, 0, 0]
+
+    def rotated(place):
+        return projections.apply_rope(heads, query, jnp.array([[place]]))
+
+    def at(place):
+        return rotated(place)[0, 0, 0]
+
     before = turned[0, [0, 3, 10, 11], 0] @ at(12)
     np.testing.assert_allclose(small.keys[0, :4] @ at(4), before, atol=2e-5)
     if scaling is None:
@@ -193,7 +201,10 @@ def masked(state, following, slots):
             block.parameters().feed_forward,
         )
         h = rms(x, block.mechanism_norm)
-        project = lambda w, h=h: np.einsum("btd,dhk->bthk", h, np.asarray(w, float))
+
+        def project(w, h=h):
+            return np.einsum("btd,dhk->bthk", h, np.asarray(w, float))
+
         q, k, v = map(project, (mechanism.query, mechanism.key, mechanism.value))
         q, k = (rotation(x, positions, ATTENTION.rope_theta) for x in (q, k))
         y = np.zeros_like(q)

@@ -98,14 +98,22 @@ def test_every_token_and_head_attends_to_its_best_rows(at_once, monkeypatch):
     """Small whole numbers, so that many scores and births are alike."""
     monkeypatch.setattr(attention_retrieval, "MAX_SCORES", at_once)
     random, t, slots, held = np.random.default_rng(0), 5, 7, [M, 2]
-    whole = lambda *shape: random.integers(-2, 3, shape).astype(np.float32)
-    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+
+    def whole(*shape):
+        return random.integers(-2, 3, shape).astype(np.float32)
+
+    def normal(*shape):
+        return random.standard_normal(shape).astype(np.float32)
+
     plain, query = whole(B, t, HEADS, H), normal(B, t, HEADS, H)
     key, value = normal(B, slots, G, H), normal(B, slots, G, H)
     keys, values, born = whole(B, M, G, H), normal(B, M, G, H), whole(B, M)
     # What is in empty places is nobody's.
     keys[1, 2:], values[1, 2:] = 9, np.nan
-    flat = lambda x: jnp.asarray(x.reshape(B, M, -1))
+
+    def flat(x):
+        return jnp.asarray(x.reshape(B, M, -1))
+
     layer = LayerStore(flat(values), flat(keys), jnp.asarray(born, jnp.int32))
     none = jnp.zeros(B, jnp.int32)
     store = Store((layer,), jnp.zeros((B, M)), jnp.array(held, jnp.int32), none)

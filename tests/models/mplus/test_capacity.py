@@ -83,11 +83,12 @@ def test_the_published_sizes_hold_what_the_program_keeps():
         lora_config={"r": 16, "lora_alpha": 32}, selector_hidden_dim=256,
         initial_rf_when_moving_stm_to_ltm=10, decay_frequency=1,
     )  # fmt: skip
-    stores_of = lambda every, **changes: (
-        mplus_config_from_hf(
+
+    def stores_of(every, **changes):
+        return mplus_config_from_hf(
             published | changes | {"update_ltm_frequency": every}
         ).store_size
-    )
+
     assert (stores_of(60), stores_of(5)) == (153_600, 15_360)
     batch, start = 5 * 256, [0.0] * 5120
     assert stores_of(5) == most_held(batch, 2560, 10, 1, start)
@@ -107,9 +108,10 @@ def test_rows_of_a_checkpoint_take_part(tmp_path):
     tensors = load_file(golden / "tiny_model.safetensors")
     often = {f"ltm_recall_frequencies.{i}": np.full(20, 7.0, "f4") for i in range(3)}
     save_file(tensors | often, tmp_path / "often.safetensors")
-    load = lambda config: load_official(
-        tmp_path / "often.safetensors", described, config
-    )
+
+    def load(config):
+        return load_official(tmp_path / "often.safetensors", described, config)
+
     most = most_held(24, 16, 3.0, 1.0, [7.0] * 20)
     assert load(None).config.store_size == most == 92
     config = dataclasses.replace(

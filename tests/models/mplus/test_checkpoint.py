@@ -53,8 +53,11 @@ SIZES = ModelConfig(
 def build(make=add_mplus, **changes):
     sizes = dataclasses.replace(SIZES, **changes)
     model = make(LanguageModel(sizes, key=jax.random.key(0)), CONFIG, key=KEY)
+
     # Adapters begin as no change at all.
-    draw = lambda x: x + jax.random.normal(KEY, x.shape)
+    def draw(x):
+        return x + jax.random.normal(KEY, x.shape)
+
     changes = jax.tree.map(draw, as_arrays(model.write_adapter))
     model.write_adapter = nnx.data(as_params(changes))
     return model
@@ -257,7 +260,10 @@ def flagged(tmp_path, **flags):
 @pytest.mark.slow
 def test_memoryllms_flag_is_heeded(golden, tmp_path):
     config = dataclasses.replace(golden.config, num_retrieved=0)
-    load = lambda **flags: load_official(flagged(tmp_path, **flags), HF, config)
+
+    def load(**flags):
+        return load_official(flagged(tmp_path, **flags), HF, config)
+
     one, none = np.ones((), np.uint8), np.zeros((), np.uint8)
     alone = load(initialized=one)
     chex.assert_trees_all_equal(

@@ -163,7 +163,10 @@ def test_batch_elements_of_different_lengths_are_independent(case):
     # Another neighbour changes nothing.
     changed = tokens.at[0].set((tokens[0] + 1) % V)
     other, z = run(model, state, changed)
-    second = lambda tree: jax.tree.map(lambda x: x[1], tree)
+
+    def second(tree):
+        return jax.tree.map(lambda x: x[1], tree)
+
     close((second(other), z[1]), (second(after), y[1]), 1e-6)
     assert np.abs(z[0] - y[0]).max() > 1e-4
 
@@ -172,7 +175,10 @@ def test_reset_empties_memory_and_keeps_random_keys(case):
     model, states, _ = case
     used, fresh = states[-1], states[0]
     state = model.reset(used, jnp.array([True, False]))
-    row = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
+
+    def row(tree, i):
+        return jax.tree.map(lambda x: x[i], tree)
+
     chex.assert_trees_all_equal(row(state, 1), row(used, 1))
     np.testing.assert_array_equal(state.key, used.key)
     assert np.any(used.key[0] != fresh.key[0])
@@ -182,7 +188,10 @@ def test_reset_empties_memory_and_keeps_random_keys(case):
 
 def test_the_state_is_a_fixed_point_in_float32(case):
     model, states, _ = case
-    kind = lambda x: (x.shape, x.dtype, x.weak_type)
+
+    def kind(x):
+        return (x.shape, x.dtype, x.weak_type)
+
     expected = jax.tree.map(kind, states[0])
     for state in (states[-1], run(model, states[0], TOKENS)[0]):
         assert jax.tree.map(kind, state) == expected
@@ -233,9 +242,10 @@ def test_rows_of_a_batch_can_be_mapped_over():
     state, _ = run(model, model.init_state(B), TOKENS)
     state = model.reset(state, jnp.array([True, False]))
     tokens = TOKENS[:, :1]
-    one = lambda state, tokens: _call(
-        graph, params, *jax.tree.map(lambda x: x[None], (state, tokens))
-    )
+
+    def one(state, tokens):
+        return _call(graph, params, *jax.tree.map(lambda x: x[None], (state, tokens)))
+
     mapped = jax.jit(jax.vmap(one))(state, tokens)
     expected = run(model, state, tokens)
     close(jax.tree.map(lambda x: x[:, 0], mapped), expected)
@@ -296,7 +306,10 @@ def test_inject_leaves_the_same_memory_as_a_call(injected):
     model, states = injected
     close(tiny.method(model, "inject", states[0], TOKENS), states[-1])
     read_, _ = run(model, states[0], TOKENS)
-    bare = lambda s: s._replace(cache=0, cache_ready=0, queries=0, num_queries=0)
+
+    def bare(s):
+        return s._replace(cache=0, cache_ready=0, queries=0, num_queries=0)
+
     close(bare(states[-1]), bare(read_))
     assert not states[-1].cache_ready.any()
 
@@ -331,7 +344,10 @@ def test_queries_of_a_longer_chunk_before_stay_behind_those_of_a_shorter():
 def test_flush_writes_chunks_of_least_chunk_tokens(injected):
     model, (empty, one, two, _) = injected
     assert CONFIG.min_chunk_size == 2
-    pick = lambda a, b: jax.tree.map(lambda x, y: jnp.stack([x[0], y[1]]), a, b)
+
+    def pick(a, b):
+        return jax.tree.map(lambda x, y: jnp.stack([x[0], y[1]]), a, b)
+
     state = pick(one, two)
     after = tiny.method(model, "flush", state)
     assert after.length.tolist() == [1, 0]

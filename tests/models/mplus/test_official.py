@@ -126,7 +126,9 @@ def replay(scenario, check):
 
 
 def check_memory(golden, step, state, new):
-    get = lambda name: golden[f"{step}/{name}"]
+    def get(name):
+        return golden[f"{step}/{name}"]
+
     near(new[0], get("delta_memory"))
     # Slices of numpy arrays: of jax's each would be a program.
     state = jax.tree.map(np.asarray, state)
@@ -155,7 +157,9 @@ def check_memory(golden, step, state, new):
 
 
 def check_read(golden, step, state, found):
-    get = lambda name: golden[f"{step}/{name}"]
+    def get(name):
+        return golden[f"{step}/{name}"]
+
     logits, trace = found
     near(logits[0], get("logits"))
     state, trace = jax.tree.map(np.asarray, (state, trace))
@@ -203,7 +207,10 @@ def test_memory_and_reads(scenario):
 def _prepared():
     """Memory after P, and its model."""
     golden = numbers("P")
-    check = lambda step, state, new: check_memory(golden, step, state, new)
+
+    def check(step, state, new):
+        return check_memory(golden, step, state, new)
+
     return model("P"), replay("P", check)
 
 

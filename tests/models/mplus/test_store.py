@@ -43,7 +43,10 @@ def _retrieve(config, store, layer, queries, asked):
 def told(born):
     """What the pool dropped, [B, L, K]: every part of a row tells when it was born."""
     born = np.asarray(born, np.int32)
-    wide = lambda i, d: jnp.asarray(np.repeat(born[:, i, :, None], d, 2), jnp.float32)
+
+    def wide(i, d):
+        return jnp.asarray(np.repeat(born[:, i, :, None], d, 2), jnp.float32)
+
     return tuple(
         LayerStore(wide(i, D), 2 * wide(i, KEYS), jnp.asarray(born[:, i]))
         for i in range(L)

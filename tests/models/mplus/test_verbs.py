@@ -143,8 +143,11 @@ def test_texts_of_unequal_lengths_are_injected_and_read_as_each_alone():
     for b in range(B):
         text = given[b : b + 1, : LENGTHS[b]]
         own = model().inject(alone(first, b), text)
+
         # Rows of the last layer are thousands long: rounding is relative to them.
-        rows = lambda x: x / (1 + jnp.abs(x).max(axis=-1, keepdims=True))
+        def rows(x):
+            return x / (1 + jnp.abs(x).max(axis=-1, keepdims=True))
+
         unit = functools.partial(jax.tree.map, rows)
         tiny.assert_close(unit(alone(state, b)), unit(own))
         prompt = question[b : b + 1, : asked[b]]
@@ -163,9 +166,12 @@ def test_texts_of_unequal_lengths_are_injected_and_read_as_each_alone():
 def test_prompts_of_unequal_lengths_are_answered_as_each_alone():
     greedy, key = Sampling(temperature=0.0), jax.random.key(0)
     prompts, lengths = tiny.tokens(6, B, 5), jnp.array([5, 2])
-    answer = lambda state, prompts, lengths=None: model().generate(
-        state, prompts, 4, key=key, sampling=greedy, lengths=lengths
-    )
+
+    def answer(state, prompts, lengths=None):
+        return model().generate(
+            state, prompts, 4, key=key, sampling=greedy, lengths=lengths
+        )
+
     both = answer(injected(), prompts, lengths)
     for b in range(B):
         one = answer(alone(injected(), b), prompts[b : b + 1, : lengths[b]])
@@ -201,7 +207,10 @@ def test_memory_has_the_number_format_of_the_backbone(tmp_path):
     found = [state.pool, *state.cache.keys, *state.cache.values]
     found += [layer.rows for layer in state.store.layers]
     assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
-    kind = lambda x: (x.shape, x.dtype, x.weak_type)
+
+    def kind(x):
+        return (x.shape, x.dtype, x.weak_type)
+
     assert jax.tree.map(kind, state) == jax.tree.map(kind, low.init_state(B))
     cache, logits = low.read(state, tiny.tokens(2, B, 3), ReadOptions(max_new_tokens=1))
     # The same choices would be made in float32 of other numbers: near, and no more.

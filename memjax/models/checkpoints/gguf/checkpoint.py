@@ -107,9 +107,10 @@ class GGUFCheckpoint:
         template = metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise ValueError(f"{where}: tokenizer.chat_template must be text")
-        index = lambda name: gguf_tokenizer.special_id(
-            metadata, name, vocab_size, where
-        )
+
+        def index(name):
+            return gguf_tokenizer.special_id(metadata, name, vocab_size, where)
+
         ends = [index(name) for name in ("eos", "eot", "eom")]
         entries = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
         values = {

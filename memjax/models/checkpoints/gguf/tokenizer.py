@@ -113,7 +113,9 @@ def _byte_level(
 def _sentencepiece(
     metadata: Mapping[str, Any], vocabulary: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
-    entry = lambda name: metadata.get(f"tokenizer.ggml.{name}")
+    def entry(name):
+        return metadata.get(f"tokenizer.ggml.{name}")
+
     for name in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if np.any(entry(name)):
             raise ValueError(

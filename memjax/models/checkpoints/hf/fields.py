@@ -67,7 +67,10 @@ def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float | No
     if not (above and below) or not factor >= 1:
         return None
     check_positive(mscale=above, mscale_all_dim=below)
-    part = lambda scale: 0.1 * scale * math.log(factor) + 1.0
+
+    def part(scale):
+        return 0.1 * scale * math.log(factor) + 1.0
+
     return part(above) / part(below)
 
 

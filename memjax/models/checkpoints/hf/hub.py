@@ -28,7 +28,11 @@ HUB_ID = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[\w./-]+))?"
 )
 DESCRIPTION = (
-    *(CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE),
+    CONFIG,
+    GENERATION,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    CHAT_TEMPLATE,
     INDEX,
 )
 

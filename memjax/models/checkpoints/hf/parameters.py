@@ -56,7 +56,10 @@ def parameters_from_tensors(
     ours = nnx.to_pure_dict(state)
     # Checkpoints of a model without its head lack the leading "model.".
     bare = not any(name.startswith("model.") for name in shapes)
-    stored = lambda name: name.removeprefix("model.") if bare else name
+
+    def stored(name):
+        return name.removeprefix("model.") if bare else name
+
     theirs = tensor_names(config)
     expected = {stored(name): s for name, s in parameter_shapes(config).items()}
     found = {n: shape for n, shape in shapes.items() if is_parameter(config, n)}
@@ -68,9 +71,12 @@ def parameters_from_tensors(
                 f"{where}: 'lm_head.weight' must be the embedding in a model with "
                 "tie_word_embeddings, found another matrix"
             )
-    read = lambda tensor, leaf: jnp.asarray(
-        from_stored(get(stored(tensor.name)), tensor.layout, leaf.shape)
-    )
+
+    def read(tensor, leaf):
+        return jnp.asarray(
+            from_stored(get(stored(tensor.name)), tensor.layout, leaf.shape)
+        )
+
     values = map(read, tensors_of(theirs), jax.tree.leaves(ours))
     filled = jax.tree.unflatten(jax.tree.structure(ours), values)
     nnx.replace_by_pure_dict(state, filled)

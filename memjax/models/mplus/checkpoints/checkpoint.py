@@ -143,8 +143,11 @@ def _build(
     """The model, with an initial pool and `rows` in its store, or with neither."""
     require_official(config, source.where)
     sizes, plain, read_backbone = _backbone(source, dtype)
+
     # Shapes alone, to name every tensor that is wrong before one is read.
-    begin = lambda: LanguageModel(sizes, key=jax.random.key(0))
+    def begin():
+        return LanguageModel(sizes, key=jax.random.key(0))
+
     learned = jax.eval_shape(
         lambda: mplus_names.learned(
             add_mplus(begin(), config, key=jax.random.key(0)).weights
@@ -189,15 +192,23 @@ def _backbone(
 ) -> tuple[ModelConfig, Shapes, Callable[[], LanguageModel]]:
     """Its sizes, the shapes of its tensors under their plain names, and its reader."""
     described, where = source.described, source.where
-    get = lambda name: source.get(mplus_names.of_backbone(name))
+
+    def get(name):
+        return source.get(mplus_names.of_backbone(name))
+
     if described.get("model_type") == own_format.MODEL_TYPE:
         sizes = own_model.read_config(described, dtype, where)
         plain = own_model.parameter_shapes(sizes)
-        read = lambda: own_model.build_model(described, plain, get, dtype, where)
+
+        def read():
+            return own_model.build_model(described, plain, get, dtype, where)
     else:
         sizes = from_hf_config(described, dtype)
         plain = parameters.parameter_shapes(sizes)
-        read = lambda: parameters.parameters_from_tensors(sizes, plain, get, where)
+
+        def read():
+            return parameters.parameters_from_tensors(sizes, plain, get, where)
+
     return sizes, plain, read
 
 
@@ -226,7 +237,10 @@ def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Ini
             f"store_size must have room for the {rows} rows that {where} begins with, "
             f"got {config.store_size}"
         )
-    each = lambda name: np.stack([get(f"{name}.{layer}") for layer in range(layers)])
+
+    def each(name):
+        return np.stack([get(f"{name}.{layer}") for layer in range(layers)])
+
     vectors, keys, recalls, ages = map(each, mplus_names.STORE)
     # Our store has one frequency a row for all layers, as the program's are in fact.
     if not np.all((recalls == recalls[0]) & np.isfinite(recalls)):
@@ -241,5 +255,10 @@ def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Ini
             f"store_size must be at least {least}, with the {rows} that {where} "
             f"begins with and their recall frequencies, got {config.store_size}"
         )
-    parts = (vectors, keys, -ages.astype(np.int32), recalls[0])
-    return Initial(pool, *(Frozen(jnp.asarray(part)) for part in parts))
+    return Initial(
+        pool,
+        rows=Frozen(jnp.asarray(vectors)),
+        keys=Frozen(jnp.asarray(keys)),
+        born=Frozen(jnp.asarray(-ages.astype(np.int32))),
+        recalls=Frozen(jnp.asarray(recalls[0])),
+    )
