@@ -16,16 +16,20 @@ def op_that_counts():
     """The op of `form`, and the kernels that ran, in order."""
     calls = []
 
-    def forward(power, memory, x, *, keep):
-        calls.append("keeping" if keep else "forward")
-        return form(power, memory, x), (jnp.exp(x) if keep else None)
+    def forward(power, memory, x, *, with_residuals):
+        calls.append("keeping" if with_residuals else "forward")
+        return form(power, memory, x), (jnp.exp(x) if with_residuals else None)
 
-    def backward(power, primals, kept, cotangents):
+    def backward(power, primals, residuals, cotangents):
         calls.append("backward")
         memory, x = primals
         d_memory, d_y = cotangents
-        by_memory = jnp.sin(x) * d_memory + power * memory ** (power - 1) * kept * d_y
-        return by_memory, memory * jnp.cos(x) * d_memory + memory**power * kept * d_y
+        by_memory = (
+            jnp.sin(x) * d_memory + power * memory ** (power - 1) * residuals * d_y
+        )
+        return by_memory, memory * jnp.cos(
+            x
+        ) * d_memory + memory**power * residuals * d_y
 
     return gradients.of_kernels("op", forward, backward, form), calls
 

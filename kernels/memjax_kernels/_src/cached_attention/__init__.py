@@ -1,10 +1,9 @@
-"""Attention of a few queries to a cache of keys and values, in which heads are joined.
+"""Attention of a few queries to a cache whose rows hold all heads.
 
     y_h = Σ_s softmax_s(q_h · k_s,g / √K) v_s,g        g = ⌊h G / H⌋, s seen
 
-A slot of the cache is one row of all heads: on a TPU a row of 128 numbers and more is
-stored without padding, where a matrix of a few heads of 64 takes up to three times its
-bytes.
+On a TPU a row of at least 128 numbers is stored without padding; a matrix of a few
+heads of 64 takes up to three times its bytes.
 
 Shapes: B batch, Q queries of a head, S slots, H heads, G heads of keys and values, K
 key.
@@ -32,13 +31,13 @@ def cached_attention(
 ) -> tuple[Float[Array, "B Q H K"], Float[Array, "B Q H"]]:
     """y of every query in the dtype of q, and its mass log Σ_s exp(score_s) in float32.
 
-    Scores and sums are float32. The y of a query that sees nothing is finite, and its
-    mass -1e30 or less: it has no part where outputs are joined by their masses.
+    Scores and sums are float32. A query that sees nothing has a finite y and a
+    mass of at most -1e30: weighted by its mass it does not count.
 
     Args:
         q: queries; on a TPU the time grows with their number, and not the bytes read.
         keys: of all heads of a slot, J = G K; head g has the channels from g K on.
-        values: likewise. What no query sees must be finite.
+        values: likewise. Slots that no query sees must be finite too.
         seen: the slots that each query sees.
         implementation: which code runs; None is the fastest that can.
 

@@ -1,8 +1,9 @@
-"""Attention to a cache on a TPU: every block of it is read once for all queries.
+"""Attention to a cache on a TPU: each block of the cache is read once for all queries.
 
-A query of one head is a row with zeros in the channels of the others, so that one
-product has the scores of all heads, and another their sums of values; of those a head
-keeps its own channels. The matrix unit has nothing else to do while a block arrives.
+A query of one head is a row with zeros in the channels of the other heads. So one
+product gives the scores of all heads, and another their sums of values, of which each
+head takes its own channels. The extra products cost nothing: the kernel is bound by
+memory bandwidth.
 """
 
 import functools

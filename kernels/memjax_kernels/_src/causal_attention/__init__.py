@@ -1,9 +1,9 @@
-"""Causal attention of whole sequences in one kernel a direction, on a TPU.
+"""Causal attention of full sequences on a TPU, one kernel forward and one backward.
 
     y_t = Σ_s softmax_s(q_t · k_s / √K) v_s        t - window < s <= t
 
-Dao (2023), FlashAttention-2, https://arxiv.org/abs/2307.08691: no scores in memory, and
-those of the backward pass computed again from the sums of each query's weights.
+Dao (2023), FlashAttention-2, https://arxiv.org/abs/2307.08691: scores are
+not stored; the backward pass recomputes them from each query's log-sum-exp.
 
 Shapes: B batch, T time, H heads, K channels of a head.
 """

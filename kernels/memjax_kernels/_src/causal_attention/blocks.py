@@ -1,7 +1,6 @@
-"""Which blocks of queries and keys see each other, one step of a kernel's grid each.
+"""The visible pairs of blocks of queries and keys, one per step of a kernel's grid.
 
-A grid of all pairs would take time for those that a causal mask hides: here it has one
-axis over those that are left.
+A grid of all pairs would spend time on pairs that the causal mask hides.
 """
 
 import functools

@@ -1,10 +1,9 @@
-"""Causal attention on a TPU: heads are read where projections leave them.
+"""Causal attention on a TPU, without a transpose of heads.
 
-A block has 128 lanes, two heads of 64 channels side by side: what one waits for, the
-other computes. Scores lie with their keys along the rows, so that what belongs to a
-query is a row and is broadcast for nothing; sums over keys are products of the matrix
-unit, from transposed tokens, whose rows of one head are no padding. Scores of a head
-are products of all lanes, in which the queries of the other head are zeros.
+A block has 128 lanes, two packed heads of 64 channels, which hide each other's latency.
+Scores have keys along the rows, so that a number per query is a row and its broadcast
+is free; sums over keys run on the matrix unit, from transposed tokens. Scores of a head
+are products of all lanes with the other head's queries set to zero.
 """
 
 import functools
@@ -23,7 +22,7 @@ from memjax_kernels._src.common.packs.tiles import F32, LANES
 
 #: The name of what the backward kernel reads, by which a remat policy can save it.
 READS = "attention_reads"
-# What is added to scores that are hidden, and where a maximum begins.
+# Added to hidden scores; also the initial maximum.
 HIDDEN = -1e30
 # The bytes of VMEM that blocks, masks and scores take, and of each token of a sequence:
 # the gradient of queries, added up in float32, and written out twice in turn.
@@ -34,14 +33,14 @@ NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))
 #: Channels of a head, and of each head of a block its channels.
 WIDTH = 64
 HEADS = tuple(slice(start, start + WIDTH) for start in range(0, LANES, WIDTH))
-#: What the scores are multiplied by, and the same for powers of two, which the chip
+#: Scale of the scores, and the same for powers of two, which the chip
 #: computes.
 SCALE = WIDTH**-0.5
 SCALE_OF_TWO = SCALE * math.log2(math.e)
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
+    """Static arguments of the kernels.
 
     Attributes:
         window: keys that a query sees; None is all before it.
@@ -146,7 +145,7 @@ class _Grid:
         )
 
     def masks(self) -> tuple[pl.BlockSpec, Any]:
-        """What is added to the scores, keys along the rows."""
+        """The mask added to the scores, keys along the rows."""
         block, distances = self.plan.block, self.plan.distances
         row, column = (
             jax.lax.broadcasted_iota(jnp.int32, (block, block), i) for i in (0, 1)

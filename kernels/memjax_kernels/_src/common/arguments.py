@@ -1,4 +1,4 @@
-"""An op's arguments: checks before anything is computed, and arrays given twice."""
+"""Checks of an op's arguments, and arrays that are given twice."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,11 +83,11 @@ def check_float32(name: str, array: Array | None) -> None:
 
 
 def distinct(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
-    """The indices of a tree's leaves, each array once, and what puts such leaves back.
+    """The indices of a tree's distinct leaves, and the inverse function.
 
-    Kernels see that two memories are one by comparing them with `is`. What passes
-    arguments on one by one (`jax.lax.platform_dependent`, `jax.shard_map`) would make
-    two of it.
+    Kernels test with `is` whether two memories are one array. Functions that take
+    leaves one by one (`jax.lax.platform_dependent`, `jax.shard_map`) would make two
+    arrays of one.
 
     Returns:
         The indices, and a function (one leaf for each index) -> a tree in which leaves

@@ -75,13 +75,13 @@ def scan(
     *,
     remat_every: int = 1,
 ) -> tuple[PyTree, PyTree]:
-    """`lax.scan` that keeps the carry of every n-th step for the backward pass.
+    """`lax.scan` with the carry of every n-th step as residuals.
 
     Args:
         step: (carry, x) -> (carry, y).
         carry: the state before the first.
         xs: [n, ...] leaves.
-        remat_every: steps between two kept carries, at least 1. The backward pass
+        remat_every: steps between two saved carries, at least 1. The backward pass
             computes the steps between them again: a larger number keeps fewer carries
             and needs more memory at once.
     """
@@ -138,7 +138,7 @@ def misplaced_resets(
 ) -> Bool[Array, "B T"]:
     """True from the first reset of a batch element on that starts no chunk.
 
-    What an op computes from there on is not defined. Its reads must be NaN, and so must
+    Results from there on are not defined. Its reads must be NaN, and so must
     the batch element's state.
 
     Raises:

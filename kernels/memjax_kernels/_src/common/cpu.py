@@ -1,4 +1,4 @@
-"""What is written in another way for a CPU.
+"""CPU forms of broadcasts, and the choice of the token loop on a CPU.
 
 XLA recomputes a broadcast operand for every element that uses it. The gradient of such
 an operand, a sum over those elements, takes 5 to 20 times as long as the same sum

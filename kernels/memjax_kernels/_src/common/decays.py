@@ -1,4 +1,4 @@
-"""Decay inside a chunk: how much of what one token wrote is left for another to read.
+"""Decay factors between the tokens of a chunk.
 
 The decay from token j to token i is exp of the sum of gates j+1 to i. With one gate for
 all channels the decays form a matrix. With a gate for each channel they are products
@@ -90,7 +90,7 @@ def sums(
         x_early, _ = _split(x, early.shape[-2])
         read = late * multiply(corner, x_early * early, "nn")
         out += _join(jnp.zeros_like(read), read)
-    # What is left are blocks of one token, which read their own write undecayed.
+    # Last are blocks of one token, which read their own write undecayed.
     return out + blocks[..., 0] * x
 
 

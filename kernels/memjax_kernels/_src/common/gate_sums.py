@@ -1,4 +1,4 @@
-"""Sums of log gates that keep the digits of mild gates beside strong ones."""
+"""Sums of log gates in two parts, exact for mild gates next to strong ones."""
 
 from typing import NamedTuple
 

@@ -23,7 +23,7 @@ def of_kernels(
 ) -> Callable[..., Any]:
     """op(static, *primals) -> (memory, y), differentiable in its primals.
 
-    The memories kept for the backward kernel and y are named "<name>_chunk_states" and
+    The memories saved for the backward kernel and y are named "<name>_chunk_states" and
     "<name>_reads": with a rematerialisation policy that saves both, the forward kernel
     runs once.
 
@@ -41,8 +41,8 @@ def of_kernels(
     def op(static, *primals):
         return forward(static, *primals, with_residuals=False)[0]
 
-    # What a gradient calls is differentiable itself, for gradients of gradients. What
-    # is kept depends on the primals alone, so that its own cotangent is left out.
+    # The gradient's calls are differentiable themselves, for gradients of gradients.
+    # Residuals depend on the primals alone, so that their cotangents are left out.
     @differentiable
     def keeping(static, *primals):
         return forward(static, *primals, with_residuals=True)
@@ -91,7 +91,7 @@ def of_kernels(
 def of_prepared(
     prepare: Callable[..., Any], indices: tuple[str, ...], primals: tuple[Any, ...]
 ) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """A kernel's inputs, a named tuple, and the cotangents of what they are made from.
+    """A kernel's inputs, a named tuple, and the vjp of the function that makes them.
 
     Args:
         prepare: primals -> inputs.
@@ -118,7 +118,7 @@ def of_prepared(
 
 
 def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, whose gradients of both modes are those of the same function in jax.
+    """The kernel with the gradients, of both modes, of the same function in jax.
 
     For kernels of decoding, through which a gradient is rarely taken.
     """

@@ -1,7 +1,7 @@
-"""Runs a function with other code in place of some of its primitives.
+"""Evaluation of a traced function with some primitives replaced.
 
-A kernel's language lacks some of jax's primitives. A function that kernels share with
-plain jax is traced, and what is lacking is replaced when it runs.
+Pallas lacks some of jax's primitives. A function that kernels share with plain jax is
+traced, and its missing primitives are replaced when it runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence

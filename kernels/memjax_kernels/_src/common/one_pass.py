@@ -1,7 +1,7 @@
 """A decoding step on a TPU as one kernel, which reads and writes the memory once.
 
-XLA makes several passes over the memory of a step, one for each of its products with a
-vector, and the memory is what a step takes time for. A kernel holds the memories of
+A step is bound by the bandwidth of its memory, and XLA makes a pass over it for each
+product with a vector. A kernel holds the memories of
 some heads of a batch element in registers, and runs the step's own code on one head
 after the other. Products with a vector are sums over rows or columns there, in float32:
 the matrix unit would have to be loaded with a memory for every one of them.
@@ -30,7 +30,7 @@ LANES, SUBLANES = 128, 8
 # Heads of a block, whose code is written out one after the other, and the bytes of
 # their memories: four copies are there, read and written, of this block and the next.
 MOST_HEADS, MOST_BYTES = 16, 3 * 2**20
-# Gates of all heads, of which each is kept in scalar memory.
+# Gates of all heads, which are stored in scalar memory.
 MOST_GATES = 2**14
 
 
@@ -39,8 +39,8 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         step: (q, *tokens, state, **options) -> (state, y), for arrays [B, H, M, V] and
-            [B, H, D], and numbers [B, H] and [B]. What it computes of a batch element
-            and head depends on these alone. Other memories than those of the state may
+            [B, H, D], and numbers [B, H] and [B]. Batch elements and heads are
+            independent. Other memories than those of the state may
             have one batch element, for all. y is [B, H, V], in the dtype of a token;
             the state's arrays are float32. Options are hashable.
 
@@ -164,7 +164,7 @@ def _apart(results):
 
 
 def _placed(kind, x, together):
-    """An argument, its block, and what the step is given of one head of it."""
+    """An argument, its block, and the step's view of one head of it."""
 
     # One batch element may serve all.
     def of_rows(b, h):

@@ -1,7 +1,7 @@
-"""Kernels on a mesh: each device runs the batch elements and heads that it holds.
+"""Kernels on a mesh, each device with its share of batch elements and heads.
 
 XLA partitions everything but kernels, so an op wraps its kernels in `jax.shard_map`.
-The mesh is the one of `jax.set_mesh`, else the one that the op's arguments lie on.
+The mesh is the one of `jax.set_mesh`, else the mesh of the op's arguments.
 Inside a caller's `shard_map` over all axes a kernel runs as it is.
 """
 
@@ -179,16 +179,16 @@ def along_batch(x: Any) -> Any:
 
 
 def by_heads(x: Any) -> Any:
-    """The same [B, T, H, ...], whose heads are divided and not its tokens.
+    """The same [B, T, H, ...], divided by heads instead of tokens.
 
-    What reads along the sequence begins with this and ends with `by_tokens`. Without
+    For functions along the sequence, which end with `by_tokens`. Without
     an axis that divides sequences, x as it is.
     """
     return channels_by_heads(x, x.shape[2])
 
 
 def by_tokens(x: Any) -> Any:
-    """The same [B, T, H, ...], whose tokens are divided again; see `by_heads`."""
+    """The same [B, T, H, ...], divided by tokens again; see `by_heads`."""
     return _exchanged(x, x.shape[2], whole=False)
 
 

@@ -1,4 +1,4 @@
-"""The references of the ops whose empty memory is zeros: one token at a time."""
+"""The reference loop of ops with an empty memory of zeros: one token at a time."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Slots that are written softly and read by softmax: GSA, and ABC without gates.
+"""Gated slot attention (GSA), and attention with bounded memory (ABC) without gates.
 
     K̃ ← diag(exp(g)) K̃ + α kᵀ      Ṽ ← diag(exp(g)) Ṽ + α vᵀ      y = Ṽᵀ softmax(K̃ q)
 
@@ -52,7 +52,7 @@ def gated_slots(
         q: queries, not scaled here.
         k: keys.
         v: values.
-        alpha: how much of a token each slot takes.
+        alpha: write weight of each slot.
         g: log of each slot's decay factor, in [-inf, 0]; inside jit the range is the
             caller's promise. None is no decay.
         state: the memory before the segment, float32; None is empty.

@@ -7,8 +7,8 @@ Gates are of slots, which are the channels that are read. For packs of heads
     c = sum over blocks of f ((M (q D(k)^T)) D(α f)) + since (q D(S))
     w = softmax(c) of each head             S' = last S + k^T (α until)
 
-What a gate's sum at token i receives in a slot is what c_i reads there less what α_i
-writes there.
+The gradient of a gate's sum at token i and a slot is the read of c_i there less the
+write of α_i there.
 """
 
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Gated slots on a TPU: their weights from one kernel, and the reads by that of GLA."""
+"""Gated slots on a TPU: one kernel for the weights, GLA's for the reads."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Gated slots one token at a time, in plain JAX: what all implementations compute."""
+"""Gated slots one token at a time, in plain JAX: the definition."""
 
 from typing import NamedTuple
 

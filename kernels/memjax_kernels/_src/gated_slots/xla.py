@@ -24,7 +24,7 @@ def advance_group(state, q, k, v, alpha, g, reset):
     multiply = multiplier(operand_dtype(q, k, v, alpha))
     q, k, value, alpha = (x.astype(jnp.float32) for x in (q, k, v, alpha))
     keys, compared = compare(state.keys, q, k, alpha, left, multiply)
-    # The softmax stands between two linear recurrences, and needs all of the first.
+    # The softmax between the two linear recurrences needs all of the first.
     values, y = linear_chunks.linear_reads(
         state.values, jax.nn.softmax(compared), alpha, value, left, multiply
     )

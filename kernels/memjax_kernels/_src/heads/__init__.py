@@ -1,10 +1,10 @@
-"""Heads of attention: turned by their positions (RoPE), and laid out for its kernels.
+"""Rotary embeddings (RoPE), and the layout of heads for attention kernels.
 
     rotate:  (x_i, x_{i + K/2}) ← (x_i cos - x_{i + K/2} sin, x_{i + K/2} cos + x_i sin)
 
 Su et al. (2021), https://arxiv.org/abs/2104.09864, in the half-split layout of Llama.
-Projections leave all heads of a token side by side, and kernels of attention read one
-head after the other: `heads_first` and `heads_last` are one pass each.
+Projections give [B, T, H, K], and attention kernels read [B, H, T, K]: `heads_first`
+and `heads_last` convert in one pass each.
 
 Shapes: B batch, T time, H heads, K channels of a head, P batch or nothing.
 """
@@ -60,22 +60,22 @@ def heads_first(
     x: Float[Array, "B T H K"], scale: float = 1.0
 ) -> Float[Array, "B H T K"]:
     """x times a scale, its heads before its tokens: in a program for a TPU alone."""
-    if _as_they_lie(x):
+    if _left_to_xla(x):
         return (x * scale).swapaxes(1, 2)
     return layouts_tpu.moved(layouts_tpu.Static(True, scale), x)
 
 
 def heads_last(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
     """Undoes `heads_first`."""
-    if _as_they_lie(jax.eval_shape(lambda x: x.swapaxes(1, 2), x)):
+    if _left_to_xla(jax.eval_shape(lambda x: x.swapaxes(1, 2), x)):
         return x.swapaxes(1, 2)
     return layouts_tpu.moved(layouts_tpu.Static(False, 1.0), x)
 
 
-def _as_they_lie(x: Any) -> bool:
-    """Whether XLA is left to lay out [B, T, H, K].
+def _left_to_xla(x: Any) -> bool:
+    """Whether XLA lays out [B, T, H, K].
 
-    Heads of 128 channels fill registers. XLA reads them where a projection left them,
-    and a kernel would copy them.
+    Heads of 128 channels fill registers. XLA reads a projection's result as it is,
+    and a kernel would copy it.
     """
     return x.shape[-1] % tiles.LANES == 0 or bool(tiles.unsupported("x", x))

@@ -1,4 +1,4 @@
-"""Heads before tokens, and back, on a TPU: one pass, where XLA makes two or three."""
+"""Transposes of heads and tokens on a TPU: one pass, where XLA makes two or three."""
 
 import functools
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ TILE = 128
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
+    """Static arguments of the kernels.
 
     Attributes:
         heads_first: whether the result is [B, H, T, K]; else [B, T, H, K].

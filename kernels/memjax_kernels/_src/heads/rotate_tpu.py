@@ -1,4 +1,4 @@
-"""RoPE on a TPU: tokens are read once, and channels change places inside a register."""
+"""RoPE on a TPU: one pass, channels rotated inside a register."""
 
 import functools
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ TILE = 128
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
+    """Static arguments of the kernels.
 
     Attributes:
         width: channels of a head.

@@ -1,4 +1,4 @@
-"""HiPPO-LegS: the whole history on shifted Legendre polynomials, a block at a time.
+"""HiPPO-LegS: the full history on shifted Legendre polynomials, a block at a time.
 
     C_{j+1} = P_j C_j + K_j F_j        M_j = R C_j
 

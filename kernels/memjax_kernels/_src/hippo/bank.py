@@ -1,6 +1,6 @@
 """Exact HiPPO-LegS banks in closed form, on the host, in float64.
 
-HiPPO-LegS keeps the first `order` coefficients of the whole history on shifted
+The state of HiPPO-LegS is the first `order` coefficients of the full history on shifted
 Legendre polynomials. With the input held constant over each token, its
 zero-order-hold recurrence is exactly the projection of the staircase of tokens,
 so the product over a block telescopes: no matrix A, exponential or power of one

@@ -1,10 +1,10 @@
-"""Legendre polynomials on a TPU, in pairs of float32 that stand for a float64.
+"""Legendre polynomials on a TPU, with a float64 as a pair of float32.
 
     P_{n+1}(z) = t + n / (n + 1) (t - P_{n-1}(z))        t = z P_n(z)
 
 XLA emulates float64 by such pairs too, but in a dozen operations for each degree, each
 of which waits for memory. Here all degrees are one kernel. A pair is (high, low), the
-rounded number and what rounding took. Dekker (1971), "A floating-point technique for
+rounded number and the rounding error. Dekker (1971), "A floating-point technique for
 extending the available precision".
 """
 

@@ -1,4 +1,4 @@
-"""HiPPO one token at a time, in plain JAX: what all implementations compute."""
+"""HiPPO one token at a time, in plain JAX: the definition."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Lattice: slots on the unit sphere; a write changes a slot only across its direction.
+"""Lattice: slots on the unit sphere, each write orthogonal to its slot.
 
 `lattice` validates its arguments, picks an implementation, splits the segment into
 chunks and runs it: `checks`, then `chunked.in_chunks`, then one of `xla`, `pallas_tpu`

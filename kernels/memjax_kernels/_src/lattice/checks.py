@@ -1,4 +1,4 @@
-"""What `lattice` refuses, and the empty memory that it starts from."""
+"""Checks of `lattice`'s arguments, and its empty memory."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +109,7 @@ def _check_state(name, state, sizes, chunk_size, rule):
                 f"{name}.{field} must be {jnp.dtype(dtype)}{list(shape)}, got "
                 f"{array.dtype}{list(array.shape)}"
             )
-    # What is empty is at a chunk's start.
+    # The empty memory is at a chunk's start.
     last = chunk_size - 1.0 if name == "state" else 0.0
     check_range(f"{name}.position", state.position, 0.0, last)
     # The equations assume unit slots; others would give wrong norms and no error.

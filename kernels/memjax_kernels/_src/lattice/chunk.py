@@ -58,7 +58,7 @@ class Tokens(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a chunk leaves.
+    """The result of a chunk.
 
     Attributes:
         after: [..., M, V] the next chunk's start, if this one is whole.

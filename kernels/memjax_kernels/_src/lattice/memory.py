@@ -1,4 +1,4 @@
-"""The state of Lattice: the memory at a chunk's start, and what was written since."""
+"""The state of Lattice: the chunk-start memory, and the writes since."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -17,7 +17,7 @@ LATTICE_VARIANTS: tuple[LatticeVariant, ...] = ("dec", "enc", "sim")
 
 
 class Rule(NamedTuple):
-    """What the recurrence is: static, the same for every token.
+    """Static options of the recurrence, the same for every token.
 
     Attributes:
         variant: the objective, "dec" (eq. 6), "enc" (eq. 9) or "sim" (eq. 11).

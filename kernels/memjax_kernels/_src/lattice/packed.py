@@ -1,8 +1,8 @@
-"""One chunk of Lattice for packs of heads: two matrices fill a TPU's lanes.
+"""One chunk of Lattice for packed heads: two matrices fill a TPU's lanes.
 
 `chunk` has the same equations for any leading axes. Here arrays have a leading axis of
 P packs of heads (`common.packs`): tokens and slots are [P, C, MM], memories [P, M, VV],
-and what is of pairs of tokens [P, C, CC]. With S = start, D(.)
+and pairs of tokens [P, C, CC]. With S = start, D(.)
 `packs.block_diagonal` and T the sum over tokens up to each:
 
     h = k D(S) - v,  a = h D(S)^T,  c = k,  w = gamma c          ("dec"; see `errors`)
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     variant: LatticeVariant
     heads: int
@@ -55,7 +55,7 @@ class Errors(NamedTuple):
 
 
 class Norms(NamedTuple):
-    """What the slots' norms after each token follow from.
+    """Intermediates of the slots' norms after each token.
 
     Attributes:
         pairs: L.

@@ -1,7 +1,7 @@
 """The gradient of one chunk of Lattice, as `packed` computes it.
 
-By hand, and not as `jax.vjp` of it: what is computed again is chosen, products that add
-up are one, and transposed operands are read as they are.
+Written by hand instead of by `jax.vjp`, to choose the recomputed values, to join
+products that are summed, and to read transposed operands as they are.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def vjp(
     Args:
         x: the tokens.
         start: the memory before them.
-        d_after: of the memory after them, 0 where the chunk is not complete.
+        d_after: of the memory after them, 0 where the chunk is not full.
         d_written: of what was written, where it is pending.
         d_y: of the reads.
         options: of the kernel.

@@ -5,11 +5,11 @@ parallel, and tokens in order. The memory is an output block that all tokens of 
 share, so it stays in VMEM from the first to the last. The heads of one program do not
 depend on each other, which hides latency. A block of tokens is one chunk, computed by
 matrix products, or, where C = 1, `BLOCK` tokens one after the other on the vector unit.
-Heads that fill registers side by side go through `tpu_packed` and `tpu_token`.
+Heads that fill registers go through `tpu_packed` and `tpu_token`.
 
 Where a gradient is taken, the forward kernel also saves the memory before every block,
 in the dtype of the tokens (C = 1: float32). The backward kernel goes through the blocks
-in reverse, computes each again from there and pulls cotangents through it. The saved
+in reverse, computes each again from there and takes its vjp. The saved
 memories are named "lattice_chunk_states" and the reads "lattice_reads": with a
 rematerialisation policy that saves both, the forward kernel runs once.
 """
@@ -43,7 +43,7 @@ CHUNK = 512
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled; `exact` is C = 1."""
+    """Static arguments of the kernels; `exact` is C = 1."""
 
     rule: Rule
     exact: bool
@@ -142,7 +142,7 @@ def _heads(x: Inputs, exact: bool) -> int:
 
 
 def _head_bytes(block: int, slots: int, width: int, exact: bool) -> int:
-    """What the backward kernel's blocks of one head take in VMEM, by estimate."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
 
     def lanes(size):
         return -(-size // 128) * 128

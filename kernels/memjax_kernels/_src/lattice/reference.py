@@ -1,4 +1,4 @@
-"""What Lattice computes, in plain JAX, one token at a time.
+"""Lattice one token at a time, in plain JAX: the definition.
 
 Memory M [M, V], a slot s_i a row; phi(s) = s / |s|. With every gradient taken at the
 memory M' of the chunk's start, r_i = |s'_i| (1 where the recurrence is normalised):
@@ -15,7 +15,7 @@ memory M' of the chunk's start, r_i = |s'_i| (1 where the recurrence is normalis
 mu = exp(g) with forget="l2", else 1; the loss's factor 2 is part of gamma. At the end
 of a chunk of C tokens M' becomes M, normalised. C = 1 is the recurrence of the paper;
 with C > 1 the division by the norm inside a chunk, which does not change later
-gradients, is put off to the read. The written part is kept apart as A = sum of w h^T,
+gradients, is put off to the read. The written part is separate: A = sum of w h^T,
 w = gamma c / r, decayed by mu:
 
     M = decay M' + cwp phi(M') - A      cwp_i = <phi(s'_i), a_i>
@@ -94,7 +94,7 @@ def advance(
     after = l2_normalize(memory) if rule.normalize else memory
     read = after
     if rule.normalize and rule.forget != "l1":
-        # What was written is across the slot: the norm by Pythagoras.
+        # Writes are orthogonal to the slot: the norm by Pythagoras.
         if rule.forget == "l2":
             # It may be all that is left, and a difference of squares loses its digits.
             across = jnp.sum(beside * beside, axis=-1, keepdims=True)

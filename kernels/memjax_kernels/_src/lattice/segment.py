@@ -1,19 +1,19 @@
-"""A segment in whole chunks: what all chunk implementations take and return.
+"""The signature and meaning of all chunk implementations.
 
 Every one (`xla.lattice_xla`, `pallas_tpu.lattice_tpu`, ...) has this signature:
 
     f(tokens: Chunks, start, empty, *, rule) -> (start, pending, decay), y
 
-of n >= 1 whole chunks that start with nothing pending: `chunked` lets XLA take the
-first chunk where an earlier call may have begun it. For each batch element, with
+for n >= 1 full chunks with nothing pending: `chunked` gives XLA the first chunk, which
+an earlier call may have opened. For each batch element, with
 M = `start`:
 
     for j in range(n):
         if reset[j]: M = empty
         y[j], A, M_next = the chunk's reads, its written part, the normalised memory
-        if complete[j]: M = M_next
+        if full[j]: M = M_next
 
-Chunks after the last complete one hold the last tokens, or none, among zeros: M stays,
+Chunks after the last full one hold the last tokens, or none, among zeros: M stays,
 and the written part A of those chunks is the `pending` that is returned, 0 for batch
 elements that end with a chunk (likewise `decay`, 1 without forget="l2"). A token of
 zeros, rate and log gate included, writes nothing, and its read is dropped. `start` and

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
         q: [G, n, C, M].
         k: [G, n, C, M].
         v: [G, n, C, V].
-        gates: float32, gamma and flags: [G, n, R, C] of a chunk: gamma, complete, and
+        gates: float32, gamma and flags: [G, n, R, C] of a chunk: gamma, full, and
             reset if resets were given; [G, n, C, R] of single tokens: gamma, and
             reset if resets were given.
     """
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 def chunk_forward(
     x: Inputs, before, empty, memory, y, residuals, *, rule: Rule, multiply: Multiply
 ):
-    """One chunk; `residuals` None does not keep the memory before it."""
+    """One chunk; with `residuals`, also saves the memory before it."""
     after, pending = memory
 
     @pl.when(pl.program_id(1) == 0)
@@ -85,7 +85,7 @@ def chunk_backward(
     def through(tokens, start, pending, empty):
         return _through_chunk(tokens, start, pending, empty, flags, rule, multiply)
 
-    # What is pending is only added to: its value does not matter here.
+    # Pending writes are only added to: their value does not matter here.
     nothing = jnp.zeros(d_pending.shape, F32)
     pull = jax.vjp(through, tokens, residuals[...].astype(F32), nothing, empty[...])[1]
     cotangents = (d_start[...], d_pending[...]), d_y[...].astype(F32)

@@ -1,4 +1,4 @@
-"""Lattice on a TPU for packs of heads: tokens are read and written where they lie.
+"""Lattice on a TPU for packed heads, without a copy of the tokens.
 
 All packs of a program are computed in step, so that one hides the latency of another.
 The memory is an output block that all chunks of a head share: it stays in VMEM from the
@@ -44,7 +44,7 @@ TOKENS = 256
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     rule: Rule
     layout: Layout
@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
 
 
 def fits(tokens: Chunks) -> bool:
-    """Whether packs of heads fill whole registers, and one fits in VMEM."""
+    """Whether packs of heads fill full registers, and one fits in VMEM."""
     return tokens.q.shape[2] % ROWS == 0 and _heads(tokens) > 0
 
 
@@ -79,7 +79,7 @@ def _heads(tokens: Chunks) -> int:
 
 
 def _block_bytes(size: int, slots: int, width: int) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
     # In float32. Two buffers of each block in and out: tokens and their cotangents, and
     # 10 of a memory; and the values in between: 8 arrays of a memory, 20 of a token's
     # slots, 6 of its channels, 4 of pairs of tokens.

@@ -19,7 +19,7 @@ F32 = jnp.float32
 
 
 class Layout(NamedTuple):
-    """What the blocks of a program hold.
+    """Sizes of a program's blocks.
 
     Attributes:
         rows: batch elements.
@@ -45,7 +45,7 @@ class _Block(NamedTuple):
 def forward_kernel(
     x, before, empty, memory, y, residuals, *, layout: Layout, options: Options
 ):
-    """One chunk; `residuals` None does not keep the memory before it."""
+    """One chunk; with `residuals`, also saves the memory before it."""
     after, pending = memory
 
     @pl.when(pl.program_id(2) == 0)
@@ -94,7 +94,7 @@ def backward_kernel(
     d_whole, d_open = _load(d_start), _load(d_pending)
     zeros = jnp.zeros_like(d_whole)
     d_new = _choose(block.full, d_whole, zeros)
-    # What is pending is only added to, and dropped where a chunk is complete.
+    # Pending writes are only added to, and dropped where a chunk is full.
     d_open = _choose(block.full, zeros, d_open)
     found = packed_gradient.vjp(
         block.chunk,

@@ -22,13 +22,12 @@ def lattice_xla(
 ) -> tuple[Memory, Float[Array, "B n C H V"]]:
     """A chunk implementation; see `segment`."""
     b, h = start.shape[:2]
-    # Nothing is pending: chunks begun in an earlier call go through `lattice_xla_head`.
+    # Nothing is pending: open chunks of an earlier call go through `lattice_xla_head`.
     memory = start, jnp.zeros_like(start), jnp.ones((b, h), jnp.float32)
     count, size = tokens.q.shape[1:3]
     if size > 1:
         step = functools.partial(_chunk, rule=rule, empty=empty, entering=False)
-        # Every fourth memory is kept: the backward pass computes three chunks again for
-        # each.
+        # Every fourth memory is saved: the backward pass recomputes three chunks each.
         return _scan(step, tokens, memory, remat_every=min(4, count))
     step = functools.partial(_token, rule=rule, empty=empty)
     # Kept and recomputed states are fewest together at the root.
@@ -80,7 +79,7 @@ def _chunk(memory, item, *, rule, empty, entering):
     written, y = chunk.advance(tokens, start, open_chunk, rule, multiply)
     left, decay_factor = written.pending, written.decay[..., 0, 0]
     if not entering:
-        # Only a chunk without tokens follows one that is not complete.
+        # Only a chunk without tokens follows one that is not full.
         left, decay_factor = pending + left, decay * decay_factor
     done = full[:, None]
     memory = (

@@ -1,8 +1,8 @@
 """Linear recurrences S ← diag(exp(g)) S + k vᵀ in chunks of matrix products.
 
 A segment is split into groups of chunks. The products of all chunks of a group are
-computed together, and only the memories in sequence. The backward pass keeps the memory
-before each group and computes the rest again, so that what it keeps is linear in T.
+computed together, and only the memories in sequence. The residuals are the memories
+before groups, linear in T; the backward pass computes the rest again.
 
 Dao and Gu (2024), https://arxiv.org/abs/2405.21060, section 6, for one gate a head;
 Yang et al. (2023), https://arxiv.org/abs/2312.06635, section 4, for one a channel.
@@ -98,7 +98,7 @@ def linear_reads(
     left: decays.Decays,
     multiply: Multiply,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
-    """What `linear_group` computes, from the decays of the gates."""
+    """`linear_group` from the decays of the gates."""
     # All chunks at once; only adding them to the memory has to go in order.
     written = multiply(k * left.until, v, "tn")
     state, starts = carry(state, left.since[..., -1, :], written)

@@ -1,8 +1,8 @@
 """The delta rule, gated or not, in chunks of matrix products: the WY form.
 
 Inside a chunk the writes U solve a unit lower-triangular system, because each write
-sees what the ones before it left. With D_ij what is left at token i of what token j
-wrote, and d_i of what the chunk started from:
+depends on those before it. With D_ij the decay from token j to token i, and d_i that
+from the chunk's start:
 
     (I + tril(β K Kᵀ ∘ D, -1)) U = β (V - d K S)
     Y = d Q S + (Q Kᵀ ∘ D) U        S ← d_C S + (D_C ∘ K)ᵀ U
@@ -29,7 +29,7 @@ def delta_group(
     reset: Bool[Array, "n B C"] | None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
     """A group of chunks: the writes are solved for before the memory is known."""
-    # Float32 products for what is remembered, whatever the tokens are: errors grow
+    # Float32 products for the memory, whatever the tokens are: errors grow
     # through the solution, and from chunk to chunk.
     exact, read = multiplier(jnp.dtype(jnp.float32)), multiplier(operand_dtype(q, k, v))
     dtype = v.dtype

@@ -1,4 +1,4 @@
-"""One chunk of S ← exp(g) S + k vᵀ, y = Sᵀq for packs of heads, and its gradient.
+"""One chunk of S ← exp(g) S + k vᵀ, y = Sᵀq for packed heads, and its gradient.
 
 `chunks.linear_group` has the same equations for any leading axes. Here arrays have a
 leading axis of P packs of heads (`common.packs`): tokens are [P, C, KK] and [P, C, VV],
@@ -8,8 +8,8 @@ chunk's start and to its end, and D(.) `packs.block_diagonal`:
     y = ((q D(k)^T) W) D(v) + (q since) D(S)
     S' = last S + (k until)^T v
 
-The gradient of a gate's sum at token i is what q_i reads less what k_i writes: the
-decay factors out of both. At the chunk's end all that S' receives is added.
+The gradient of a gate's sum at token i is the read of q_i less the write of k_i: the
+decay factors out of both. At the chunk's end the gradient of S' is added.
 """
 
 import functools

@@ -1,15 +1,16 @@
-"""One chunk of the gated delta rule for packs of heads, and its gradient.
+"""One chunk of the gated delta rule for packed heads, and its gradient.
 
-`delta_rule.chunks` has the same equations. Arrays have a leading axis of P packs of
+`delta_chunks` has the same equations. Arrays have a leading axis of P packs of
 heads (`common.packs`), and every product is one of each head's matrices.
 With W the decays between tokens, L those to later tokens alone, since and until the
 decays from the chunk's start and to its end:
 
-    E = V - since K S - (K K^T L) U      what a write finds wrong
+    E = V - since K S - (K K^T L) U      the prediction errors
     U = beta E                           so (I + beta K K^T L) U = beta (V - since K S)
     Y = (Q K^T W) U + since Q S          S' = last S + (until K)^T U
 
-The gradient of a gate's sum at token i is what q_i and k_i read less what k_i writes.
+The gradient of a gate's sum at token i is the reads of q_i and k_i less the write of
+k_i.
 """
 
 import functools
@@ -31,7 +32,7 @@ F32 = jnp.float32
 
 
 class Solved(NamedTuple):
-    """What a chunk writes.
+    """Writes of a chunk.
 
     Attributes:
         between: decays W from token j (lanes) to token i.
@@ -159,7 +160,7 @@ def _other(x: Float[Array, "P C CC"]):
 
 
 def _products(x: Chunk) -> tuple[Multiply, Multiply]:
-    """Products for reads in the tokens' dtype, and those for what is remembered.
+    """Products for reads in the tokens' dtype, and those for the memory.
 
     Errors of a write, and of its cotangent, grow through the solution and from chunk to
     chunk: there operands beside tokens in bfloat16 have 16 bits, in two parts.

@@ -1,4 +1,4 @@
-"""One chunk of S ← diag(exp(g)) S + k vᵀ, y = Sᵀq for packs of heads, and its gradient.
+"""One chunk of S ← diag(exp(g)) S + k vᵀ, y = Sᵀq for packed heads, and its gradient.
 
 With f the decays of a block's halves (`packs.channels`), and M the pairs of tokens of
 which it is the smallest common block, the reading one in the late half:
@@ -6,8 +6,8 @@ which it is the smallest common block, the reading one in the late half:
     y = P D(v) + (q since) D(S)         P = sum over blocks of M ((q f) D(k f)^T)
     S' = last S + (k until)^T v
 
-What a gate's sum at token i receives in a channel is what q_i reads there less what k_i
-writes there.
+The gradient of a gate's sum at token i and a channel is the read of q_i there less the
+write of k_i there.
 """
 
 import jax.numpy as jnp

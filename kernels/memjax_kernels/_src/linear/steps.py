@@ -1,4 +1,4 @@
-"""One token of each linear op, in float32: what all implementations compute.
+"""One token of each linear op, in float32: the definition.
 
 y has the dtype of v. Where a step is lowered for a TPU it is one kernel: `one_pass`.
 """

@@ -1,4 +1,4 @@
-"""What a token's key leaves open after those before it in its chunk.
+"""The overlap of a token's key with the earlier keys of its chunk.
 
     left_t = Π_s (1 - γ_s ⟨k_s, k_t⟩²)        s over the tokens of t's chunk before t
 

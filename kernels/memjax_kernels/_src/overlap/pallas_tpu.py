@@ -1,4 +1,4 @@
-"""The overlap of keys on a TPU, in packs of heads: keys are read where they lie.
+"""The overlap of keys on a TPU, in packed heads, without a copy of the keys.
 
 A block has the pairs of all its tokens, whole chunks; those of two chunks are left out
 by a mask. Rows are the earlier tokens s, lanes the later ones t of each head
@@ -34,12 +34,12 @@ from memjax_kernels._src.common.products import multiply, operand_dtype
 from memjax_kernels._src.overlap.xla import LEAST, in_chunks
 
 F32 = jnp.float32
-# Tokens of a block: at least so many, whose pairs fill the lanes with two heads.
+# Least tokens of a block: pairs of tokens of two heads fill the lanes.
 LEAST_BLOCK = 64
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     chunk_size: int
     group: int
@@ -111,7 +111,7 @@ def _heads(k, size):
 
 
 def _bytes(k, size):
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
     return 4 * size * (8 * k.shape[-1] + 8 * size)
 
 
@@ -191,7 +191,7 @@ def _call(static: Static, kernel, name, x: Tokens, more, outputs):
         return Tokens(of.tokens(t.k), of.gates(t.gamma))
 
     spec = both if isinstance(outputs, Tokens) else of.residuals
-    # Cotangents: of the keys, which lie as tokens do, and of what is left.
+    # Cotangents of the keys, laid out as tokens, and of the overlap.
     specs = (of.tokens, of.residuals)[: len(more)]
     blocks = _arrange(static, x)
     (result,) = pl.pallas_call(

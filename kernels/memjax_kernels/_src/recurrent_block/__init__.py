@@ -1,10 +1,10 @@
-"""What stands around a recurrent memory: the short convolution and the gated norm.
+"""The short convolution before a recurrent memory, and the gated norm after it.
 
     short_convolution(x) = l2_normalize(silu(conv(x)))      queries and keys
     l2_normalize(v) = n v / |v|                             values, where they are keys
     gated_norm(y, u) = RMSNorm(y) ∘ GeLU(u)                 reads
 
-Each head is divided by a norm of its own. The convolution is causal and depthwise:
+Norms are of each head. The convolution is causal and depthwise:
 Gu & Dao (2023), https://arxiv.org/abs/2312.00752, figure 3.
 
 Shapes: B batch, T time, H heads, K channels of a head, W width of the filters.
@@ -114,7 +114,7 @@ def gated_norm(
     """Each head over its rms, times a scale that heads share, times gelu of the gate.
 
     Args:
-        y: what a memory reads.
+        y: reads of a memory.
         gate: u, whose dtype the result has.
         scale: of each channel of a head.
         epsilon: added to the mean square.

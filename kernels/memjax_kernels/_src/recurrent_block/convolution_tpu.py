@@ -5,8 +5,8 @@
     ds = (dy - y ⟨dy, y⟩) / |s|            dz = ds σ(z) (1 + z (1 - σ(z)))
     dx_t = Σ_w f_w dz_{t + (W - 1 - w)}    df_w = Σ_t dz_t x_{t - (W - 1 - w)}
 
-with the product of a head and the norm of a head. The backward kernel begins with the
-last tokens, and keeps the dz that the ones before still need.
+with the product of a head and the norm of a head. The backward kernel runs from the
+last tokens and carries the dz that earlier ones need.
 """
 
 import functools
@@ -29,7 +29,7 @@ SHARE, TILE = 8, 64
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
+    """Static arguments of the kernels.
 
     Attributes:
         taps: W.
@@ -109,8 +109,8 @@ def _backward(static: Static, primals, residuals, cotangents):
     d_x, d_filters = _call(static, True, x, filters, before, seen, d_y)
     d_filters = d_filters.reshape(x.shape[0], -1, SHARE, *x.shape[2:])
     d_filters = d_filters[:, : static.taps].sum(axis=(0, 2))[None]
-    # What came before is seen by the first tokens alone. All heads are one axis when
-    # they are cut off, or XLA would copy all tokens to another layout.
+    # Earlier inputs reach the first tokens alone. All heads are one axis in this slice,
+    # or XLA would copy all tokens to another layout.
     few, flat = static.taps - 1, lambda z: z.reshape(*z.shape[:2], -1)
 
     def begin(z):
@@ -194,7 +194,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
 
 
 class Tile(NamedTuple):
-    """What both kernels compute of the tokens of a tile.
+    """Values of a tile's tokens in both kernels.
 
     Attributes:
         inputs: what each tap multiplies.

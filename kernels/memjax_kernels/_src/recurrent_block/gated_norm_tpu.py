@@ -27,7 +27,7 @@ SHARE, TILE = 8, 128
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
+    """Static arguments of the kernels.
 
     Attributes:
         width: channels of a head.

@@ -1,8 +1,8 @@
 """Norms of heads, in XLA.
 
 Sums over the channels of a head, and factors of heads, are products with zeros and
-ones over all channels of a token: heads and channels as axes of their own would need
-another layout on a TPU, where two heads of 64 fill the lanes of a register.
+ones over all channels of a token: separate axes for heads and channels would
+need another layout on a TPU, where two heads of 64 fill the lanes of a register.
 """
 
 import jax

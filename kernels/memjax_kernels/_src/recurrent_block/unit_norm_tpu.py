@@ -1,4 +1,4 @@
-"""Heads of one norm on a TPU.
+"""Normalisation of heads on a TPU.
 
 u = x / |x|    y = n u    dx = n (dy - u ⟨dy, u⟩) / |x|
 """
@@ -19,7 +19,7 @@ TILE = 128
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
+    """Static arguments of the kernels.
 
     Attributes:
         width: channels of a head.
@@ -35,7 +35,7 @@ class Static(NamedTuple):
 def l2_normalize_tpu(
     x: Float[Array, "B T H K"], *, norm: float = 1.0, interpret: Any = False
 ) -> Float[Array, "B T H K"]:
-    """`l2_normalize` in kernels, of what `tiles.unsupported` does not refuse."""
+    """`l2_normalize` in kernels, for x that `tiles.unsupported` accepts."""
     form = functools.partial(_on_device, norm=norm, interpret=interpret)
     return partition.chunkwise(form)(x[:, None])[1][:, 0]
 

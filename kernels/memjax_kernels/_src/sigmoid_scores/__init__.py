@@ -1,4 +1,4 @@
-"""How alike keys are to some queries, as M+'s retriever searches its store.
+"""Similarity of keys and queries, the retrieval scores of M+.
 
     p_j = mean_t sigmoid(q_t · k_j)
 

@@ -1,7 +1,7 @@
-"""The sum of tanh on a TPU: keys are read once, and scores never leave the chip.
+"""The sum of tanh on a TPU: keys are read once, scores are not stored.
 
-Keys lie along the lanes of a block of scores, queries along its sublanes, so that a sum
-over queries adds whole registers.
+A block of scores has keys along its lanes and queries along its sublanes, so that a sum
+over queries adds full registers.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32
 from memjax_kernels._src.common import partition, varying
 
 F32 = jnp.float32
-# Rows of queries and keys that lie in fast memory, and those of a product.
+# Rows of queries and keys in fast memory, and those of a product.
 BLOCK, QUERIES, KEYS = 2048, 512, 256
 SUBLANES = 8
 # Widest keys of which a block of both fits, twice.

@@ -1,4 +1,4 @@
-"""Trellis: a memory of M slots that learns, token by token, to predict a target.
+"""Trellis: two memories of M slots, trained online, token by token.
 
 `trellis` validates its arguments, picks an implementation, splits the segment into
 chunks and runs it: `checks`, then `segment.in_chunks`, then one of `xla`, `pallas_tpu`
@@ -46,10 +46,10 @@ def trellis(
     activation: TrellisActivation = "ln_silu",
     implementation: Implementation | None = None,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
-    """Both passes over a segment: what `trellis_step` repeated gives.
+    """Both passes over a segment: a loop of `trellis_step`.
 
     Keys are compressed into M slots, and values into M slots. A query reads the key
-    memory, and what it reads, through an activation, reads the value memory. Karami et
+    memory; the result, through an activation, reads the value memory. Karami et
     al., "Trellis", eqs. 8-14; the factor 2 of eq. 9 is absorbed in gamma.
 
     Gradients inside the memory are taken at its value at the start of a chunk of
@@ -111,6 +111,5 @@ def trellis(
         after, y = trellis_reference(*given, phi=phi, activation=activation)
     else:
         after, y = segment.in_chunks(form, *given, phi=phi, activation=activation)
-    # What was computed after a misplaced reset has no meaning, and must not pass
-    # unseen.
+    # Results after a misplaced reset have no meaning, and must not pass unseen.
     return chunks.mask_with_nan(after, y, misplaced)

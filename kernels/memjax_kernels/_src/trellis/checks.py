@@ -1,4 +1,4 @@
-"""What `trellis` refuses, and the empty memory that it starts from."""
+"""Checks of `trellis`'s arguments, and its empty memory."""
 
 import functools
 from typing import Any

@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What is fixed when the code is compiled.
+    """Static options of a chunk.
 
     Attributes:
         phi: one of `functions.TRELLIS_PHIS`.

@@ -1,8 +1,8 @@
 """The functions of Trellis over the slots (last axis), and gradients through them.
 
-phi is applied to what a memory predicts before that is compared with the target; the
-activation f stands between the two passes. All are float32 and in closed form, and use
-only what a TPU kernel can compute, so that the kernels call these very functions. GPU
+phi is applied to a memory's prediction before its comparison with the target; the
+activation f is between the two passes. All are float32, in closed form, of operations
+that a TPU kernel has, so that the kernels call these functions. GPU
 kernels pass their own reduction, `over`.
 
     silu(z) = z sigmoid(z)

@@ -2,7 +2,7 @@
 
 `chunk` has the same equations with slots along the lanes, for any leading axes. Here
 arrays have a leading axis of P packs of heads (`common.packs`): tokens are [P, C, KK],
-memories [P, M, KK], and all that has slots [P, M, CC]. With S = start and R = running
+memories [P, M, KK], and numbers of slots [P, M, CC]. With S = start and R = running
 memory, W the decays and D(.) `packs.block_diagonal`:
 
     first pass    z = S D(k)^T,  u = gamma E(z, t),  A = (q D(k)^T) * W
@@ -80,7 +80,7 @@ def eye(x: Array, size: int) -> Array:
 
 
 class Prepared(NamedTuple):
-    """What tokens and gates give by themselves.
+    """Values that depend on tokens and gates alone.
 
     Attributes:
         target: alpha with slots along the sublanes.
@@ -100,7 +100,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(x: Chunk, gates: tuple[Gates, Gates], options: Options) -> Prepared:
-    """What does not depend on memories."""
+    """The part that does not depend on memories."""
     first, second = (gate.total for gate in gates)
     heads = len(first.column)
     left = decays(first)
@@ -148,12 +148,12 @@ def advance(
 
 
 def activate(options: Options, reads: Array) -> Array:
-    """f of what the first pass reads, whose slots are rows."""
+    """f of the first pass's reads, slots as rows."""
     return functions.apply(options.activation, reads, packs.over_slots, packs.sigmoid)
 
 
 def error_gradient(options: Options, z: Array, target: Array) -> Array:
-    """E of what a memory predicts."""
+    """E of a memory's prediction."""
     return functions.error_gradient(
         options.phi, z, target, packs.over_slots, packs.sigmoid
     )

@@ -1,11 +1,10 @@
 """The gradient of one chunk of Trellis, as `packed` computes it.
 
-By hand, and not as `jax.vjp` of it: what is kept of the forward pass is chosen, and
-transposed operands are read as they are. `jax.vjp` is taken of phi and the activation
-alone.
+Written by hand instead of by `jax.vjp`, to choose the residuals and to read transposed
+operands as they are. `jax.vjp` is taken of phi and the activation alone.
 
-The gradient of a gate's sum at token i is what the reads there give, less what the
-writes there give: the decay factors out of both, so that no cotangent of W is formed.
+The gradient of a gate's sum at token i is that of the reads there less that of the
+writes there: the decay factors out of both, so that no cotangent of W is formed.
 """
 
 import functools
@@ -33,7 +32,7 @@ from memjax_kernels._src.trellis.packed import (
 
 
 class Written(NamedTuple):
-    """What a pass makes of its tokens, kept for the gradient."""
+    """Residuals of a pass."""
 
     u: Float[Array, "P M CC"]
     back: Any

@@ -12,7 +12,7 @@ depend on each other, which hides latency.
 
 Where a gradient is taken, the forward kernel also saves the memories at every chunk's
 start, in the dtype of the tokens. The backward kernel goes through the chunks in
-reverse, computes each again from there and pulls cotangents through it. The saved
+reverse, computes each again from there and takes its vjp. The saved
 memories and the reads are named "trellis_chunk_states" and "trellis_reads": with a
 rematerialisation policy that saves both, the forward kernel runs once.
 
@@ -47,7 +47,7 @@ HEADS = 8
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     phi: str
     activation: str
@@ -144,7 +144,7 @@ def trellis_tpu(
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
 
     # In float32 with rows of whole lanes. Two buffers of each array in and out, and the
     # values in between: 16 and 8 of a memory, 4 of a token's array, 12 matrices of a

@@ -1,4 +1,4 @@
-"""What Trellis computes, one token at a time.
+"""Trellis one token at a time, in plain JAX: the definition.
 
 Memory M [M, K], token k, target alpha, step size gamma, log forget gate g; M' is the
 memory at the start of the token's chunk of C tokens:

@@ -1,4 +1,4 @@
-"""Splits a segment into whole chunks, runs an implementation and joins its reads.
+"""Splits a segment into chunks, runs an implementation and joins its reads.
 
 Chunk implementations
 ---------------------
@@ -23,14 +23,14 @@ For each batch element and chunk i, in order, with M' = `start` and R = `running
        first pass:   y1 = exp(cs) (q R^T) - ((q x^T) * W) U
        second pass:  y  = exp(cs) (f R)   - ((f U^T) * W) x,     f = activation(y1)
 
-3. R = N, and M' = N too if complete[i].
+3. R = N, and M' = N too if full[i].
 
-R differs from M' only in chunk 0 (a chunk begun in an earlier call) and after an
-incomplete chunk. All tokens after an incomplete chunk are padding, so that there only
-the two memories, not what is computed from them, have to be carried through.
+R differs from M' only in chunk 0 (an open chunk of an earlier call) and after a chunk
+that is not full. All tokens after such a chunk are padding: only the two memories, not
+results computed from them, have to be carried through.
 
 Padding is zeros in every array of tokens, gamma and g included: it writes nothing and
-decays nothing. Its y is dropped, and whatever gradient flows to it.
+decays nothing. Its y and its gradient are dropped.
 
 Everything is differentiable in tokens, memories and empty.
 """

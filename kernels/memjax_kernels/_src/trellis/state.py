@@ -1,8 +1,8 @@
-"""The memory of Trellis between calls.
+"""The state of Trellis between calls.
 
 Gradients are taken at the memory of the chunk's start. So a state holds that memory
-beside the running one, and how many tokens of its chunk each batch element has seen.
-Where that position is 0 the two memories are equal.
+and the running one, and each batch element's position in its chunk. At position 0 the
+two memories are equal.
 """
 
 import dataclasses

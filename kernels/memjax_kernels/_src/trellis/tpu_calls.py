@@ -1,4 +1,4 @@
-"""Calls of the kernels of Trellis for packs of heads: how arrays come and go.
+"""Calls of the Trellis kernels for packed heads: layouts of arrays before and after.
 
 The grid is (batch elements, groups of packs, blocks), the last in order. All packs of a
 group, and of a few batch elements where these are small, are computed in step, so that
@@ -44,7 +44,7 @@ def _no_scratch(layout, x):
 
 
 class Kernels(NamedTuple):
-    """The two kernels, and what they need.
+    """The two kernels and their options.
 
     Attributes:
         forward: of references to blocks; see `tpu_packed_kernels`.
@@ -61,7 +61,7 @@ class Kernels(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     phi: str
     activation: str
@@ -263,7 +263,7 @@ def _gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
         d_gamma = d_gamma.sum(-1, keepdims=True)
     if x.g.shape[-1] == 1:
         d_g = d_g.sum(-1, keepdims=True)
-    # What was raised to the lowest gate has no gradient.
+    # Gates clamped to the lowest have no gradient.
     return d_gamma, jnp.where(x.g > FORGETS_ALL, d_g, 0.0)
 
 

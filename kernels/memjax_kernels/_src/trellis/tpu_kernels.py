@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
         q: [G, n, C, K].
         inputs: [G, n, C, K], [G, n, C, V].
         alpha: [G, n, C, M].
-        gates: [G, n, R, C] float32: gamma of each pass, g of each pass, complete,
+        gates: [G, n, R, C] float32: gamma of each pass, g of each pass, full,
             and reset if resets were given.
     """
 
@@ -57,11 +57,11 @@ def _store(refs, values):
 
 
 def forward_kernel(x, before, empty, after, y, residuals, *, options):
-    """One chunk; `residuals` None does not keep the memories before it."""
+    """One chunk; with `residuals`, also saves the memories before it."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        # Later chunks find what the one before left: all share this output block.
+        # Chunks of a head share this output block.
         _store(after, _load(before))
 
     memories = _load(after)

@@ -1,4 +1,4 @@
-"""Trellis on a TPU for packs of heads: tokens are read and written where they lie.
+"""Trellis on a TPU for packed heads, without a copy of the tokens.
 
 `packed` has the equations of a chunk, `tpu_packed_kernels` the kernels and `tpu_calls`
 their calls. Chunks of fewer than 16 tokens go through `tpu_small`.
@@ -21,13 +21,13 @@ from memjax_kernels._src.trellis.state import Memories, may_differ
 from memjax_kernels._src.trellis.tpu_calls import Kernels, op_of, run
 from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
 
-# Up to so many tokens of all heads, and bytes, a program takes further batch elements:
+# Limits up to which a program takes further batch elements, in tokens and bytes:
 # a small one waits for its products.
 TOKENS, ROWS_BYTES = 768, 48 << 20
 
 
 def fits(tokens: Tokens) -> bool:
-    """Whether packs of heads fill whole registers, and one fits in VMEM."""
+    """Whether packs of heads fill full registers, and one fits in VMEM."""
     size = tokens.q.shape[2]
     return size % ROWS == 0 and _heads(tokens) > 0
 
@@ -51,7 +51,7 @@ def trellis_packed(
     activation: str,
     interpret: Any = False,
 ) -> tuple[Memories, Array]:
-    """A chunk implementation for what `fits`; see `segment`."""
+    """A chunk implementation for tokens that `fits` accepts; see `segment`."""
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
     heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
     each = heads * _block_bytes(size, *widths)
@@ -72,7 +72,7 @@ def trellis_packed(
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
     # In float32. Two buffers of each block in and out: tokens and their cotangents, and
     # 16 of a memory; and the values in between: 40 arrays of a token's slots, 8 of a
     # memory, 10 of its tokens.

@@ -1,4 +1,4 @@
-"""Blocks of the Trellis kernels for packs of heads: what a program reads and writes.
+"""Blocks of the Trellis kernels for packed heads: reads and writes of a program.
 
 A block is a chunk of every pack.
 """
@@ -20,7 +20,7 @@ F32 = jnp.float32
 
 
 class Layout(NamedTuple):
-    """What the blocks of a program hold.
+    """Sizes of a program's blocks.
 
     Attributes:
         rows: batch elements.

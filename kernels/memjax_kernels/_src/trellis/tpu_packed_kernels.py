@@ -32,11 +32,11 @@ def choose(flag, new, old):
 def forward_kernel(
     x, before, empty, after, y, residuals, *, layout: Layout, options: Options
 ):
-    """One chunk; `residuals` None does not keep the memories before it."""
+    """One chunk; with `residuals`, also saves the memories before it."""
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        # Later chunks find what the one before left: all share this output block.
+        # Chunks of a head share this output block.
         blocks.store(after, blocks.load(before))
 
     block = blocks.read(x, layout, options)
@@ -81,7 +81,7 @@ def backward_kernel(
     def _():
         d = blocks.load(d_after)
         if not layout.two_memories:
-            # What the memory at the start receives behind an incomplete chunk waits in
+            # The chunk-start memory's gradient after a chunk that is not full waits in
             # `d_before` until that chunk is done.
             d = by_completeness(d, blocks.flags(x, layout)[0])
         blocks.store(d_before, d)

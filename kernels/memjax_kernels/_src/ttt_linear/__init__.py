@@ -1,4 +1,4 @@
-"""TTT-linear: a memory that is a linear layer, trained on every token that it reads.
+"""TTT-linear: a linear layer as the memory, trained on every token.
 
     f(x) = x + LN(xᵀW + b)        (W, b) ← (W, b) - η ∇ℓ        y = f(q)
 
@@ -57,8 +57,8 @@ def ttt_linear(
     The gradient of a token's loss is taken at the start of its mini-batch of C tokens.
     Its step, of rate η, is taken before the token's own read. See sections 2.4, 2.5 and
     2.7 of the paper. Here η stands for all rates: the paper's code also divides by the
-    position in the mini-batch, so that W after a whole mini-batch is what rates of
-    η / C give here. LN has eps 1e-6 under the root.
+    position in the mini-batch, so that rates of η / C here give its W after a
+    full mini-batch. LN has eps 1e-6 under the root.
 
     At a width of 2 LN gives (1, -1) or (-1, 1) whatever x is, so that gradients with
     respect to k, v and eta are about 1e-11, and float32 has no digit of them. From a
@@ -111,7 +111,7 @@ def ttt_linear(
 
 
 def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
-    """Refuses what does not fit; returns B and T."""
+    """Checks the arguments; returns B and T."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     layers = {}

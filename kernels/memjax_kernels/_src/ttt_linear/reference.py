@@ -1,7 +1,7 @@
-"""TTT-linear one token at a time, in plain JAX: what all implementations compute.
+"""TTT-linear one token at a time, in plain JAX: the definition.
 
-The memory is a layer f(x) = x + LN(xᵀW + b), LN with learned scale and bias, that is
-trained while it reads, to give the value for the key:
+The memory is a layer f(x) = x + LN(xᵀW + b), LN with learned scale and bias, trained on
+the fly to map the key to the value:
 
     ℓ(W, b) = ½ |LN(kᵀW + b) - (v - k)|²        W ← W - η ∇_W ℓ        b ← b - η ∇_b ℓ
 

@@ -86,7 +86,7 @@ def ttt_linear_xla(
 
 
 def _mini_batch(state, q, k, v, eta, scale, shift, end):
-    """One mini-batch, [B, H, C, ...]; `end` [B] says whether it is complete."""
+    """One mini-batch, [B, H, C, ...]; `end` [B] says whether it is full."""
     bias_start, bias = (b[:, :, None] for b in (state.bias_start, state.bias))
     hidden = jnp.einsum("bhck,bhkv->bhcv", k, state.weights_start) + bias_start
     update = -eta[..., None] * loss_gradient(hidden, v - k, scale, shift)

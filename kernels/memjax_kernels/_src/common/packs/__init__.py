@@ -1,8 +1,8 @@
-"""Heads side by side, as the TPU kernels take them.
+"""Packed heads: layouts and reductions of the TPU kernels.
 
-A register of a TPU has 128 lanes, and a head often 64 channels. Tokens lie in memory as
-[C, H D], so that neighbouring heads fill the lanes, and are read and written there
-without a copy. What is computed of them has tokens along the lanes instead: the first
+A register of a TPU has 128 lanes, and a head often 64 channels. Tokens are stored
+as [C, H D], so that neighbouring heads fill the lanes, and are read and written there
+without a copy. Values computed from them have tokens along the lanes instead: the first
 head's C, then the second's, and so on. Sums over slots are then sums over sublanes,
 which cost little, and the gates of tokens are rows.
 

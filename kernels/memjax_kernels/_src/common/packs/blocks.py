@@ -1,4 +1,4 @@
-"""Blocks of packs of heads: how arrays lie for TPU kernels, and what a program has.
+"""Blocks of packed heads: layouts of arrays in memory, and blocks of a program.
 
 The grid of such a kernel is (batch elements, groups of packs, chunks), the last in
 order; `common.packs` says what a pack is. Tokens are [B, n, C, H D], as a projection
@@ -21,7 +21,7 @@ PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"),
     vmem_limit_bytes=60 << 20,
 )
-# What the blocks of a program may take, by estimate.
+# Limit of a program's blocks, by estimate.
 BLOCK_BYTES = 40 << 20
 # Packs of one program, at most: more of them hide more latency.
 PACKS = 8
@@ -58,7 +58,7 @@ def divisor(number: int, most: int) -> int:
 
 
 def pack_heads(memory: Float[Array, "B H M D"], heads: int) -> Float[Array, "B P M DD"]:
-    """Memories of each pack's heads in one."""
+    """The memories of a pack's heads in one matrix."""
     b, number, slots, width = memory.shape
     split = memory.reshape(b, number // heads, heads, slots, width)
     return split.swapaxes(2, 3).reshape(b, -1, slots, heads * width)
@@ -115,7 +115,7 @@ def gates_of_columns(columns: Array, group: int, heads: int) -> Array:
 
 
 def flag_columns(flag: Array, like: Array) -> Array:
-    """A flag [B, n] or [B, n, C] as a column beside `gate_columns`."""
+    """A flag [B, n] or [B, n, C] as a column to append to `gate_columns`."""
     flag = flag if flag.ndim == 3 else flag[..., None]
     wide = flag.astype(jnp.float32)[:, :, None, :, None]
     return jnp.broadcast_to(wide, (*like.shape[:4], 1))

@@ -1,4 +1,4 @@
-"""A gate for each channel of packs of heads, and what is left between tokens.
+"""Gates of channels of packed heads, and decays between tokens.
 
 `common.decays` says why decays between tokens are products over the halves of blocks of
 2, 4, 8 ... tokens: no two sums of gates are subtracted. Here the sums of all blocks are

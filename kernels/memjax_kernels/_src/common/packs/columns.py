@@ -1,4 +1,4 @@
-"""Numbers of tokens and heads as columns, and in all lanes of their heads.
+"""Conversion between columns of numbers and all lanes of a head.
 
 Columns are in the order of `blocks.gate_columns`; more of them, such as flags, are left
 out. P is rows * group packs.

@@ -1,4 +1,4 @@
-"""Gates of packs of heads, and what they leave: for the TPU kernels.
+"""Gates of packed heads and their decays, for the TPU kernels.
 
 A block of gates is [C, R], a column a head: the first heads of the packs, then the
 second, and so on (`blocks.gate_columns`). Sums over tokens are products, as Mosaic
@@ -35,7 +35,7 @@ class Totals(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """What gates leave.
+    """Decays of a chunk.
 
     Attributes:
         between: from token j (lanes) to token i, 0 for j > i.

@@ -1,4 +1,4 @@
-"""Recurrences S' = f(S, chunk) on a TPU: tokens are read and written where they lie.
+"""Recurrences S' = f(S, chunk) on a TPU: without a copy of the tokens.
 
 All packs of heads of a program are computed in step, so that one hides the latency of
 another. The memory is an output block that all chunks of a head share: it stays in VMEM
@@ -129,7 +129,7 @@ def _heads(q: Array, v: Array) -> int:
 
 
 def _block_bytes(key_dim: int, value_dim: int) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
     # In float32. Two buffers of each block in and out: tokens and their cotangents, and
     # 6 of a memory; and the values in between: 4 of a memory, 12 of a token's channels,
     # 4 of pairs of tokens.

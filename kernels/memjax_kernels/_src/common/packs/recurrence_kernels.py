@@ -23,7 +23,7 @@ F32 = jnp.float32
 
 
 class Op(NamedTuple):
-    """What an op brings.
+    """An op's equations for the kernels.
 
     Attributes:
         name: of its kernels, before "_forward" and "_backward".
@@ -31,7 +31,7 @@ class Op(NamedTuple):
         vjp: (Chunk, memory, their cotangents) -> Cotangents.
         in_xla: (q, k, v, g, beta, memory, chunk_size=) -> (memory, y), for gradients
             of gradients.
-        exact: whether memories are kept in float32 for the backward kernel, or in the
+        exact: whether the backward kernel's memories are saved in float32, or in the
             tokens' dtype.
     """
 
@@ -43,7 +43,7 @@ class Op(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     op: Op
     group: int
@@ -52,7 +52,7 @@ class Static(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of one chunk, and what gates of heads leave.
+    """Tokens of one chunk, and decays of heads' gates.
 
     Attributes:
         q: queries.
@@ -96,7 +96,7 @@ class Channels(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """How many parts of a float32 in bfloat16 are enough beside these tokens."""
+        """Number of bfloat16 parts of a float32 that match these tokens' precision."""
         return 2 if self.q.dtype == jnp.bfloat16 else 3
 
     def dot(self, x: Array, y: Array, form: Form) -> Float[Array, "..."]:
@@ -129,7 +129,7 @@ def at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:
 
 
 def forward_kernel(x, before, after, y, residuals, *, static: Static):
-    """One chunk; `residuals` None does not keep the memory before it."""
+    """One chunk; with `residuals`, also saves the memory before it."""
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -153,7 +153,7 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
     found = static.op.vjp(_read(x, static), start, d_memory[...], given)
     d_memory[...] = found.start
 
-    # What is raised to the lowest gate has no gradient.
+    # Gates clamped to the lowest have no gradient.
     def raised(g, d):
         return jnp.where(g > FORGETS_ALL, d, 0.0)
 
@@ -194,7 +194,7 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
     def in_lanes(column, then=lambda x: x):
         spread = pack_columns.spread
 
-        # What no op asks for is not computed.
+        # Computed only where an op asks for it.
         @functools.cache
         def of_width(width):
             return then(spread(column()[None], width, static.group, static.heads))

@@ -1,4 +1,4 @@
-"""Kernels that go through tokens once, in tiles of whole heads.
+"""Elementwise kernels that read and write tokens once, in tiles of full heads.
 
 Tokens are [B, T, C], C the channels of all heads, as a projection leaves them. A
 program has a block of them, and goes through it some rows at a time, tile by tile: 128
@@ -168,7 +168,7 @@ def eights(x: Float32[Array, "N 128"]) -> Float32[Array, "8 128"]:
 
 
 def _traffic(given: Any, outputs: Any) -> pl.CostEstimate:
-    """What a kernel moves at least: every array once, padded to whole registers."""
+    """Minimum bytes moved by a kernel: every array once, padded to full registers."""
 
     def width(x):
         return -(-x.shape[-1] // LANES) * LANES

@@ -31,7 +31,7 @@ from memjax_kernels._src.lattice.pallas_gpu.program import (
 
 
 class Gradients(NamedTuple):
-    """What the backward kernel gives: like the inputs, gamma [B, n, H, 64]."""
+    """Outputs of the backward kernel: like the inputs, gamma [B, n, H, 64]."""
 
     q: Any
     k: Any
@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
 def backward(
     static: Static, x: ChunkInputs, residuals, d_y, d_after, d_pending
 ) -> Gradients:
-    """Runs the backward kernel on what `forward` kept, and cotangents."""
+    """Runs the backward kernel on `forward`'s residuals and cotangents."""
     m, width = x.start.shape[2:]
     outputs = Gradients(
         *(

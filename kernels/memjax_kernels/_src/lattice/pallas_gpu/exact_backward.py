@@ -1,8 +1,8 @@
 """The backward kernel of Lattice with C = 1 on a GPU: blocks of tokens in reverse.
 
-From the memory that the forward kernel kept of a block's start, the block is computed
+The forward kernel saves the memory at a block's start. From there the block is computed
 again twice: once for the memory at the start of its groups, then each group for the
-memory before each of its tokens. Nothing is computed back from what came after.
+memory before each of its tokens. Memories are never computed backwards.
 
 A bar denotes a cotangent, R the memory before the division by its norms, A after it,
 rho = 1 / |s| of the read; o is the product of elements, sums run over slots i:
@@ -44,7 +44,7 @@ from memjax_kernels._src.lattice.pallas_gpu.program import (
 
 
 class Gradients(NamedTuple):
-    """What the kernel gives: like the inputs, gamma by slot [B, n, GROUP, H, M]."""
+    """Outputs of the kernel: like the inputs, gamma by slot [B, n, GROUP, H, M]."""
 
     q: Any
     k: Any
@@ -55,7 +55,7 @@ class Gradients(NamedTuple):
 
 
 def backward(static: Static, x: TokenInputs, residuals, d_y, d_after) -> Gradients:
-    """Runs the backward kernel on what `forward` kept, and cotangents."""
+    """Runs the backward kernel on `forward`'s residuals and cotangents."""
     m, width = x.start.shape[2:]
     outputs = Gradients(
         *(

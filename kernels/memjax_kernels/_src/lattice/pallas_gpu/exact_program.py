@@ -1,4 +1,4 @@
-"""What both kernels of Lattice with C = 1 on a GPU do with a token.
+"""One token of Lattice with C = 1 in both GPU kernels.
 
 `chunk.token` has the equations. The memory is a matrix in registers while a token is
 written, laid out as products are: sums over the width stay within a warp, sums over
@@ -38,7 +38,7 @@ def shared(x: TokenInputs):
 
 
 class Written(NamedTuple):
-    """A token's write, by what gradients need of it; [M] but for matrices [M, V].
+    """Residuals of a token's write; [M] but for matrices [M, V].
 
     Attributes:
         h: matrix, h in every row.
@@ -62,7 +62,7 @@ class Written(NamedTuple):
 
 
 class Program:
-    """What both kernels do with a token."""
+    """One token in both kernels."""
 
     def __init__(self, static: Static, x: TokenInputs, scratch):
         self.variant, self.x, self.scratch = static.rule.variant, x, scratch

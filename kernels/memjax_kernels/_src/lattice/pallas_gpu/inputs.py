@@ -1,4 +1,4 @@
-"""What the GPU kernels of Lattice take."""
+"""Inputs of Lattice's GPU kernels."""
 
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ GATES = 32
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     rule: Rule
     interpret: Any
 
 
 class ChunkInputs(NamedTuple):
-    """What the kernels of chunks take.
+    """Inputs of the kernels of chunks.
 
     Attributes:
         q: [B, n, C, H, M].
@@ -46,7 +46,7 @@ class ChunkInputs(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """What the kernels of single tokens take, float32 but for `reset`.
+    """Inputs of the kernels of single tokens, float32 but for `reset`.
 
     There are n groups, which make whole blocks.
 

@@ -1,4 +1,4 @@
-"""What both kernels of Lattice on a GPU compute for a chunk; `chunk` has the equations.
+"""One chunk of Lattice in both GPU kernels; `chunk` has the equations.
 
 One program takes all chunks of one batch element and head. Its memory stays in shared
 memory in float32; products read operands in the dtype of the tokens.
@@ -59,7 +59,7 @@ def call(program, static, x, more, outputs, scratch, name, **options):
 
 
 class Program:
-    """What both kernels do with a chunk."""
+    """One chunk in both kernels."""
 
     def __init__(self, static: Static, x: ChunkInputs, scratch):
         self.variant, self.x, self.scratch = static.rule.variant, x, scratch
@@ -143,7 +143,7 @@ class Program:
         return self.ops.row_vector(self.scratch["gamma"])
 
     def target(self, along):
-        """c: what a slot is written with."""
+        """c, the write of a slot."""
         k = self.matrix("k")
         return along - k if self.variant == "enc" else k
 

@@ -1,4 +1,4 @@
-"""Lattice with C = 1 on a TPU for packs of heads: tokens one after the other.
+"""Lattice with C = 1 on a TPU for packed heads: tokens one after the other.
 
 A block is 16 tokens of all packs of a program, which are computed in step on the vector
 unit, in float32: as exact as `chunk.token`. Two tokens are scheduled together, so that
@@ -48,7 +48,7 @@ PACKS = 6
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled."""
+    """Static arguments of the kernels."""
 
     rule: Rule
     layout: Layout
@@ -80,7 +80,7 @@ def _heads(tokens: Chunks) -> int:
 
 
 def _block_bytes(slots: int, width: int) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
     # In float32. Three of a memory's size for each token, two buffers of five in and
     # out, and ten in between; tokens with their cotangents.
     return 4 * (slots * width * (3 * ROWS + 20) + ROWS * 12 * (slots + width))
@@ -98,7 +98,7 @@ def lattice_tokens(
     layout = Layout(divisor(b, rows), group, heads, tokens.reset is not None)
     reset = None if tokens.reset is None else tokens.reset.astype(F32)
     tokens = tokens._replace(gamma=tokens.gamma.astype(F32), reset=reset)
-    # Every chunk is complete, but those of padding, which write nothing.
+    # Every chunk is full, but those of padding, which write nothing.
     tokens = tokens._replace(full=None)
     static = Static(rule, layout, interpret)
     results: Any = _tokens(static, *varying.vary_alike((tokens, start, empty)))

@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 def forward_kernel(
     x, before, empty, after, y, residuals, rows: Rows, reads, *, layout, variant
 ):
-    """One block; `residuals` None does not keep the memory before it."""
+    """One block; with `residuals`, also saves the memory before it."""
 
     @pl.when(pl.program_id(2) == 0)
     def _():

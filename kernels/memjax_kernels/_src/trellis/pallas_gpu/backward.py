@@ -17,7 +17,7 @@ from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs, Sizes, Static
 
 
 class Gradients(NamedTuple):
-    """What the kernel gives.
+    """Outputs of the kernel.
 
     Attributes:
         q: as the tokens, like the next two.
@@ -206,7 +206,7 @@ class _Program(Chunk):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def pass_on(self, i, middle):
-        """What else the memories at the chunk's start have been used for."""
+        """Cotangents of the other uses of the chunk-start memories."""
         ops = self.ops
 
         @pl.when((i > 0) & (i == middle))

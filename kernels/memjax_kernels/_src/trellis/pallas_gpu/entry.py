@@ -92,7 +92,7 @@ def _backward(static: Static, primals, residuals, cotangents):
         return jax.vjp(functools.partial(_in_xla, static), *primals)[1](cotangents)
     indices = {"middle": x.middle, "reset": x.reset}
     floats = x._replace(**dict.fromkeys(indices))
-    # What is returned is linear in the memories of the forward kernel.
+    # The result is linear in the memories of the forward kernel.
     zeros = varying.vary_alike((jax.tree.map(jnp.zeros_like, x.running), primals))[0]
     through_after = jax.vjp(
         lambda x, *kernel: memories_after(x._replace(**indices), *kernel),

@@ -1,4 +1,4 @@
-"""What the GPU kernels of Trellis take, and how much shared memory they need."""
+"""Inputs of Trellis's GPU kernels, and their shared memory."""
 
 import functools
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
 
 
 class Static(NamedTuple):
-    """What is fixed when a kernel is compiled.
+    """Static arguments of the kernels.
 
     Attributes:
         phi: one of `functions.TRELLIS_PHIS`.
@@ -44,7 +44,7 @@ class Static(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What both kernels take; a tuple holds one for each pass.
+    """Inputs of both kernels; a tuple holds one for each pass.
 
     Attributes:
         q: [B, n, C, H, K].

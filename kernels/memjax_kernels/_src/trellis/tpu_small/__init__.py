@@ -1,9 +1,9 @@
-"""Trellis on a TPU for packs of heads in chunks of at most 8 tokens.
+"""Trellis on a TPU for packed heads, in chunks of at most 8 tokens.
 
-A block is 16 tokens, whose chunks follow one another. `equations` has those of a chunk,
-`tpu_calls` how the kernels are called.
+A block is 16 tokens of consecutive chunks. `equations` has the equations of a chunk,
+`tpu_calls` the calls of the kernels.
 
-Memories before a block are kept in float32: the backward kernel computes those before
+Memories before a block are saved in float32: the backward kernel computes those before
 its chunks again, and then each chunk's cotangents.
 """
 
@@ -54,7 +54,7 @@ def _widths(tokens: Tokens) -> tuple[int, int, int]:
 def _block_bytes(
     size: int, key_dim: int, value_dim: int, slots: int, plain: bool = False
 ) -> int:
-    """What the backward kernel holds in VMEM for a head, roughly."""
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
     # In float32. Buffers of memories in and out, and one before each chunk of a block;
     # more of them where operands are float32 too, or a chunk's two memories differ.
     # Tokens and their cotangents, in rows of whole registers.
@@ -73,7 +73,7 @@ def trellis_small(
     activation: str,
     interpret: Any = False,
 ) -> tuple[Memories, Array]:
-    """A chunk implementation for what `fits`; see `segment`."""
+    """A chunk implementation for tokens that `fits` accepts; see `segment`."""
     heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
     two = may_differ(memories)
     plain = tokens.q.dtype == jnp.bfloat16 and not two

@@ -1,7 +1,7 @@
 """A chunk of at most 8 tokens of packs of heads, and its gradient.
 
 `packed` has the same equations with tokens along the lanes, where so few would leave
-most of a register empty. Here they lie along the sublanes, the first head's C, then the
+most of a register empty. Here they are along the sublanes, the first head's C, then the
 second's, and so on: R rows. The memory is the operand that a matrix unit holds, and
 the few rows of tokens stream through it. With S = start and R = running memory:
 
@@ -30,7 +30,7 @@ F32 = jnp.float32
 
 
 class Decays(NamedTuple):
-    """What the gates of a pass leave; a token's number stands in all lanes.
+    """Decays of a pass; a token's number is in all lanes.
 
     Attributes:
         decay: since the chunk's start, [P, R, M].
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
 
 class Write(NamedTuple):
-    """What a pass makes of its tokens, and how a cotangent of `error` goes back."""
+    """Residuals of a pass, and the vjp of `error`."""
 
     u: Float[Array, "P R M"]
     error: Float[Array, "P R M"]
@@ -132,7 +132,7 @@ class Rules(NamedTuple):
         return both[:, : x.shape[1]], both[:, x.shape[1] :]
 
     def until(self, decays: Decays, x: Array) -> Array:
-        """What is left of x at the chunk's end."""
+        """x decayed to the chunk's end."""
         return x if self.size == 1 else x * decays.until
 
     def scores(self, x: Array, y: Array, between: Any) -> Array:
@@ -151,7 +151,7 @@ class Rules(NamedTuple):
 
 
 def write(index: int, x: Part, z: Array, rules: Rules) -> Write:
-    """The errors of a pass, 0 or 1, of what its memory predicts at the start."""
+    """The errors of a pass, 0 or 1, of its chunk-start memory's predictions."""
 
     def error(z, target):
         return functions.error_gradient(
@@ -201,7 +201,7 @@ def advance(
 
 
 def activate(reads: Array, rules: Rules) -> Array:
-    """f of what the first pass reads."""
+    """f of the first pass's reads."""
     return functions.apply(rules.options.activation, reads, sigmoid=packs.sigmoid)
 
 

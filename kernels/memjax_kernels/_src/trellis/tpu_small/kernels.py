@@ -48,7 +48,7 @@ def forward_kernel(
     layout: Layout,
     options: Options,
 ):
-    """One block; `residuals` None does not keep the memories before it."""
+    """One block; with `residuals`, also saves the memories before it."""
     index, last = pl.program_id(2), pl.num_programs(2) - 1
     rules = Rules(options, layout.heads, layout.size)
 
@@ -130,7 +130,7 @@ def backward_kernel(
     def _():
         d = load(d_after)
         if not layout.two_memories:
-            # What the memory at the start receives behind an incomplete chunk waits in
+            # The chunk-start memory's gradient after a chunk that is not full waits in
             # `d_before` until that chunk is done.
             d = by_completeness(d, flags(x, layout, layout.parts - 1)[0])
         store(d_before, d)
@@ -190,7 +190,7 @@ def backward_kernel(
             d_running = keep_rest(tuple(map(of_running, passes)), reset)
             store(d_before, Memories(d_start, d_running))
         else:
-            # What waits for the memory at the last chunk's start is added there. It is
+            # The pending gradient of the last chunk-start memory is added there. It is
             # set to zero in the end: a `pl.when` here would cut the loop in two.
             waiting = load(d_before.start)
             flag = ((step == 0) & (i == 0)).astype(F32)
