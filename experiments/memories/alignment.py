@@ -46,8 +46,8 @@ from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.sliding_window import whole as whole_window
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.language_model.calibrate import start_layers
-from memjax.models.language_model.teacher import Moments, measure
+from memjax.models.language_model.distillation_init import initialise_layers
+from memjax.models.language_model.teacher import Moments, measure_moments
 from memjax.models.language_model.windowed import limit_layer
 from memjax.nnx.params import as_arrays
 from memjax.training import LoopConfig, OptimizerConfig
@@ -174,7 +174,7 @@ def align(
     stage = config.stage(memory, rate, passes, seed)
     model = stage.wrap(known.backbone, jax.random.key(seed))
     if memory.started:
-        model = start_layers(model, known.moments, config.tokens)
+        model = initialise_layers(model, known.moments, config.tokens)
     state = stage.first_state(model, jax.random.key(seed))
     graph = nnx.graphdef(model)
     _, learn = make_distillation_steps(model, known.backbone.config, stage.transform())
@@ -261,7 +261,7 @@ def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
         name: read(student, model.config, tokens, folder(config) / f"{name}.npy")
         for name, tokens in parts.items()
     }
-    moments = measure(student, model.config, drawn[:START_TEXTS, :-1])
+    moments = measure_moments(student, model.config, drawn[:START_TEXTS, :-1])
     return Setting(model, moments, **found), test
 
 

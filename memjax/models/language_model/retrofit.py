@@ -8,8 +8,9 @@ in the output: the model starts as the windowed one. With "instead" it becomes E
 Memory (`elastic_memory`), which needs no parameter that attention has not. All other
 attention layers become windows with sinks.
 
-The model reads a text of any length in constant memory. `calibrate` starts what is new
-from what full attention computes, and `memjax finetune retrofit` trains it.
+The model reads a text of any length in constant memory. `initialise_from_teacher`
+initialises the new parameters from full attention, `memjax finetune retrofit` trains
+them.
 """
 
 import dataclasses

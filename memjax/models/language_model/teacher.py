@@ -1,7 +1,7 @@
-"""The teacher of a model that `add_memory` made: chosen layers attend to everything.
+"""The teacher of layer-wise distillation: full attention in the hybrid layers.
 
-Both have the same weights, and all other layers are windows in both: a layer is taught
-on inputs as it will see them.
+Teacher and student share their weights, and all other layers are windows in both, so
+that a layer sees the inputs it will have as a student.
 
 Shapes: R texts, B batch, T time, D model, G key-value heads, K head width, X = 2 G K.
 """
@@ -29,30 +29,30 @@ from memjax.nnx.params import as_arrays
 SHRINKAGE = 0.1
 
 
-class Taught(NamedTuple):
-    """What a layer reads in the teacher, and what its full attention makes of it."""
+class TeacherOutput(NamedTuple):
+    """Input and full attention output of one layer of the teacher."""
 
     x: Float[Array, "B T D"]
     y: Float[Array, "B T D"]
 
 
-def teach(
+def run_teacher(
     model: LanguageModel,
     teacher: ModelConfig,
     tokens: Int[Array, "B T"],
     layers: Collection[int],
-) -> dict[int, Taught]:
+) -> dict[int, TeacherOutput]:
     """Inputs and outputs of full attention in these layers.
 
     Layers behind the last of them are not computed.
 
     Args:
-        model: that `add_memory` made, without adapters.
-        teacher: configuration of the model that it was made of.
-        tokens: texts that are read whole.
+        model: of `add_memory`, without adapters.
+        teacher: configuration of the model before `add_memory`.
+        tokens: full sequences.
         layers: numbers of layers; the others are as in `model`.
     """
-    found: dict[int, Taught] = {}
+    found: dict[int, TeacherOutput] = {}
     h = model.enter(model.embed(tokens))
     for i in range(max(layers) + 1):
         block = model.blocks[i]
@@ -61,7 +61,7 @@ def teach(
         def mix(params, memory, x, i=i, mechanism=mechanism):
             y = read_whole(mechanism, attention_params(params), x)
             if i in layers:
-                found[i] = Taught(x, y)
+                found[i] = TeacherOutput(x, y)
             return memory, y
 
         _, h = run_block(model.config, mix, block.parameters(), None, h)
@@ -71,20 +71,20 @@ def teach(
 def read_whole(
     mechanism: Mechanism, params, x: Float[Array, "B T D"]
 ) -> Float[Array, "B T D"]:
-    """The output of a mechanism for a whole sequence, of which no state is kept."""
+    """Outputs of a mechanism for a full sequence, without its state where it can."""
     if mechanism.whole is not None:
         return mechanism.whole(params, x, None)
     return mechanism.apply(params, mechanism.init_state(x.shape[0]), x)[1]
 
 
 class Moments(NamedTuple):
-    """Mean and covariance of what leaves a window: keys, then values, of all heads."""
+    """Mean and covariance of tokens that leave a window: keys, values of all heads."""
 
     mean: Float[np.ndarray, " X"]
     covariance: Float[np.ndarray, "X X"]
 
 
-def measure(
+def measure_moments(
     model: LanguageModel,
     teacher: ModelConfig,
     tokens: Int[np.ndarray, "R T"],
@@ -104,11 +104,11 @@ def measure(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sums(graph, teacher, variables, tokens):
-    """Number, sum and sum of products of what each layer's memory would read."""
+    """Number, sum and sum of products of the tokens written to each layer's memory."""
     model = nnx.merge(graph, variables)
     sums = {}
     layers = memory_layers(model.config)
-    for i, taught in teach(model, teacher, tokens, layers).items():
+    for i, taught in run_teacher(model, teacher, tokens, layers).items():
         heads = model.config.layers[i].window
         attention = as_arrays(model.blocks[i].mechanism.attention)
         _, k, v = projections.qkv_projection(heads, attention, taught.x)
@@ -124,7 +124,7 @@ def _moments(count, first, second):
     return Moments(mean, second / count - np.outer(mean, mean))
 
 
-def shrunk(covariance: Float[np.ndarray, "X X"]) -> Float[np.ndarray, "X X"]:
-    """A covariance with some of the mean variance in every direction."""
+def shrink_covariance(covariance: Float[np.ndarray, "X X"]) -> Float[np.ndarray, "X X"]:
+    """A covariance, shrunk towards its mean variance in every direction."""
     variance = np.trace(covariance) / len(covariance) + 1e-12
     return (1 - SHRINKAGE) * covariance + SHRINKAGE * variance * np.eye(len(covariance))

@@ -23,11 +23,11 @@ from memjax.data.batches.batch import Batch
 from memjax.mechanisms.sliding_window import whole as whole_window
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.retrofit import memory_layers
-from memjax.models.language_model.teacher import teach
+from memjax.models.language_model.teacher import run_teacher
 from memjax.nnx.params import as_arrays
 from memjax.training.step import Metrics, TrainState, update
 
-Taught = dict[str, list[Array]]
+TeacherOutput = dict[str, list[Array]]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
@@ -53,11 +53,11 @@ def make_distillation_steps(
     def student_of(params, frozen):
         return nnx.merge(graph, params, frozen)
 
-    def read(state: TrainState, batch: Batch) -> tuple[TrainState, Taught]:
+    def read(state: TrainState, batch: Batch) -> tuple[TrainState, TeacherOutput]:
         student = student_of(state.params, state.frozen)
         return state, teacher_outputs(student, teacher, jnp.asarray(batch.tokens))
 
-    def learn(state: TrainState, taught: Taught) -> tuple[TrainState, Metrics]:
+    def learn(state: TrainState, taught: TeacherOutput) -> tuple[TrainState, Metrics]:
         def loss(params):
             return distillation_loss(student_of(params, state.frozen), taught)
 
@@ -76,7 +76,7 @@ def uncached(read: Step, learn: Step) -> Step:
 
 def cached(read: Step, learn: Step) -> Step:
     """One update by compiled halves; teacher outputs are cached in host memory."""
-    found: dict[bytes, Taught] = {}
+    found: dict[bytes, TeacherOutput] = {}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         name = np.asarray(batch.tokens).tobytes()
@@ -90,14 +90,16 @@ def cached(read: Step, learn: Step) -> Step:
 
 def teacher_outputs(
     model: LanguageModel, teacher: ModelConfig, tokens: Int[Array, "B T"]
-) -> Taught:
+) -> TeacherOutput:
     """Inputs and full attention outputs of the hybrid layers in the teacher."""
     layers = memory_layers(model.config)
-    taught = teach(model, teacher, tokens, layers)
+    taught = run_teacher(model, teacher, tokens, layers)
     return {"x": [taught[i].x for i in layers], "y": [taught[i].y for i in layers]}
 
 
-def distillation_loss(model: LanguageModel, taught: Taught) -> tuple[Scalar, Scalar]:
+def distillation_loss(
+    model: LanguageModel, taught: TeacherOutput
+) -> tuple[Scalar, Scalar]:
     """Mean over layers of the unexplained share of the full output's variance.
 
     Args:

@@ -18,7 +18,7 @@ from memjax.data import BatchIterator, TokenisedDocument, Tokenizer
 from memjax.data.batches.repeated import RepeatedBatches
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.adapters import freeze, merge_lora, thaw
-from memjax.models.language_model.calibrate import calibrate
+from memjax.models.language_model.distillation_init import initialise_from_teacher
 from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.retrofit import (
     add_memory,
@@ -147,7 +147,7 @@ class RetrofitStage(RetrofitSettings, SampleStage):
         texts = self.texts(documents, student.vocab_size, self.start_texts)
         if jax.process_index() == 0:
             print_line(f"{'start':<11} statistics of {len(texts)} samples")
-        return calibrate(student, pretrained, texts[:, :-1])
+        return initialise_from_teacher(student, pretrained, texts[:, :-1])
 
     def batches(
         self,

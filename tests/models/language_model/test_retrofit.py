@@ -17,15 +17,15 @@ from memjax.mechanisms import (
     HybridConfig,
     SlidingWindowConfig,
 )
-from memjax.models.language_model.calibrate import calibrate
 from memjax.models.language_model.config import Architecture
+from memjax.models.language_model.distillation_init import initialise_from_teacher
 from memjax.models.language_model.retrofit import (
     MemoryName,
     MemoryOptions,
     add_memory,
     retrofitted,
 )
-from memjax.models.language_model.teacher import measure, shrunk
+from memjax.models.language_model.teacher import measure_moments, shrink_covariance
 from memjax.models.language_model.windowed import limit_attention
 from memjax.nnx.params import as_arrays
 from tests import tiny
@@ -227,8 +227,8 @@ def calibrated(name: MemoryName, **options):
         key=KEY,
     )
     texts = np.asarray(tiny.tokens(3, 4, 32))
-    moments = measure(new, tiny.LLAMA, texts)[1]
-    return new, calibrate(new, tiny.LLAMA, texts), moments
+    moments = measure_moments(new, tiny.LLAMA, texts)[1]
+    return new, initialise_from_teacher(new, tiny.LLAMA, texts), moments
 
 
 @pytest.mark.parametrize("heads, memories", [("query", 4), ("key_value", 2)])
@@ -240,7 +240,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found(
     assert maps.key.shape == (memories, 4, 4)
     for head in range(4):
         keys = slice(head // 2 * 4, head // 2 * 4 + 4)
-        covariance = shrunk(moments.covariance[keys, keys])
+        covariance = shrink_covariance(moments.covariance[keys, keys])
         memory = head * memories // 4
         key, query = maps.key[memory], maps.query[head]
         np.testing.assert_allclose(key.T @ covariance @ key, np.eye(4), atol=1e-4)
@@ -256,7 +256,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found(
 def test_other_widths_keep_what_is_largest(key_dim, value_dim):
     _, model, moments = calibrated("deltanet", key_dim=key_dim, value_dim=value_dim)
     maps = as_arrays(model.blocks[1].mechanism.features)
-    covariance = shrunk(moments.covariance[:4, :4])
+    covariance = shrink_covariance(moments.covariance[:4, :4])
     found = np.linalg.eigvalsh(maps.key[0].T @ covariance @ maps.key[0])
     kept = min(key_dim, 4)
     np.testing.assert_allclose(np.sort(found)[-kept:], np.ones(kept), atol=1e-4)

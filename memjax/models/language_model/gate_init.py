@@ -1,10 +1,10 @@
-"""Starts the gates of a memory that `add_memory` put beside a window.
+"""Initialise the gates of a hybrid's memory from the teacher's statistics.
 
-Gates read keys and values of a token as they are, whose means are large: their weights
-are made for channels of variance 1 and lose the mean, so that a gate starts at its
+Gates read keys and values, whose means are large: their weights are rescaled to
+channels of variance 1 and made orthogonal to the mean, so that a gate starts at its
 bias. `CellConfig.with_half_lives` initialises the gates that forget.
 
-Shapes: X channels of a token that is written, keys and values of all heads.
+Shapes: X channels of a written token: keys and values of all heads.
 """
 
 import jax
@@ -13,16 +13,16 @@ import numpy as np
 from jaxtyping import PyTree
 
 from memjax.mechanisms import HybridConfig
-from memjax.models.language_model.teacher import Moments, shrunk
+from memjax.models.language_model.teacher import Moments, shrink_covariance
 
 
-def start_gates(
+def initialise_gates(
     config: HybridConfig,
     params: PyTree,
     moments: Moments,
     half_lives: tuple[float, float],
 ) -> PyTree:
-    """A memory's parameters, whose gates see channels of mean 0 and variance 1.
+    """The memory's parameters, with gates of channels of mean 0 and variance 1.
 
     Args:
         config: of the layer.
@@ -30,7 +30,7 @@ def start_gates(
         moments: of the layer.
         half_lives: the shortest and the longest of gates that forget.
     """
-    covariance = shrunk(moments.covariance)
+    covariance = shrink_covariance(moments.covariance)
     scale = np.sqrt(np.diag(covariance))
     # The map of a token to 1 that varies least from token to token.
     constant = np.linalg.solve(covariance, moments.mean)

@@ -1,6 +1,6 @@
-"""Starts what `add_memory` added from statistics of its teacher (`teacher.py`).
+"""Initialise a hybrid from its teacher's statistics, for layer-wise distillation.
 
-Of the keys k of a layer, as its attention has them, with mean μ and covariance Σ:
+For the keys k of a layer's attention, with mean μ and covariance Σ:
 
     φ_k(k) = Σ^-1/2 (k - μ)        φ_q(q) = Σ^1/2 q        φ_qᵀ φ_k = qᵀ (k - μ)
 
@@ -9,11 +9,9 @@ attention finds. Values are divided by their root mean square, channel by channe
 reads multiplied by it. Where a memory has other widths than the heads, the largest
 principal directions are kept, or turned into a wider space.
 
-Gates: see `gate_starts.py`.
-
-Other conversions start so too: Liger (https://arxiv.org/abs/2503.01496) takes gates
-from the key projection; LoLCATs (https://arxiv.org/abs/2410.10254) learns feature maps
-by alignment alone.
+`gate_init.py` initialises the gates. Related conversions: Liger
+(https://arxiv.org/abs/2503.01496) takes gates from the key projection; LoLCATs
+(https://arxiv.org/abs/2410.10254) learns feature maps by alignment alone.
 
 Shapes: R texts, T time, H query heads, G key-value heads, K head width, F key and V
 value width of the memory, X = 2 G K.
@@ -30,27 +28,31 @@ from jaxtyping import Float, Int
 from memjax.mechanisms import HybridConfig
 from memjax.mechanisms.hybrid import FeatureParams, HybridParams, hybrids
 from memjax.models.language_model.config import ModelConfig
-from memjax.models.language_model.gate_starts import start_gates
+from memjax.models.language_model.gate_init import initialise_gates
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.retrofit import memory_layers
-from memjax.models.language_model.teacher import Moments, measure, shrunk
+from memjax.models.language_model.teacher import (
+    Moments,
+    measure_moments,
+    shrink_covariance,
+)
 from memjax.nnx.params import as_arrays, as_params, copy
 
 
-def calibrate(
+def initialise_from_teacher(
     model: LanguageModel,
     teacher: ModelConfig,
     tokens: Int[np.ndarray, "R T"],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LanguageModel:
-    """The model whose new parameters start from the teacher's statistics.
+    """Initialises the new parameters of a hybrid from the teacher's statistics.
 
-    The gate stays at 0: the model is still the windowed one. Infini's memory, which
-    reads heads as they are, has nothing to start.
+    The balance stays at 0: the model is still the windowed one. Infini's memory, which
+    reads heads as they are, has nothing to initialise.
 
     Args:
-        model: that `add_memory` made, without adapters; it stays as it is.
-        teacher: configuration of the model that it was made of.
+        model: of `add_memory`, without adapters; it is not changed.
+        teacher: configuration of the model before `add_memory`.
         tokens: texts of the training documents, read one at a time; the shortest
             half-life is the window, the longest T.
         progress: called with the texts that are read, and all of them.
@@ -62,45 +64,45 @@ def calibrate(
         raise ValueError(
             f"model must have a memory beside a window, got {model.config.mechanisms}"
         )
-    moments = measure(model, teacher, tokens, progress)
-    return start_layers(model, moments, tokens.shape[1])
+    moments = measure_moments(model, teacher, tokens, progress)
+    return initialise_layers(model, moments, tokens.shape[1])
 
 
-def start_layers(
+def initialise_layers(
     model: LanguageModel, moments: Mapping[int, Moments], longest: int
 ) -> LanguageModel:
-    """The same of moments that have been measured, on texts of `longest` tokens."""
+    """`initialise_from_teacher` with moments of texts of `longest` tokens."""
     new = copy(model)
     for i, config in hybrids(model.config.layers).items():
         params = as_arrays(model.blocks[i].mechanism)
         if params.features is not None:
-            started = start(config, params, moments[i], longest)
+            new_params = initialise_layer(config, params, moments[i], longest)
             # Attention keeps its own variables, which may be frozen.
             block = new.blocks[i]
             block.mechanism = nnx.data(
-                as_params(started._replace(attention=None))._replace(
+                as_params(new_params._replace(attention=None))._replace(
                     attention=block.mechanism.attention
                 )
             )
     return new
 
 
-def start(
+def initialise_layer(
     config: HybridConfig, params: HybridParams, moments: Moments, longest: int
 ) -> HybridParams:
-    """The parameters of one layer, what is new in them started by its moments."""
+    """The parameters of one layer, with the new ones initialised by its moments."""
     window = config.window.window
     half_lives = (float(window), float(max(longest, window)))
     return params._replace(
-        features=start_features(config, params.features, moments),
-        memory=start_gates(config, params.memory, moments, half_lives),
+        features=initialise_features(config, params.features, moments),
+        memory=initialise_gates(config, params.memory, moments, half_lives),
     )
 
 
-def start_features(
+def initialise_features(
     config: HybridConfig, features: Any, moments: Moments
 ) -> FeatureParams:
-    """Maps that whiten each head's keys and scale its values."""
+    """Feature maps that whiten each head's keys and scale its values."""
     g, k = config.window.num_kv_heads, config.window.head_dim
     heads, memories = config.window.num_heads, config.memory.num_heads
     queries, keys, values, reads, biases = [], [], [], [], []
@@ -140,7 +142,7 @@ def whitening(
     covariance: Float[np.ndarray, "K K"], drawn: Float[np.ndarray, "K F"]
 ) -> tuple[Float[np.ndarray, "K F"], Float[np.ndarray, "K F"]]:
     """Maps of queries and of keys, after which keys have the covariance 1."""
-    sizes, directions = np.linalg.eigh(shrunk(covariance))
+    sizes, directions = np.linalg.eigh(shrink_covariance(covariance))
     # Largest first.
     roots, directions = sizes[::-1] ** 0.5, directions[:, ::-1]
     turn = _turn(directions, drawn)
