@@ -8,7 +8,7 @@ it, "0" where it does not, "-" where the method could not be asked.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
@@ -152,19 +152,6 @@ def variant(name: str, row: Mapping[str, Any]) -> str:
     return ", ".join([name, *(part for part, has in parts.items() if has)])
 
 
-def row_name(row: Mapping[str, Any]) -> str:
-    """The key of a row in the file."""
-    name, seed = variant(row["method"], row), row["seed"]
-    return name if seed is None else f"{name}, seed {seed}"
-
-
-class Joined(NamedTuple):
-    """A row of the table: one method over its seeds."""
-
-    rows: list[dict[str, Any]]
-    shares: list[np.ndarray]
-
-
 def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows of one method joined over seeds.
 
@@ -176,17 +163,16 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"].values():
         rows_of.setdefault(variant(row["method"], row), []).append(row)
-    joined = {}
-    for name, rows in rows_of.items():
-        marks = zip(*(row["marks"] for row in rows), strict=True)
-        joined[name] = Joined(rows, [_mean(part) for part in marks])
+    shares_of = {
+        name: [_mean(part) for part in zip(*(x["marks"] for x in rows), strict=True)]
+        for name, rows in rows_of.items()
+    }
     subjects = [fact["subject"] for fact in result["facts"]]
-    ours = joined.get("M+")
 
     def ahead(name: str, i: int) -> dict[str, float] | None:
-        if ours is None or name == "M+":
+        if name == "M+" or "M+" not in shares_of:
             return None
-        first, second = ours.shares[i], joined[name].shares[i]
+        first, second = shares_of["M+"][i], shares_of[name][i]
         if not (count := min(len(first), len(second))):
             return None
         return difference(first[:count], second[:count], subjects[:count])
@@ -197,10 +183,10 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "seeds": [row["seed"] for row in rows if row["seed"] is not None],
             "recipes": [row["recipe"] for row in rows if row["recipe"]],
             "kept_bytes": rows[0]["kept_bytes"],
-            "after": [accuracy(x) for x in shares],
-            "gain": [ahead(name, i) for i in range(len(shares))],
+            "after": [accuracy(x) for x in shares_of[name]],
+            "gain": [ahead(name, i) for i in range(len(result["distances"]))],
         }
-        for name, (rows, shares) in joined.items()
+        for name, rows in rows_of.items()
     }
 
 

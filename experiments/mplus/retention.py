@@ -54,7 +54,6 @@ from experiments.mplus.answers import (
     closed_book_answers,
     query_batches,
     right,
-    row_name,
 )
 from experiments.mplus.methods import (
     Baseline,
@@ -84,8 +83,12 @@ ROWS = (
 )
 #: The lines of the plot.
 PLOTTED = (
-    *("M+", f"M+, {FITTED}", "MemoryLLM"),
-    *(f"{name}, {TUNED}" for name in ("window, device", "window, all", "BM25")),
+    "M+",
+    f"M+, {FITTED}",
+    "MemoryLLM",
+    f"window, device, {TUNED}",
+    f"window, all, {TUNED}",
+    f"BM25, {TUNED}",
 )
 #: The adapters' rate is chosen by so many facts, near and far.
 VALIDATION_FACTS, VALIDATION_AFTER = 24, (0, 4)
@@ -245,19 +248,16 @@ class Study:
         if not file.is_file():
             return None
         found = json.loads(file.read_text("utf-8"))
-        same = {name: found["config"][name] for name in ("batch", "answer", "seed")}
-        same |= {"chunk": found["config"]["chunk"], "samples": len(found["facts"])}
+        names = ("batch", "answer", "seed", "chunk")
+        same = {name: found["config"][name] for name in names}
+        same["samples"] = len(found["facts"])
+        same["after"] = tuple(x // same["chunk"] for x in found["distances"])
         for name, old in same.items():
-            if old != getattr(config, name):
+            if old != (new := getattr(config, name)):
                 raise ValueError(
-                    f"{name}={getattr(config, name)!r} must be that of the rows in "
-                    f"{file}, {old!r}; or give another output"
+                    f"{name}={new!r} must be that of the rows in {file}, {old!r}; or "
+                    "give another output"
                 )
-        if found["distances"] != [count * config.chunk for count in config.after]:
-            raise ValueError(
-                f"after={config.after} must be that of the rows in {file}; or give "
-                "another output"
-            )
         return found
 
     def write(self, contents: Mapping[str, Any]) -> None:
@@ -273,15 +273,17 @@ class Study:
         """
         config, result = self.config, self.result
         assert result is not None
-        row, method = self.build(name, seed)
-        key = row_name(row)
+        key = name if seed is None else f"{name}, seed {seed}"
         before = result["rows"].get(key, {})
-        if before and _identity(before) != _identity(row):
-            raise ValueError(f"{key!r} in {config.output}.json is of another model")
         marks = before.get("marks", [""] * len(config.after))
-        commits = list(before.get("commits", []))
         done = len(marks[0]) // config.batch
         batches = self.batches[done : config.until // config.batch or None]
+        if not batches:
+            return
+        row, method = self.build(name, seed)
+        if before and _identity(before) != _identity(row):
+            raise ValueError(f"{key!r} in {config.output}.json is of another model")
+        commits = list(before.get("commits", []))
         began = time.monotonic() - before.get("seconds", 0.0)
         for more in query_batches(
             method, batches, self.tokenizer, after=config.after, answer=config.answer
@@ -299,8 +301,7 @@ class Study:
             parts = ("facts", "distances", "majority_exact")
             rows = {**result["rows"], key: {**row, **facts}}
             self.write({part: result[part] for part in parts} | {"rows": rows})
-            right_so_far = (accuracy(right(part))["accuracy"] for part in marks)
-            shares = " ".join(f"{share:.2f}" for share in right_so_far)
+            shares = " ".join(f"{accuracy(right(x))['accuracy']:.2f}" for x in marks)
             print(f"{key}: {shares} of {len(marks[0])}", flush=True)
 
     def build(self, name: str, seed: int | None) -> tuple[dict[str, Any], Method]:

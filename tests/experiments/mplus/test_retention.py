@@ -103,8 +103,11 @@ def test_study_continues_a_row(config, monkeypatch, capsys):
         retention.main(dataclasses.replace(whole, after=(0, 3)))
     monkeypatch.setattr(models, "recipe", lambda folder: [recipe])
     recipe = {"updates": 1, "learning_rate": 1.0, "seed": 3}
+    longer = dataclasses.replace(config, until=2, only=("M+",))
+    monkeypatch.setattr(retention.Study, "read", lambda self: first)
+    first["rows"]["M+, seed 3"]["marks"] = ["", ""]
     with pytest.raises(ValueError, match="'M., seed 3' in .* is of another model"):
-        retention.main(whole)
+        retention.main(longer)
 
 
 def test_settings_out_of_range_are_refused():
