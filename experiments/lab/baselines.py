@@ -24,7 +24,7 @@ from memjax.evaluation import TokenLosses
 from memjax.models import LanguageModel
 from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.retrofit import MemoryHeads
-from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
+from memjax.models.language_model.snapkv import SnapKVConfig, add_snapkv
 from memjax.models.language_model.windowed import (
     limit_attention,
     set_capacity,
@@ -83,7 +83,7 @@ def sparse_cache(model: LanguageModel, tokens: int, read: int) -> LanguageModel:
     Raises:
         ValueError: if too few tokens are left to select.
     """
-    return with_snapkv(model, SnapKVConfig(tokens - read, read))
+    return add_snapkv(model, SnapKVConfig(tokens - read, read))
 
 
 def compressed_bytes(text: bytes) -> int:

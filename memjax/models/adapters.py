@@ -22,7 +22,7 @@ class Frozen(nnx.Variable):
 
 
 def thaw(model: Model, is_trained: Callable[[str], bool]) -> Model:
-    """The same model with some of its frozen parameters to train; shares the arrays.
+    """The same model with some frozen parameters trainable again; shares the arrays.
 
     Args:
         model: of `freeze` or `add_lora`.
@@ -39,7 +39,7 @@ def thaw(model: Model, is_trained: Callable[[str], bool]) -> Model:
 
 
 def freeze(model: Model) -> Model:
-    """The same model with nothing to train; shares the arrays.
+    """The same model with all parameters frozen; shares the arrays.
 
     Raises:
         ValueError: the model has adapters.
@@ -54,7 +54,7 @@ def freeze(model: Model) -> Model:
 
 
 def merge_lora(model: Model) -> Model:
-    """The same function as a plain model: changes added in, nothing frozen.
+    """The same function without adapters: changes added, nothing frozen.
 
     A model without adapters comes back equal. The result shares the arrays that were
     not adapted.

@@ -1,4 +1,4 @@
-"""What every language model of the library is, whatever remembers inside it."""
+"""The contract of language models."""
 
 import sys
 from pathlib import Path
@@ -38,12 +38,12 @@ class Model(Protocol):
 
     @property
     def window(self) -> int:
-        """Tokens of a call that is read quickly: a block, a segment, a chunk."""
+        """Preferred number of tokens per call: a block, a segment or a chunk."""
         ...
 
     @property
     def first_scored(self) -> int:
-        """Tokens at the start of each window whose logits may have seen them.
+        """Number of tokens at each window's start whose logits may read ahead.
 
         Above 0 where a model reads ahead inside a window, as HMT's summary does.
         """
@@ -67,11 +67,11 @@ class Model(Protocol):
         ...
 
     def remaining(self, state: State, /) -> int | None:
-        """How many more tokens the state can take; None where there is no bound."""
+        """Number of further tokens that the state can hold; None without a bound."""
         ...
 
     def reserve(self, state: State, tokens: int, /) -> State:
-        """The same memory with room for so many more tokens; outside of jit.
+        """The same memory with room for `tokens` more; outside of jit.
 
         Raises:
             ValueError: if it cannot hold them.
@@ -86,7 +86,7 @@ class Model(Protocol):
         *,
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[State, Float[Array, "B T E"]]:
-        """Reads tokens into the memory; returns what the head sees.
+        """Reads tokens into the memory; returns the head's inputs.
 
         With `lengths`, batch element b reads its first `lengths[b]` tokens, 0 to T.
         """

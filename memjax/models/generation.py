@@ -28,7 +28,7 @@ LEAST_SEGMENT = 16
 
 
 class Generated(NamedTuple):
-    """What `generate` gives.
+    """Result of `generate`.
 
     Attributes:
         state: the memory after the prompt and every token that was drawn.
@@ -45,7 +45,7 @@ class Generated(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """What goes from token to token beside the memory."""
+    """Loop state of decoding, without the memory."""
 
     logits: Float[Array, "B V"]
     key: PRNGKeyArray
@@ -126,7 +126,7 @@ def generate(
 def stop_strings(
     decode: Callable[[np.ndarray], str], strings: Sequence[str]
 ) -> Callable[[Int[np.ndarray, "B n"]], np.ndarray]:
-    """`stop_when` that ends a batch element whose text has one of the strings.
+    """A `stop_when` that ends a batch element at one of the strings.
 
     Args:
         decode: of a tokenizer.
@@ -153,7 +153,7 @@ def read_text(
     segment: int = 1024,
     donate: bool = False,
 ) -> PyTree:
-    """The memory after a text of any length, which is read a segment at a time.
+    """The memory after a text of any length, read in segments.
 
     Args:
         model: the model.
@@ -202,7 +202,7 @@ def _read_prompt(model, state, tokens, ends, sizes, donate):
 
 
 def _draw_all(model, state, open_, settings, limit, stop, stop_when):
-    """Draws until all batch elements have ended, or to the limit; uses the state up."""
+    """Draws until all batch elements have ended, or to the limit; donates the state."""
     graph, params = nnx.split(model)
     # Else a second call, which goes on from results of the first, compiles again.
     open_ = commit_state(params, open_)

@@ -104,7 +104,7 @@ def add_lora(
 
 
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
-    """The parameters of a mechanism or feed-forward, whose matrices know a change."""
+    """The parameters of a mechanism or feed-forward, with LoRA applied."""
     own = _with_matrices(params)
     new = own._replace(
         **{
@@ -125,7 +125,7 @@ def init_changes(
 
 
 def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
-    """Those of the targets that a mechanism or feed-forward has."""
+    """The targets of a mechanism or feed-forward."""
     own = _with_matrices(params)
     if not isinstance(own, AttentionParams | FeedForwardParams):
         return []

@@ -1,4 +1,4 @@
-"""Keep large parts of a state in host memory, and compute on them there.
+"""Offload large parts of a state to host memory, and compute there.
 
     rows = near(lambda store, at: store[at], store, at)
 

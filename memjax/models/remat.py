@@ -19,7 +19,7 @@ offload_layers = jax.checkpoint_policies.save_and_offload_only_these_names(
 
 
 def remat(activations: str, function: Callable) -> Callable:
-    """The function, whose backward pass saves what `activations` says.
+    """The function, with rematerialisation as `activations` says.
 
     Args:
         activations: "keep" all, "offload" the layers' inputs to the host's memory, or

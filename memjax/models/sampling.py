@@ -33,7 +33,7 @@ class Sampling:
 
 
 class Settings(NamedTuple):
-    """Those of `Sampling` as arrays: other values are no other program."""
+    """`Sampling` as arrays: one program for all values."""
 
     temperature: Float[Array, ""]
     top_k: Int[Array, ""]
@@ -71,7 +71,7 @@ def draw(
 
 
 def _likeliest(logits, settings):
-    """The logits of the top k, and then of the top p, of tokens; -inf elsewhere."""
+    """The logits of the top k, then of the top p; -inf elsewhere."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     last = jnp.where(settings.top_k > 0, settings.top_k, logits.shape[-1])
     last = jnp.minimum(last, logits.shape[-1]) - 1

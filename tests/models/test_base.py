@@ -15,7 +15,7 @@ from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.reread import ReReadWindow
-from memjax.models.language_model.snapkv import SnapKVConfig, with_snapkv
+from memjax.models.language_model.snapkv import SnapKVConfig, add_snapkv
 from memjax.models.language_model.windowed import (
     limit_attention,
     limit_length,
@@ -117,7 +117,7 @@ LORA = LoraConfig(rank=2)
         lambda m: replace_config(m, dtype="bfloat16"),
         lambda m: limit_attention(m, 4),
         lambda m: limit_length(m, 8, True),
-        lambda m: with_snapkv(m, SnapKVConfig(keep=4, room=4, window=2, kernel=3)),
+        lambda m: add_snapkv(m, SnapKVConfig(keep=4, room=4, window=2, kernel=3)),
         freeze,
         merge_lora,
         lambda m: add_lora(m, LORA, jax.random.key(0)),

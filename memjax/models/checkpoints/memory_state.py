@@ -51,7 +51,7 @@ IGNORED_SETTINGS = (
 
 
 class PackedMemory(NamedTuple):
-    """A memory as its folder has it.
+    """Content of a memory's folder.
 
     Attributes:
         tensors: the part of each leaf that holds something.
@@ -88,7 +88,8 @@ def save_memory(
 def pack_memory(
     model: Model, state: PyTree, *, note: Mapping[str, Any] | None = None
 ) -> PackedMemory:
-    """What `save_memory` writes; needs no disk. Raises ValueError as it does."""
+    """Content that `save_memory` writes; needs no disk. Raises ValueError as it
+    does."""
     leaves = _leaves_by_name(state)
     slots = _grown_slots(model, leaves)
     empty = _abstract_state(model, leaves, slots)
@@ -117,7 +118,7 @@ def write_memory(folder: Path | str, packed: PackedMemory) -> None:
 
 
 def load_memory(folder: Path | str, model: Model) -> PyTree:
-    """The state that `save_memory` wrote, with the same bits.
+    """The state of `save_memory`, bit for bit.
 
     Args:
         folder: of `save_memory`; not trusted.
@@ -172,7 +173,7 @@ def _write_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
 
 
 def _held(value: np.ndarray) -> tuple[slice, ...]:
-    """The smallest box with all that is not zero, whole batch elements of it."""
+    """The smallest box of nonzero elements, for whole batch elements."""
     # By bits, as a negative zero is no zero of an empty state.
     bits = value.view(f"u{value.dtype.itemsize}") != 0
     held = [slice(0, value.shape[0])]
@@ -188,7 +189,7 @@ def _held(value: np.ndarray) -> tuple[slice, ...]:
 def _around(
     part: np.ndarray, starts: Any, shape: tuple[int, ...], name: str, where: str
 ) -> np.ndarray:
-    """The leaf of this shape with a saved part in its place, and zeros around it."""
+    """The leaf of this shape: a saved part, padded with zeros."""
     fits = (
         isinstance(starts, list)
         and len(starts) == part.ndim == len(shape)
@@ -239,13 +240,13 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _record_digest(record: Mapping[str, Any]) -> str:
-    """The sha256 of all of a record but its own."""
+    """The sha256 of a record without its own entry."""
     content = {n: value for n, value in record.items() if n != "record_sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _grown_slots(model: Model, leaves: Mapping[str, Any]) -> int | None:
-    """Slots of caches that are of another size than in a new state; None without."""
+    """Slots of caches that have grown or shrunk; None without."""
     empty = _leaves_by_name(_abstract_state(model, leaves, None))
 
     def slots(leaf):
@@ -306,7 +307,7 @@ def _require_leaves(
 
 
 def _describe(model: Model) -> dict[str, Any]:
-    """What a memory depends on: the model's class, its settings and its backbone's."""
+    """Settings that a memory depends on: class, memory and backbone."""
     found: dict[str, Any] = {"class": type(model).__name__}
     if (config := getattr(model, "config", None)) is not None:
         found["config"] = {

@@ -66,12 +66,12 @@ def around_backbone(
 
 
 def origin_entry(origin: str) -> dict[str, str]:
-    """The entry of a `config.json` that says what a model was made from, if known."""
+    """The `config.json` entry of a model's origin, if known."""
     return {ORIGIN: public_name(origin)} if origin else {}
 
 
 def public_name(origin: str) -> str:
-    """The origin as others may see it: of a local path its last part."""
+    """The public form of an origin: of a local path its last part."""
     return origin if "@" in origin else Path(origin).name
 
 

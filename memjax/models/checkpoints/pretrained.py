@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 def unseen(done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """No progress report."""
 
 
 def read_pretrained(
@@ -81,7 +81,7 @@ def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:
 
 
 def _counted(get: Callable, total: int, progress: Progress) -> Callable:
-    """Reads a tensor by its name, and says so."""
+    """Reads a tensor by name and reports progress."""
     count = itertools.count(1)
 
     def read(name):

@@ -19,7 +19,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 class Contents(NamedTuple):
-    """A model as its folder holds it.
+    """Content of a model's folder.
 
     Attributes:
         config: of `config.json`.
@@ -33,7 +33,7 @@ class Contents(NamedTuple):
 
 
 def plain_contents(config: ModelConfig, model: nnx.Module) -> Contents:
-    """Of a language model without adapters.
+    """Content of the folder of a language model without adapters.
 
     Of the family of `to_hf_config`, or in memjax's own format where no family has such
     a model, as all with recurrent layers.

@@ -1,4 +1,4 @@
-"""How text goes into a pretrained model and out of it: beside its parameters.
+"""Text interface of a pretrained model: tokenizer, chat template, sampling.
 
 `tokenizer.json`, the chat template, the ids that end a text, and how its makers draw
 from it. All of it is data: a chat template is kept as text and not run here.
@@ -24,7 +24,7 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """How a model's makers draw from it; None and () where they do not say.
+    """The makers' sampling settings; None and () where they give none.
 
     Attributes:
         eos_ids: tokens that end a text or a turn; all are below the vocabulary's size.
@@ -55,7 +55,7 @@ class GenerationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextInterface:
-    """What stands between a model and text.
+    """Tokenizer, chat template and sampling settings of a model.
 
     Attributes:
         tokenizer: encodes and decodes; None if there is none.
@@ -86,7 +86,7 @@ class TextInterface:
 def read_text_interface(
     folder: AnyPath, vocab_size: int, *, with_tokenizer: bool = True
 ) -> TextInterface:
-    """Reads the files of a Hugging Face folder that are about text.
+    """Reads the text interface of a Hugging Face folder.
 
     Args:
         folder: has `config.json`.

@@ -64,7 +64,7 @@ def load_official(
 def load_hmt(
     folder: Path | str, config: HMTConfig | None = None, *, dtype: Dtype = "float32"
 ) -> HMT:
-    """Reads what `HMT.save` wrote, or an official checkpoint beside its `config.json`.
+    """Reads a folder of `HMT.save`, or an official checkpoint with its `config.json`.
 
     Args:
         folder: has `config.json` and safetensors.

@@ -76,7 +76,7 @@ class HMTConfig:
 
     @property
     def min_memories_to_choose(self) -> int:
-        """Memories from which on P_n depends on the summary.
+        """Number of memories from which P_n depends on the summary.
 
         With S_n that is two, as one memory has all the weight. S_{n-1} is taken one
         segment earlier, when there is one memory less.

@@ -29,7 +29,7 @@ def read_tokens(
     tokens: Int[Array, "B T"],
     mask: Bool[Array, "B T"] | None,
 ) -> tuple[HMTState, Float[Array, "B T E"]]:
-    """Appends tokens to the open segments, which have room for them.
+    """Appends tokens to the open segments, which must have room.
 
     Where a summary reads ahead T must be 1, as the prompt may change at each token.
     """
@@ -103,7 +103,7 @@ def restart_backbone(
     max_length: int,
     where: Bool[Array, " B"],
 ) -> HMTState:
-    """Sets the backbone's state, `where` True, to that after P, sensory and tokens.
+    """Recomputes the backbone's state after P, sensory memory and tokens, `where` True.
 
     These are the open segment's first `max_length` tokens, or fewer if it is shorter.
     """

@@ -144,7 +144,7 @@ class HMT(nnx.Module):
         return saving.MODEL_TYPE
 
     def plain(self) -> LanguageModel:
-        """The backbone as it came, without the memory, adapters merged."""
+        """The original backbone, without the memory, adapters merged."""
         # The memory shortened the caches and may have changed remat.
         own = self.pretrained
         return replace_config(
@@ -258,7 +258,7 @@ class HMT(nnx.Module):
         tokens: Int[Array, "B T"],
         mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[HMTState, Float[Array, "B T E"], SegmentTrace]:
-        """As `features`, with what the memory did, from the open segment on."""
+        """`features` with a trace of the memory, from the open segment on."""
         # Traces show summaries of all segments, those too that no search needs.
         return self._read_segments(state, tokens, mask, True)
 

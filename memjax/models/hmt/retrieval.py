@@ -83,7 +83,7 @@ def _products(config, learned, bank, summary):
 
 
 def _rounded(config, x):
-    """float32 numbers as `retrieval_dtype` holds them; without retrieval as they are.
+    """float32 numbers rounded to `retrieval_dtype`; unchanged without retrieval.
 
     Not by casts, which a compiler may leave out.
     """
@@ -156,7 +156,7 @@ def summarize_segments(
 
 
 def _summarize_all(config, weights, segments):
-    """S of n segments, in groups that have no more tokens than one segment has."""
+    """S of n segments, in groups of at most one segment's tokens."""
     n, batch = segments.length.shape
     if n == 0:
         return jnp.zeros((0, batch, weights.backbone.width), jnp.float32)

@@ -27,7 +27,7 @@ CONFIG_KEY = "memjax_hmt"
 
 
 def contents(config: HMTConfig, weights: Weights, plain: LanguageModel) -> Contents:
-    """What `HMT.save` writes and `load_hmt` reads.
+    """Content of the folder of `HMT.save` and `load_hmt`.
 
     Args:
         config: of the memory.

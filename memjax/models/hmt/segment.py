@@ -79,7 +79,7 @@ def read_segments(
 
 
 def _read_in_turn(config, weights, memories, segments, always_summarize):
-    """A scan over segments that all have tokens, with summaries made beforehand."""
+    """A scan over full segments, with precomputed summaries."""
     # No branch inside the loop below: the backward pass of one would save the
     # backbone's parameters, which enter it, once a segment.
     summaries = summarize_segments(
@@ -97,7 +97,7 @@ def _read_in_turn(config, weights, memories, segments, always_summarize):
 
 
 def _read_last(config, weights, memories, segment, always_summarize):
-    """The last segment, or zeros for it if it has no tokens in any batch element."""
+    """The last segment; zeros if it is empty in every batch element."""
     read = functools.partial(summarize_and_read, config, always=always_summarize)
     # `cond_with_remat` runs the branch again in the backward pass as it is. Offloading
     # decides what that second run saves.

@@ -1,4 +1,4 @@
-"""What HMT carries from call to call, and what it reports about its memory.
+"""State of HMT, and the trace of its memory.
 
 Shapes: B batch, E width of the backbone's embeddings, L segment, k sensory tokens,
 N memories, n segments.
@@ -51,7 +51,7 @@ class HMTState(NamedTuple):
 
 
 class SegmentTrace(NamedTuple):
-    """What the memory did in each of the n segments that a call touched.
+    """Trace of the memory over the n segments of a call.
 
     Attributes:
         memory: Mem_n.
@@ -99,7 +99,7 @@ def init_state(
 def empty_segment(
     memories: Memories, segment: int, dtype: str
 ) -> tuple[Float[Array, "B L E"], SegmentTrace]:
-    """Features and trace of a segment that has no tokens in any batch element."""
+    """Features and trace of a segment that is empty in every batch element."""
     batch, slots, e = memories.bank.shape
     vector = jnp.zeros((batch, e), jnp.float32)
     length = jnp.zeros(batch, jnp.int32)

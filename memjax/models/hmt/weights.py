@@ -1,4 +1,4 @@
-"""The learned arrays of HMT, beside its backbone.
+"""Weights of HMT.
 
 Shapes: E width of the backbone's embeddings, d retrieval width d_h.
 """
@@ -14,7 +14,7 @@ from memjax.models.language_model.model import LanguageModel
 
 
 class RetrievalWeights(NamedTuple):
-    """What summaries and searches are computed with.
+    """Weights of summaries and searches.
 
     Attributes:
         summary_prompt: T, which asks the backbone for a summary.
@@ -28,7 +28,7 @@ class RetrievalWeights(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A pytree, nnx modules included: functions of it are differentiated as any other.
+    """Backbone and memory weights, a pytree.
 
     Attributes:
         backbone: the language model that reads the segments.

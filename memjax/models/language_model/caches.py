@@ -1,4 +1,4 @@
-"""The caches of full attention inside a model's state: how large they are and grow.
+"""Sizes of full attention's caches in a model's state.
 
 A cache has slots, one a token, and a capacity, the most slots that it may have. Its
 number of slots is part of the shapes of a program: few sizes are few compilations.
@@ -43,7 +43,7 @@ def reset(layers: Sequence[Mechanism], state: State, mask: Bool[Array, " B"]) ->
 
 
 def remaining(layers: Sequence[Mechanism], state: State) -> int | None:
-    """How many more tokens all caches can hold; None where nothing bounds them."""
+    """Number of further tokens that all caches can hold; None without a bound."""
     filled = _filled(layers, state)
     rooms = [layers[i].cache.capacity - count for i, count in filled.items()]
     return min(rooms, default=None)
@@ -69,7 +69,7 @@ def reserve(layers: Sequence[Mechanism], state: State, tokens: int) -> State:
 
 
 def fit_call(layers: Sequence[Mechanism], state: State, tokens: int) -> State:
-    """Larger caches where a call alone has more tokens than there are slots.
+    """Grows caches with fewer slots than the call has tokens.
 
     How many slots are filled is unknown inside jit: all may be.
     """

@@ -25,13 +25,13 @@ PIECE = 2048
 
 
 def _mechanisms() -> tuple[type, ...]:
-    """The configurations of mechanisms that a file may name."""
+    """Mechanism configs that a file may name."""
     return tuple(MECHANISMS.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What differs between published decoders; the defaults are Llama 3's block.
+    """Differences between published decoders; the defaults are Llama 3's block.
 
     Attributes:
         norm: "rms" (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467, a scale)
@@ -73,7 +73,7 @@ class Architecture:
 
     @property
     def norm_last(self) -> bool:
-        """Whether there is a norm behind the last layer."""
+        """Whether a norm follows the last layer."""
         return self.norm_first or self.norm_outputs
 
 
@@ -155,7 +155,7 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """Tokens of a piece that is read quickly.
+        """Preferred number of tokens per call.
 
         The shortest window or block of the mechanisms; without one, `PIECE` tokens or
         what full attention holds, if that is less.
@@ -165,7 +165,7 @@ class ModelConfig:
 
     @property
     def capacity(self) -> int | None:
-        """Longest text that all layers of full attention hold; None without one."""
+        """Length of the longest text, bounded by full attention; None without it."""
         lengths = [m.max_length for m in self.mechanisms if m.max_length]
         return min(lengths, default=None)
 

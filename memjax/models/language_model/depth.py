@@ -16,7 +16,7 @@ from memjax.mechanisms import Mechanism
 
 
 class Layer(NamedTuple):
-    """What a layer computes with.
+    """Mechanism, parameters and memory of a layer.
 
     Attributes:
         mechanism: of its mechanism.
@@ -56,7 +56,7 @@ def run_layers(
 
 
 def repetitions(layers: Sequence[Layer]) -> list[tuple[int, int]]:
-    """Parts of `layers`, each a number of layers and how often they are repeated.
+    """Runs of `layers`, as pairs of a period and its repeats.
 
     All layers are one part where they have a period, as in a hybrid; else equal
     neighbours are.
@@ -102,7 +102,7 @@ def _scan(run, layers, period, h):
 
 
 def _kind(layer):
-    """What layers that can share a loop have in common."""
+    """Key of layers that can share a loop."""
     leaves, tree = jax.tree.flatten(layer[1:])
     shapes = [(x.shape, x.dtype) if _is_array(x) else x for x in leaves]
     return layer.mechanism, tree, shapes

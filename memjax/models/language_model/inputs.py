@@ -1,4 +1,4 @@
-"""What a model reads: rows of tables, masks, and the documents of packed rows."""
+"""Inputs of a model: embeddings, positions, masks and packed documents."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def next_positions(
     x: Float[Array, "B T D"],
     mask: Bool[Array, "B T"] | None,
 ) -> tuple[Int[Array, " B"], Int[Array, "B T"]]:
-    """How many rows of OPT's table are taken after new tokens, and theirs.
+    """Number of rows of OPT's table in use after new tokens, and their rows.
 
     Visible tokens take the next positions, from row 2 on; masked ones share row 1.
     """
@@ -60,7 +60,7 @@ def check_embeddings(model: Any, state: PyTree, x: Array, mask: Array | None) ->
 
 
 def start_multiple(mechanisms: Sequence[MechanismConfig]) -> int:
-    """Documents of a packed row begin at multiples of so many tokens.
+    """Alignment of documents in packed rows, in tokens.
 
     Args:
         mechanisms: of the model, `ModelConfig.mechanisms`.
@@ -96,6 +96,6 @@ def check_starts(model: Any, x: Array, starts: Array) -> None:
 
 
 def _named(mechanism: MechanismConfig) -> str:
-    """The mechanism's name, and what of its settings stands in the way."""
+    """The mechanism's name, and the setting that prevents packing."""
     sinks = getattr(mechanism, "sinks", 0)
     return f"{type(mechanism).__name__}{f' with sinks={sinks}' if sinks else ''}"

@@ -1,4 +1,4 @@
-"""What stands around the mechanism in a layer of a decoder: norms and feed-forward.
+"""Decoder layers: norms and feed-forward around a mechanism.
 
 Each is a function of its parameters; what a model lacks, as Llama lacks biases, is
 None in them.
@@ -38,7 +38,7 @@ SAVED = {
 
 
 class LayerNormParams(NamedTuple):
-    """A LayerNorm's; an RMSNorm has its scale alone, a plain array."""
+    """Parameters of LayerNorm; those of RMSNorm are its scale."""
 
     scale: Float[Array, " D"]
     bias: Float[Array, " D"]
@@ -48,7 +48,7 @@ NormParams = Float[Array, " D"] | LayerNormParams
 
 
 class FeedForwardParams(NamedTuple):
-    """SwiGLU or GEGLU, or two matrices around a ReLU, which have no gate."""
+    """SwiGLU or GEGLU, or two matrices around a ReLU, without a gate."""
 
     gate: Float[Array, "D F"] | Adapted | None
     up: Float[Array, "D F"] | Adapted
@@ -67,7 +67,7 @@ def init_norm(config: ModelConfig) -> NormParams:
 
 
 def init_feed_forward(config: ModelConfig, keys: Key[Array, "3"]) -> FeedForwardParams:
-    """Draws the matrices by three keys, scaled by their fan-in; biases start at 0."""
+    """Draws the matrices from three keys, scaled by their fan-in; biases are 0."""
     gate_key, up_key, down_key = keys
     d, f = config.model_dim, config.hidden_dim
     draw = jax.nn.initializers.lecun_normal()
@@ -100,7 +100,7 @@ def feed_forward(
 def normalize(
     params: NormParams | None, x: Float[Array, "*B D"], epsilon: float
 ) -> Float[Array, "*B D"]:
-    """The norm whose parameters these are; without parameters there is none."""
+    """LayerNorm or RMSNorm by the parameters; the identity without."""
     if params is None:
         return x
     if isinstance(params, LayerNormParams):
@@ -122,7 +122,7 @@ def layer_norm(
 
 
 class BlockParams(NamedTuple):
-    """Of one layer; norms of outputs are None where `norm_outputs` adds none."""
+    """Parameters of one layer; output norms are None without `norm_outputs`."""
 
     mechanism: Any
     feed_forward: FeedForwardParams
@@ -189,7 +189,7 @@ class Block(nnx.Module):
 
 
 def with_remat(config: ModelConfig, layer: Callable) -> Callable:
-    """A layer whose backward pass computes it again, where the model says so.
+    """The layer with rematerialisation, if the config has it.
 
     The backward pass keeps the input of each layer, and computes a layer at a time.
     """

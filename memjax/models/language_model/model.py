@@ -56,7 +56,7 @@ State = tuple[PyTree, ...]
 
 
 class LanguageModel(nnx.Module):
-    """Holds parameters only; the memory is an argument and a result.
+    """A decoder. Holds parameters only; the memory is an argument and a result.
 
     Example:
         model = LanguageModel(preset("elastic-tiny"), rngs=nnx.Rngs(0))
@@ -196,7 +196,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def window(self) -> int:
-        """Tokens of a piece that is read quickly."""
+        """Preferred number of tokens per call."""
         return self.config.window
 
     @property
@@ -210,7 +210,7 @@ class LanguageModel(nnx.Module):
         return all(mechanism.can_pad for mechanism in self._mechanisms)
 
     def remaining(self, state: State) -> int | None:
-        """How many more tokens full attention has room for; None without it."""
+        """Number of further tokens that full attention can hold; None without it."""
         return caches.remaining(self._mechanisms, state[: len(self.blocks)])
 
     def reserve(self, state: State, tokens: int) -> State:
@@ -237,7 +237,7 @@ class LanguageModel(nnx.Module):
         return self.config.architecture.embedding_dim or self.config.model_dim
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """What the model reads in the place of each token, without its position.
+        """Embeddings of tokens, without positions.
 
         Tokens must be in [0, V): values are not checked inside jit, and one out of
         range makes its row NaN.
@@ -262,7 +262,7 @@ class LanguageModel(nnx.Module):
         mask: Bool[Array, "B T"] | None = None,
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[State, Float[Array, "B T E"]]:
-        """Reads embeddings into the memories; returns what the head sees.
+        """Reads embeddings into the memories; returns the head's inputs.
 
         A text with more tokens than a cache has slots makes the cache larger, by the
         shapes alone; within the slots, see `reserve`.
@@ -308,7 +308,7 @@ class LanguageModel(nnx.Module):
     def encode(
         self, x: Float[Array, "B T E"], mask: Bool[Array, "B T"] | None = None
     ) -> Float[Array, "B T E"]:
-        """Features of a text that is read whole, of which nothing is kept.
+        """Features of full sequences, without building a state.
 
         What `read` gives for the empty state; full attention needs no cache for it.
 
@@ -331,7 +331,7 @@ class LanguageModel(nnx.Module):
     def encode_packed(
         self, x: Float[Array, "B T E"], starts: Bool[Array, "B T"]
     ) -> Float[Array, "B T E"]:
-        """Features of rows of several documents, each read as if it were alone.
+        """Features of packed rows: each document is read by itself.
 
         Args:
             x: what `embed` gives; padding behind a document may be anything.
@@ -408,7 +408,7 @@ class LanguageModel(nnx.Module):
         return self.reserve(state, tokens.shape[1])
 
     def _no_state(self, x):
-        """In the place of memories that nothing reads on from."""
+        """An empty state for full sequences."""
         taken = [jnp.zeros(x.shape[0], jnp.int32)]
         learned = self.config.architecture.learned_positions
         return (*[None] * len(self.blocks), *(taken if learned else []))
@@ -444,13 +444,13 @@ class LanguageModel(nnx.Module):
         return with_remat(self.config, block)(layer.params, layer.memory, h)
 
     def enter(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
-        """What the first layer reads of embeddings, without learned positions."""
+        """Inputs of the first layer, without learned positions."""
         if self.config.architecture.embedding_dim is None:
             return x
         return linear(x, self.project_in.get_value())
 
     def leave(self, h: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
-        """What the head sees of the last layer's output."""
+        """Inputs of the head, from the last layer's output."""
         if self.config.architecture.norm_last:
             h = normalize(as_arrays(self.norm), h, self.config.norm_epsilon)
         if self.config.architecture.embedding_dim is None:

@@ -12,7 +12,7 @@ recurrent models share one block:
 What the table leaves open: SwiGLU layers of 8/3 of the width, in steps of 64; a
 vocabulary of 32,000 with a tied head; heads of width / heads, which for 16 heads at 768
 gives no more than the 125m, so that the 170m has heads of 64 and a head of its own.
-Mixers of one size differ in parameters by up to two matrices a layer; a comparison
+Mechanisms of one size differ in parameters by up to two matrices a layer; a comparison
 makes them equal by `hidden_dim`.
 """
 
@@ -31,7 +31,7 @@ RECURRENT: dict[str, Any] = {n: k for n, k in MECHANISMS.items() if n in CELLS}
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes that fit any mechanism, so that models differ in their mechanisms alone.
+    """Sizes of a model, for any mechanism.
 
     Attributes:
         num_layers: the depth.
@@ -201,7 +201,7 @@ def hybrid(
 
 
 class Family(NamedTuple):
-    """A way to choose the mechanisms, and the sizes it comes in."""
+    """Choice of mechanisms, and its sizes."""
 
     build: Callable[[str, int], ModelConfig]
     sizes: dict[str, Size]

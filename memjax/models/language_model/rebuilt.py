@@ -13,7 +13,7 @@ from memjax.nnx.params import replace
 
 
 def replace_config(model: LanguageModel, **changes: Any) -> LanguageModel:
-    """The same parameters in a model whose config has these `changes`.
+    """The same parameters in a model with `changes` to its config.
 
     Mixers may change to others with the same parameters: full attention to a sliding
     window or Elastic Memory, say.

@@ -1,4 +1,4 @@
-"""A model that reads the last tokens again before each segment: memory as plain text.
+"""Re-read window: the last tokens are read again before each segment.
 
     Y = LM([last n tokens ‖ H]),   an empty cache for each segment H of s tokens
 
@@ -46,7 +46,7 @@ TOGETHER = 2**13
 
 
 class ReReadState(NamedTuple):
-    """The tokens that are read again, and the open segment, which is not complete.
+    """Tokens to re-read, and the open segment.
 
     Attributes:
         tokens: the last n tokens before the open segment, then its own; 0 behind them.
@@ -234,7 +234,7 @@ class ReReadWindow(nnx.Module):
         return self.reread + self.segment
 
     def _before(self, before, segment):
-        """How many tokens are read again before a segment; the open one is 0."""
+        """Number of tokens re-read before a segment; the open one is 0."""
         return jnp.minimum(before + segment * self.segment, self.reread)
 
     def _slices(self, text, before, segment):

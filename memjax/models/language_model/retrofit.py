@@ -1,4 +1,4 @@
-"""A memory in chosen layers of a pretrained model, whose other layers are windows.
+"""Add a memory to chosen layers of a pretrained model, and windows to the others.
 
     model = add_memory(model, memory="lattice", layers=(3, 9), window=256, key=key)
 
@@ -58,7 +58,7 @@ ELASTIC = "elastic"
 
 @dataclasses.dataclass(frozen=True)
 class MemoryOptions:
-    """Sizes of a memory given by name; None is the memory's own default.
+    """Sizes of a named memory; None is its default.
 
     Attributes:
         heads: a memory for each query head, "query", or for each head of keys and

@@ -65,7 +65,7 @@ class SnapKVConfig:
             raise ValueError(f"kernel must be odd, got {self.kernel}")
 
 
-def with_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
+def add_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     """The same parameters; every piece that is read is compressed behind it.
 
     `keep` tokens or fewer are full attention. Single tokens, as in decoding, are cached

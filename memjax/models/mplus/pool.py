@@ -32,7 +32,7 @@ class Dropped(NamedTuple):
 
 
 def of_layer(pool: Float[Array, "B L N D"], layer: int) -> Float[Array, "B N D"]:
-    """One layer's rows, copied to the device if they lie on the host.
+    """One layer's rows, copied to the device from the host.
 
     On a mesh that divides their width they are whole on every device that reads them.
     """

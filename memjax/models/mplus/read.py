@@ -1,4 +1,4 @@
-"""Reads tokens with the memory, and decodes further ones, without changing the memory.
+"""Read and decode with M+'s memory, which is not changed.
 
 Shapes: B batch, L layers, T time, n new tokens or memory tokens, N rows of the pool, M
 capacity of the store, R retrieved rows, h heads, D model, V vocabulary.
@@ -21,7 +21,7 @@ from memjax.models.sampling import Sampling, Settings, draw
 
 
 class ReadOptions(NamedTuple):
-    """What a read takes beside the memory and the tokens.
+    """Options of a read.
 
     Attributes:
         new: [B, L, n, D], memory tokens of `compress` that are not stored. They are
@@ -102,7 +102,7 @@ def check(
 
 
 class ReadTrace(NamedTuple):
-    """What happened in the layers during a read.
+    """Trace of a read, layer by layer.
 
     Attributes:
         hidden: the input of each layer, and the features.
@@ -309,7 +309,7 @@ def _read_with_open_chunk(weights, options, width, state, tokens, lengths):
 
 
 def _query_mask(config, prompt_length, after, count):
-    """Which tokens choose rows; `after` counts from the first token that is read."""
+    """Mask of the tokens that choose rows; `after` counts from the first token read."""
     if prompt_length is None and config.retrieval_source == "prefix":
         # Every later token is scored, and must not take part.
         return after < 1

@@ -1,4 +1,4 @@
-"""Reads on behind a memory of M+ that stays as it is: an answer, token by token.
+"""Answer from a memory of M+, which is not changed, token by token.
 
 `MPlus.read` gives a KV cache of the memory and a prompt. `MemoryReader` is a model with
 that cache for its state, so that whatever draws from a model draws an answer too.
@@ -24,7 +24,7 @@ from memjax.nnx.params import as_arrays
 
 
 class MemoryReader(nnx.Module):
-    """A language model that reads behind what `begin` has read, and writes nothing.
+    """A language model that continues from `begin` and writes no memory.
 
     Args:
         model: M+ or MemoryLLM.
@@ -84,7 +84,7 @@ class MemoryReader(nnx.Module):
         return mechanisms.replace_rows(state, jax.tree.map(jnp.zeros_like, state), mask)
 
     def remaining(self, state: KVCache) -> int:
-        """How many more tokens the cache has room for."""
+        """Number of further tokens that the cache can hold."""
         filled = state.prefix_length + state.length
         return state.visible.shape[1] - int(filled.max())
 

@@ -1,4 +1,4 @@
-"""The memory that M+ carries from call to call, and the one a checkpoint starts with.
+"""State of M+, and the initial memory of a checkpoint.
 
 Memory tokens and the KV cache have the number format `MPlusConfig.memory_dtype`.
 

@@ -1,4 +1,4 @@
-"""M+'s long-term store: keeps rows that the pool dropped, and retrieves some of them.
+"""M+'s long-term store: rows that the pool dropped, and their retrieval.
 
 A layer's store is a buffer of M rows, of which the first `num_valid` hold something.
 There are two rules for which rows to evict:

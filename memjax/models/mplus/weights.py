@@ -1,4 +1,4 @@
-"""The parameters of M+ beside its frozen backbone, and how they start.
+"""Weights of M+ and their initialisation.
 
     write_adapter, read_adapter    LoRA for writing a chunk and for cache with memory
     bos [L, D], position [D]       first vector of every layer; what marks memory tokens
@@ -35,7 +35,7 @@ Changes = dict[str, dict[str, LowRank]]
 
 
 class MPlusWeights(NamedTuple):
-    """What every part of M+ computes with.
+    """Weights of M+.
 
     Attributes:
         config: sizes of the memory.
@@ -81,14 +81,14 @@ class MPlusWeights(NamedTuple):
         return adapt(self.backbone, adapter, self.config.alpha / self.config.rank)
 
     def normed(self, layer: int, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """What the retriever is given: rows after the norm before attention."""
+        """Inputs of the retriever: rows after the norm before attention."""
         norm = as_arrays(self.backbone.blocks[layer].mechanism_norm)
         return normalize(norm, x, self.backbone.config.norm_epsilon)
 
     def retriever_queries(
         self, layer: int, h: Float[Array, "*B D"]
     ) -> Float[Array, "*B d"]:
-        """f_q of what a layer is given; needs a learned retriever."""
+        """f_q of a layer's inputs; needs a learned retriever."""
         assert self.query is not None
         return project(self.query, layer, self.normed(layer, h))
 
@@ -165,7 +165,7 @@ def init_adapter(
 def adapt(
     backbone: LanguageModel, adapter: tuple[Changes, ...], scale: float
 ) -> tuple[BlockParams, ...]:
-    """The layers' parameters, whose matrices know an adapter's changes."""
+    """The layers' parameters with an adapter applied."""
     layers = []
     for block, changes in zip(backbone.blocks, adapter, strict=True):
         params = block.parameters()
@@ -176,7 +176,7 @@ def adapt(
 
 
 def init_bos(backbone: LanguageModel) -> Float[Array, "L D"]:
-    """What a text's first position is in every layer, whatever token begins it."""
+    """State of a text's first position in every layer, independent of its token."""
     # Heads that find nothing to attend to attend to the first position, which a
     # backbone marks by activations that no embedding has. Without such a vector before
     # the memory, SmolLM2 loses 12.3 nats a token after a compressed chunk, and 3.06

@@ -1,4 +1,4 @@
-"""Compresses chunks into memory tokens, which go to the pool and later to the store.
+"""Writing of M+: compress chunks to memory tokens, for pool and store.
 
 Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, D model.
 """
@@ -174,7 +174,7 @@ def compress(
 
 
 def _compress(weights, state, tokens, lengths, memory):
-    """Memory tokens, and what each layer was given for the chunk's tokens."""
+    """Memory tokens, and each layer's inputs for the chunk's tokens."""
     real = (
         jnp.ones_like(state.num_valid, bool)
         if memory is not None

@@ -18,9 +18,9 @@ from memjax.models import LanguageModel, ModelConfig, Sampling, generate
 from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.snapkv import (
     SnapKVConfig,
+    add_snapkv,
     choose,
     compact,
-    with_snapkv,
 )
 
 B, T, V = 2, 24, 29
@@ -59,7 +59,7 @@ def read(model, *pieces, state=None):
 
 @pytest.mark.slow
 def test_keeping_everything_is_full_attention():
-    everything = with_snapkv(tiny(), SnapKVConfig(keep=T, room=8, window=3))
+    everything = add_snapkv(tiny(), SnapKVConfig(keep=T, room=8, window=3))
     pieces = (TOKENS[:, :9], TOKENS[:, 9:], TOKENS[:, :1], TOKENS[:, 1:2])
     state, logits = read(everything, *pieces)
     full, expected = read(tiny(), *pieces)
@@ -223,7 +223,7 @@ def masked(state, following, slots):
 def test_reading_on_sees_the_chosen_tokens_and_no_others():
     """Against all keys where they were, with a mask a head, in float64."""
     chosen = []
-    spy = with_snapkv(tiny(), SMALL)
+    spy = add_snapkv(tiny(), SMALL)
     state, first = read(spy, TOKENS)
     np.testing.assert_allclose(first, read(tiny(), TOKENS)[1], atol=1e-5)
     full, _ = read(tiny(), TOKENS)
@@ -247,7 +247,7 @@ def test_reading_on_sees_the_chosen_tokens_and_no_others():
 
 @pytest.mark.slow
 def test_memory_is_bounded_at_any_length_and_generation_goes_on():
-    model = with_snapkv(tiny(), SMALL)
+    model = add_snapkv(tiny(), SMALL)
     state, logits = read(model, *[TOKENS] * 4)
     assert np.all(np.isfinite(logits))
     sizes = {leaf.shape[1] for leaf in jax.tree.leaves(state) if leaf.ndim > 1}
@@ -282,8 +282,8 @@ def test_other_models_and_masks_are_refused():
     )
     shapes = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
     with pytest.raises(ValueError, match="attention in every layer, got .*GLAConfig"):
-        with_snapkv(shapes, SMALL)
-    model = with_snapkv(tiny(), SMALL)
+        add_snapkv(shapes, SMALL)
+    model = add_snapkv(tiny(), SMALL)
     mask = jnp.ones((B, 4), bool)
     with pytest.raises(ValueError, match="mask must be None"):
         model.read(model.init_state(B), model.embed(TOKENS[:, :4]), mask)
@@ -294,6 +294,6 @@ def test_learned_positions_go_on_where_they_were():
     plain = dataclasses.replace(ATTENTION, rope_theta=None)
     config = dataclasses.replace(CONFIG, architecture=style, mechanisms=(plain,))
     model = LanguageModel(config, key=jax.random.key(2))
-    state, _ = read(with_snapkv(model, SMALL), TOKENS)
+    state, _ = read(add_snapkv(model, SMALL), TOKENS)
     assert state[-1].tolist() == [T] * B
     assert state[0].length.tolist() == [SMALL.keep] * B

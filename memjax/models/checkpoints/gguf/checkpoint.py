@@ -82,7 +82,7 @@ class GGUFCheckpoint:
         return tensor - 1 if self._is_shifted(name) else tensor
 
     def get_compact(self, name: str) -> np.ndarray:
-        """As `get`, in bfloat16 where the file has no more digits."""
+        """`get` in bfloat16 where the file is no more precise."""
         tensor, file = self.get(name), self._file
         # A difference may have more digits than what was stored.
         precise = file.is_precise(self._names[name]) or self._is_shifted(name)
@@ -92,7 +92,7 @@ class GGUFCheckpoint:
         return self._architecture.shifted and name.endswith("norm.weight")
 
     def text_interface(self, *, with_tokenizer: bool = True) -> TextInterface:
-        """Tokenizer, chat template and how to draw, as the metadata has them.
+        """Tokenizer, chat template and sampling from the metadata.
 
         Raises:
             ValueError: if an entry is not sound, or the tokenizer is of an unknown kind

@@ -37,7 +37,7 @@ REALS = (1e-38, 1e38)
 
 
 class Architecture(NamedTuple):
-    """What differs between the architectures.
+    """Differences between the architectures.
 
     Attributes:
         model_type: of Hugging Face.
@@ -162,7 +162,7 @@ class _Entries:
         return float(str(np.float32(found)))
 
     def require(self, key: str, expected: int | float) -> None:
-        """Raises ValueError for an entry that is there with another value."""
+        """Raises ValueError for an entry with another value."""
         found = self.find(key, expected)
         if type(found) not in (int, float) or found != expected:
             raise self.error(key, f"must be {expected!r}", found)
@@ -180,7 +180,7 @@ class _Entries:
 
 
 def _gemma(entry: _Entries, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 3 alone has. Its RoPE scaling is that of full attention."""
+    """Entries of Gemma 3 alone. Its RoPE scaling is that of full attention."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         entry.require(key, 0.0)
     scalar, layers = config["head_dim"], config["num_hidden_layers"]

@@ -83,7 +83,7 @@ class GGUFFile:
         self.records = _read_records(cursor, tensors, _alignment(self.metadata, path))
 
     def is_precise(self, name: str) -> bool:
-        """Whether a tensor has more digits than bfloat16; those quantized have not."""
+        """Whether a tensor is more precise than bfloat16; quantized ones are not."""
         return self.records[name].format.name in ("F64", "F32", "F16")
 
     def read(self, name: str) -> Float32[np.ndarray, "..."]:

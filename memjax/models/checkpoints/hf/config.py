@@ -73,7 +73,7 @@ def require_family(config: Mapping[str, Any], where: str) -> str:
 
 
 class Layer(NamedTuple):
-    """What differs between the layers of a model.
+    """Differences between the layers of a model.
 
     Attributes:
         window: tokens that a query sees; 0 is all.
@@ -144,7 +144,7 @@ def _first_slots(capacity: int) -> int | None:
 
 
 def _read_sizes(config: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """What the attention of all layers has in common."""
+    """Attention sizes that all layers share."""
     width, heads = read_size(config, "hidden_size"), read_heads(config)
     # Absent in old Llama configs. The defaults of other families are those of one
     # model, so they must be given.

@@ -61,7 +61,7 @@ def tied_in_file(config: ModelConfig) -> bool:
 
 
 def is_gemma(config: ModelConfig) -> bool:
-    """Whether the norms are where Gemma 3 has them, and the feed-forward is its own."""
+    """Whether norms and feed-forward are Gemma 3's."""
     style = config.architecture
     around = style.norm_first and style.norm_outputs
     return around and style.norm == "rms" and style.feed_forward == "geglu"
@@ -252,7 +252,7 @@ def _named(family: Family, architecture: str) -> dict[str, Any]:
 
 
 def _heads(config: ModelConfig) -> HeadsConfig:
-    """What the attention of all layers has in common, RoPE aside."""
+    """Attention sizes that all layers share, without RoPE."""
     found = {
         m.plain_attention
         and dataclasses.replace(

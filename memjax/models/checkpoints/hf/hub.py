@@ -38,7 +38,7 @@ DESCRIPTION = (
 
 
 class Location(NamedTuple):
-    """Where the files of a model are.
+    """Location of a model's files.
 
     Attributes:
         path: a folder or a GGUF file on this computer.
@@ -54,7 +54,7 @@ class Location(NamedTuple):
 
 
 def locate(name: AnyPath | str) -> Location:
-    """The folder or file that a name means; of a hub id all but the weights come.
+    """The folder or file of a name; for a hub id without the weights.
 
     What exists under that path goes first. A repository that was downloaded before
     is found without a network.

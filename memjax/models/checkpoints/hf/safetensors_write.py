@@ -104,7 +104,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts a folder's names on the disk, new and renamed ones, where that is possible.
+    """Syncs a folder's entries to disk, where the file system can.
 
     Without it a power cut within seconds may undo a rename.
     """
@@ -118,7 +118,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _clear_remains(folder: Path) -> None:
-    """Removes what processes that were killed left beside `folder` of writing it."""
+    """Removes temporary folders of killed writers of `folder`."""
     for remains in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
         if not remains.is_dir() or not remains.suffix[1:].isdecimal():
             continue

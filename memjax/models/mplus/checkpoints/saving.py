@@ -26,7 +26,7 @@ RECORD = "memjax_mplus"
 def contents(
     weights: MPlusWeights, initial: Initial | None, plain: LanguageModel, dtype: Dtype
 ) -> Contents:
-    """What `MPlus.save` writes.
+    """Content of the folder of `MPlus.save`.
 
     Args:
         weights: of the memory.
