@@ -156,15 +156,15 @@ def _kind_of(value: Any, kinds: list[Any]) -> Any:
     """Of several dataclasses the one that has all of the record's fields."""
     if not isinstance(value, dict):
         return kinds[0]
-    has_all = lambda kind: (
-        {*value}
-        <= {
+
+    def has_all(kind):
+        return {*value} <= {
             f.name
             for f in (
                 dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
             )
         }
-    )
+
     return next(filter(has_all, kinds), kinds[0])
 
 

@@ -172,7 +172,10 @@ def arrays(model):
         is_leaf=lambda node: not isinstance(node, dict),
     )
     assert named and all(isinstance(leaf, jax.Array) for _, leaf in named)
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+
+    def name(path):
+        return jax.tree_util.keystr(path, simple=True, separator=".")
+
     return {name(path): np.array(leaf) for path, leaf in named}
 
 
@@ -289,7 +292,10 @@ def test_linen_needs_no_layer(x):
     module, state = Linen(), cell.init_state(B)
     variables = jax.jit(module.init)(jax.random.key(0), state, x)
     read: Any = module.apply
-    loss = lambda variables: (read(variables, state, x)[1] ** 2).mean()
+
+    def loss(variables):
+        return (read(variables, state, x)[1] ** 2).mean()
+
     gradients = jax.jit(jax.grad(loss))(variables)
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
 

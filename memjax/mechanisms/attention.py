@@ -136,7 +136,10 @@ def init_state(
 def resize(state: AttentionState, slots: int) -> AttentionState:
     """The same cache with `slots` slots, at least those that it has."""
     more = slots - state.keys.shape[1]
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
+
+    def pad(x):
+        return jnp.pad(x, ((0, 0), (0, more)) + ((0, 0),) * (x.ndim - 2))
+
     return AttentionState(*map(pad, state[:-1]), length=state.length)
 
 
@@ -185,7 +188,10 @@ def apply(
         length = advanced(state.length, lengths)
     visible = jnp.ones((b, t), bool) if mask is None else mask
     write = jax.vmap(lambda cache, new, at: cache.at[at].set(new, mode="drop"))
-    joined = lambda x: x.reshape(b, t, -1).astype(state.keys.dtype)
+
+    def joined(x):
+        return x.reshape(b, t, -1).astype(state.keys.dtype)
+
     state = AttentionState(
         keys=write(state.keys, joined(k), slots),
         values=write(state.values, joined(v), slots),
@@ -194,7 +200,10 @@ def apply(
     )
     # The cache has a dtype of its own; products run in that of the activations.
     cache = (state.keys.astype(x.dtype), state.values.astype(x.dtype))
-    from_cache = lambda: cached.from_rows(q, *cache, positions[:, 0], state.visible)
+
+    def from_cache():
+        return cached.from_rows(q, *cache, positions[:, 0], state.visible)
+
     if t == room and mask is None:
         # An empty cache has no past to read; on another, some tokens still fit.
         empty = jnp.all(positions[:, 0] == 0)

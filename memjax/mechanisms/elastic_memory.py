@@ -2,7 +2,7 @@
 
     C_i = P_i C_{i-1} + K_i F_i         for F = keys without RoPE, and values  (eq. 6)
     K_mem, V_mem = R C_{i-1}            R: Legendre basis at sampled fractions (eq. 8)
-    O = softmax(Q [K_mem, K]ᵀ / √K + trapezoid) [V_mem, V]              (eqs. 9, 10)
+    O = softmax(Q [K_mem, K]ᵀ / √K + mask) [V_mem, V]                   (eqs. 9, 10)
 
 Song et al. (2026), "Towards Compressive and Scalable Recurrent Memory", Algorithm 1.
 C holds the first N Legendre coefficients of everything before the current block;
@@ -62,7 +62,7 @@ class ElasticMemoryConfig(HeadsConfig, MechanismDefaults):
             floats each, held in the compiled program; later ones are computed when
             met. 0 stores none, the choice for large orders.
         implementation: form of the recurrence in `apply`; None is the cheapest.
-    Beyond 2**30 tokens each is taken as the 2**30th: the int32 clock stays there.
+    The token counter saturates at 2**30.
     """
 
     name: ClassVar[str] = "elastic_memory"
@@ -197,12 +197,12 @@ def read_token(
     )
 
     # Only one token in L completes a block: the others must not pay for compression.
-    complete = state.open_length + 1 == config.block
     length = state.open_length + 1
+    complete = length == config.block
     state = state._replace(
         open_keys=open_keys, open_values=open_values, open_length=length
     )
-    # Read before it may change: else both are kept, and copied for each token.
+    # Read before the change: else both states are live, and copied for each token.
     state, y = jax.lax.optimization_barrier((state, y))
     compress = functools.partial(_compress, config, of_blocks=True)
     return change_if(compress, jnp.any(complete), state, complete), y

@@ -121,5 +121,5 @@ def apply(
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     _, g = decay(params.decay, x)
     return gated_delta_rule(
-        *(q, k, v, beta, g, memory), reset=reset, implementation=config.implementation
+        q, k, v, beta, g, memory, reset=reset, implementation=config.implementation
     )

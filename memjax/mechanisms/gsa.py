@@ -183,7 +183,14 @@ def apply(
     """What T steps give, a chunk at a time."""
     q, alpha, g = _gates(params, x, q)
     return gated_slots(
-        *(q, k, v, alpha, g, memory), reset=reset, implementation=config.implementation
+        q,
+        k,
+        v,
+        alpha,
+        g,
+        memory,
+        reset=reset,
+        implementation=config.implementation,
     )
 
 
@@ -203,7 +210,10 @@ def apply_share(
     """
     q, alpha, g = _gates(params, x, q)
     options = {"reset": reset, "implementation": config.implementation}
-    read = lambda memory: gated_slots(q, k, v, alpha, g, memory, **options)
+
+    def read(memory):
+        return gated_slots(q, k, v, alpha, g, memory, **options)
+
     added, _ = read(None)
     kept = jnp.ones_like(alpha[:, 0]) if g is None else jnp.exp(jnp.sum(g, axis=1))
     if reset is not None:

@@ -296,7 +296,10 @@ def left_window(
     """What T new tokens push out of the window."""
     length = k.shape[1]
     new = (k, v, jnp.ones(k.shape[:2], bool))
-    join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1)
+
+    def join(old, new):
+        return jnp.concatenate([old, new.astype(old.dtype)], axis=1)
+
     past = in_order(config, window)
     return Left(*(join(*pair)[:, :length] for pair in zip(past, new, strict=True)))
 
@@ -312,7 +315,9 @@ def memory_inputs(
     maps = params.features
     groups = config.memory.num_heads // config.window.num_kv_heads
     of_heads = functools.partial(jnp.repeat, repeats=groups, axis=2)
-    into = lambda x, weight: jnp.einsum("bthk,hkf->bthf", x, weight.astype(x.dtype))
+
+    def into(x, weight):
+        return jnp.einsum("bthk,hkf->bthf", x, weight.astype(x.dtype))
 
     def unit(x, weight, bias):
         shift = bias.reshape(1, 1, x.shape[2], -1).astype(x.dtype)

@@ -193,7 +193,12 @@ def apply(
     slots = None if memory is None else initialise(memory, initial)
     gamma, g = _gates(config, params, x)
     slots, y = lattice_op(
-        *(q, k, _values(config, v), gamma, g, slots),
+        q,
+        k,
+        _values(config, v),
+        gamma,
+        g,
+        slots,
         empty=initial,
         chunk_size=config.chunk_size,
         variant=config.variant,

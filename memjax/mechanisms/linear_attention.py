@@ -100,5 +100,5 @@ def apply(
     del params, x
     q = q * config.key_dim**-0.5
     return linear_attention_op(
-        *(q, k, v, memory), reset=reset, implementation=config.implementation
+        q, k, v, memory, reset=reset, implementation=config.implementation
     )

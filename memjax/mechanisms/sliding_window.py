@@ -212,7 +212,10 @@ def _written(config, state, k, v, visible, lengths):
     at = jnp.where(kept, slots, window)
     k, v, visible = (leaf[:, first:] for leaf in (k, v, visible))
     k = projections.apply_rope(config, k.astype(state.keys.dtype), slots)
-    joined = lambda x: x.reshape(*x.shape[:2], -1).astype(state.keys.dtype)
+
+    def joined(x):
+        return x.reshape(*x.shape[:2], -1).astype(state.keys.dtype)
+
     write = jax.vmap(lambda ring, new, at: ring.at[at].set(new, mode="drop"))
     return state._replace(
         keys=write(state.keys, joined(k), at),
@@ -227,9 +230,12 @@ def in_order(
 ) -> tuple[Float[Array, "B W G K"], Float[Array, "B W G K"], Bool[Array, "B W"]]:
     """Keys without RoPE, values, and which are visible, the oldest first."""
     window = config.window
-    turn = lambda ring, first: jax.lax.dynamic_slice_in_dim(
-        jnp.concatenate([ring, ring]), first, window
-    )
+
+    def turn(ring, first):
+        return jax.lax.dynamic_slice_in_dim(
+            jnp.concatenate([ring, ring]), first, window
+        )
+
     keys, values, visible = (jax.vmap(turn)(leaf, state.slot) for leaf in state[:3])
     slots = state.slot[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
     return *_apart(config, keys, values, slots % window), visible
@@ -239,7 +245,10 @@ def oldest(
     config: SlidingWindowConfig, state: SlidingWindowState
 ) -> tuple[Float[Array, "B 1 G K"], Float[Array, "B 1 G K"], Bool[Array, "B 1"]]:
     """The first of `in_order`, which the next token replaces."""
-    at = lambda ring, slot: jax.lax.dynamic_slice_in_dim(ring, slot, 1)
+
+    def at(ring, slot):
+        return jax.lax.dynamic_slice_in_dim(ring, slot, 1)
+
     keys, values, visible = (jax.vmap(at)(leaf, state.slot) for leaf in state[:3])
     return *_apart(config, keys, values, state.slot[:, None]), visible
 
@@ -352,7 +361,7 @@ def packed(
     if _no_kernel(config, x):
         return in_blocks(params, x, starts)
     return jax.lax.platform_dependent(
-        *(params, x, starts), tpu=in_one_kernel, default=in_blocks
+        params, x, starts, tpu=in_one_kernel, default=in_blocks
     )
 
 

@@ -159,8 +159,11 @@ def init_params(config: TrellisConfig, key: PRNGKeyArray) -> TrellisParams:
     d, h, m = config.model_dim, config.num_heads, config.slots
     target_key, step_key, forget_key, keys_key, values_key = jax.random.split(key, 5)
     gate = (d, h) if config.shared_gates else (d, h, 2)
+
     # Scaled by the width that is summed over: a unit key predicts √(M / K).
-    draw = lambda key, width: jax.random.normal(key, (h, m, width)) * width**-0.5
+    def draw(key, width):
+        return jax.random.normal(key, (h, m, width)) * width**-0.5
+
     return TrellisParams(
         target=gates.draw_weight(target_key, d, h, m),
         step=gates.init_gate(step_key, gate, 0.5),
@@ -182,7 +185,11 @@ def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
     """Memories that wait for their learned start."""
     heads, slots = config.num_heads, config.slots
     memory = trellis_init_state(
-        *(batch, heads, slots, config.key_dim, config.value_dim),
+        batch,
+        heads,
+        slots,
+        config.key_dim,
+        config.value_dim,
         chunk_size=config.chunk_size,
     )
     return uninitialised(batch, Memory(memory, _nothing_written(config, batch)))
@@ -242,7 +249,13 @@ def apply(
         given = (written, position, k, v, gamma)
         written, k, v, gamma = _bounded(bounded_steps, *given)
     slots, y = trellis_op(
-        *(q, k, v, target, gamma, g, before),
+        q,
+        k,
+        v,
+        target,
+        gamma,
+        g,
+        before,
         empty=initial.slots,
         chunk_size=config.chunk_size,
         phi=config.phi,

@@ -164,7 +164,13 @@ def apply(
     layer = None if memory is None else initialise(memory, initial)
     eta, scale, shift = _rate_and_norm(config, params, x)
     layer, y = ttt_linear_op(
-        *(q, k, v, eta, scale, shift, layer),
+        q,
+        k,
+        v,
+        eta,
+        scale,
+        shift,
+        layer,
         empty=initial,
         chunk_size=config.chunk_size,
         reset=reset,

@@ -93,7 +93,9 @@ def test_a_window_is_a_band_of_full_attention(window):
 
 
 def test_grouped_queries_equal_repeated_heads():
-    repeat = lambda weight: jnp.repeat(weight, H // G, axis=1)
+    def repeat(weight):
+        return jnp.repeat(weight, H // G, axis=1)
+
     repeated = drawn_params()._replace(
         key=repeat(drawn_params().key), value=repeat(drawn_params().value)
     )
@@ -213,7 +215,9 @@ def test_attention_in_pieces_is_attention(monkeypatch, name):
     mechanism, band = (full(T + 3), T) if name == "full" else (window_of(4), 4)
 
     def run():
-        call = lambda x: inspect.unwrap(mechanism.apply)(drawn_params(), state, x)[1]
+        def call(x):
+            return inspect.unwrap(mechanism.apply)(drawn_params(), state, x)[1]
+
         y, pull = jax.jit(lambda x: jax.vjp(call, x))(drawn_inputs())
         return y, jax.jit(pull)(drawn_inputs())[0]
 
@@ -318,7 +322,9 @@ def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
 
     @jax.jit
     def run(q, k, v, visible):
-        read = lambda q, k, v: cached.from_cache(q, k, v, before, visible)
+        def read(q, k, v):
+            return cached.from_cache(q, k, v, before, visible)
+
         y, pull = jax.vjp(read, q, k, v)
         return y, pull(q)
 

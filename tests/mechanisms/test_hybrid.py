@@ -55,7 +55,10 @@ def test_initialised_layer_equals_its_window_and_learns():
 
 def test_it_remembers_what_has_left_the_window_and_nothing_else():
     params = opened(init_params(CONFIG, jax.random.key(0)))
-    read = lambda x: apply(CONFIG, params, init_state(CONFIG, B), x)[0].memory
+
+    def read(x):
+        return apply(CONFIG, params, init_state(CONFIG, B), x)[0].memory
+
     memory, inside = read(X), read(X.at[:, T - W :].add(1.0))
     np.testing.assert_array_equal(memory, inside)
     outside = read(X.at[:, T - W - 1].add(1.0))
@@ -100,8 +103,13 @@ def test_a_group_shares_a_memory_as_heads_that_write_alike_would(memory):
             for key, leaf in zip(maps, params.features, strict=True)
         )
     )
-    twice = lambda leaf: jnp.repeat(leaf, 2, axis=0)
-    of_pairs = lambda flat: jnp.repeat(flat.reshape(2, 4), 2, axis=0).reshape(-1)
+
+    def twice(leaf):
+        return jnp.repeat(leaf, 2, axis=0)
+
+    def of_pairs(flat):
+        return jnp.repeat(flat.reshape(2, 4), 2, axis=0).reshape(-1)
+
     same = params._replace(
         features=features._replace(
             key=twice(features.key),

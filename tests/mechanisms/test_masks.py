@@ -126,7 +126,10 @@ def test_rows_of_their_own_lengths_are_rows_read_alone(name, start):
     for lengths in ([0, 1, T], [T, 4, 1]):
         after, y = read(jnp.array(lengths))
         for b, n in enumerate(lengths):
-            row = lambda tree, b=b: jax.tree.map(lambda leaf: leaf[b : b + 1], tree)
+
+            def row(tree, b=b):
+                return jax.tree.map(lambda leaf: leaf[b : b + 1], tree)
+
             alone, outputs = row(before), jnp.zeros((1, 0, D))
             if n:
                 alone, outputs = mechanism.apply(

@@ -19,7 +19,10 @@ def test_explicit_axes_stay_where_they_are(name):
 
     def placed(tree, *axes):
         lies = NamedSharding(mesh, P(*axes))
-        struct = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=lies)
+
+        def struct(a):
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=lies)
+
         return jax.tree.map(struct, tree)
 
     params = placed(jax.eval_shape(mechanism.init_params, jax.random.key(0)))

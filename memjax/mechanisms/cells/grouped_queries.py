@@ -54,8 +54,11 @@ def copies(tree: PyTree, queries: int) -> PyTree:
 
 def first_copy(memory: PyTree, queries: int) -> PyTree:
     """Undoes `copies` where all were written alike."""
+
     # Not every N-th, which devices that share the batch might have to exchange.
-    first = lambda leaf: leaf.reshape(-1, queries, *leaf.shape[1:])[:, 0]
+    def first(leaf):
+        return leaf.reshape(-1, queries, *leaf.shape[1:])[:, 0]
+
     return jax.tree.map(first, memory)
 
 

@@ -102,8 +102,11 @@ def of_rows(
 ) -> tuple[Float[Array, "B L G K"], Float[Array, "B L G K"]]:
     """Undoes `as_rows` for an open block."""
     heads = (config.num_kv_heads, config.head_dim)
+
     # Else a TPU keeps them as compression likes them, and decoding copies all of them.
-    rows = lambda x: with_layout_constraint(x, Layout((0, 1, 2)))
+    def rows(x):
+        return with_layout_constraint(x, Layout((0, 1, 2)))
+
     keys, values = (rows(x).reshape(*x.shape[:2], *heads) for x in (keys, values))
     at = jnp.arange(keys.shape[1], dtype=jnp.int32)
     return projections.remove_rope(config, keys, at), values

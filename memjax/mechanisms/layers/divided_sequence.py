@@ -83,7 +83,10 @@ def join_shares(
         share: what this device's tokens do to a memory.
     """
     shares = jax.lax.all_gather(share, SEQUENCE)
-    both = lambda before, share: (join(before, share), before)
+
+    def both(before, share):
+        return (join(before, share), before)
+
     after, befores = jax.lax.scan(both, first, shares)
     return after, jax.tree.map(lambda x: x[jax.lax.axis_index(SEQUENCE)], befores)
 

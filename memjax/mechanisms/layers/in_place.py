@@ -25,14 +25,19 @@ def change_if(
         state: arrays.
         given: what else `change` takes, arrays.
     """
-    once = lambda carried: (jnp.zeros_like(needed), change(carried[1], *given))
+
+    def once(carried):
+        return (jnp.zeros_like(needed), change(carried[1], *given))
+
     return jax.lax.while_loop(lambda carried: carried[0], once, (needed, state))[1]
 
 
 @change_if.defjvp
 def _change_if_jvp(change, primals, tangents):
     def by_branches(needed, state, *given):
-        passed_on = lambda state, *given: state
+        def passed_on(state, *given):
+            return state
+
         return jax.lax.cond(needed, change, passed_on, state, *given)
 
     return jax.jvp(by_branches, primals, tangents)

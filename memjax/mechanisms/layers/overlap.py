@@ -76,7 +76,10 @@ def bounded_steps(
         # Zeros stand where the tokens came before, in an earlier call.
         keys = keys.at[:, 0].add(written.keys.astype(k.dtype))
         steps = steps.at[:, 0].add(written.steps)
-    flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    def flat(x):
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
     found = overlap_with_keys(flat(keys), flat(steps), chunk_size=size)
     of_chunks, left = found[0].reshape(keys.shape), found[1].reshape(steps.shape)
     end = jnp.full(k.shape[0], time) if position is None else position + time
@@ -94,5 +97,8 @@ def _open_chunk(keys, steps, end):
         jnp.concatenate([x, jnp.zeros_like(x[:, :1])], axis=1) for x in (keys, steps)
     )
     at = jnp.minimum(end // size, number)[:, None, None, None]
-    pick = lambda x, at: jnp.take_along_axis(x, at, axis=1)[:, 0]
+
+    def pick(x, at):
+        return jnp.take_along_axis(x, at, axis=1)[:, 0]
+
     return Written(pick(keys, at[..., None]), pick(steps, at))

@@ -18,9 +18,10 @@ def lay_out(
     new = new.astype(jnp.float32)
     room = size - before.shape[1]
     before = jnp.pad(before, ((0, 0), (0, room)) + ((0, 0),) * (new.ndim - 2))
-    place = lambda row, tokens, at: jax.lax.dynamic_update_slice_in_dim(
-        row, tokens, at, 0
-    )
+
+    def place(row, tokens, at):
+        return jax.lax.dynamic_update_slice_in_dim(row, tokens, at, 0)
+
     return jax.vmap(place)(before, new, places)
 
 
@@ -30,5 +31,8 @@ def take(
     """`length` tokens of each batch element from its own place, then zeros."""
     # Without the padding `dynamic_slice` would move a slice that passes the end.
     pad = ((0, 0), (0, length)) + ((0, 0),) * (tokens.ndim - 2)
-    slice_ = lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, length, 0)
+
+    def slice_(row, at):
+        return jax.lax.dynamic_slice_in_dim(row, at, length, 0)
+
     return jax.vmap(slice_)(jnp.pad(tokens, pad), places)

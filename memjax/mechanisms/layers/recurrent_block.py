@@ -314,8 +314,13 @@ def qkv_projection(
     """
     check_input(x, config.model_dim, state)
     _, projections, heads, _ = params.query_key.shape
-    by_head = lambda z: z.reshape(*x.shape[:2], heads, -1)
-    project = lambda weight: by_head(channels_by_heads(flat_product(x, weight), heads))
+
+    def by_head(z):
+        return z.reshape(*x.shape[:2], heads, -1)
+
+    def project(weight):
+        return by_head(channels_by_heads(flat_product(x, weight), heads))
+
     # Two products, where one would have to be cut in two again.
     inputs = [project(params.query_key[:, i]) for i in range(projections)]
     before = [state.window[:, :, i] for i in range(projections)]

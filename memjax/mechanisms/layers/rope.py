@@ -108,11 +108,14 @@ def frequencies(
 
 def _yarn_ramp(width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """0 at the channels that turn beta_fast times or more, 1 from beta_slow on."""
-    channel = lambda turns: (
-        width
-        * math.log(scaling.original_positions / (turns * 2 * math.pi))
-        / (2 * math.log(theta))
-    )
+
+    def channel(turns):
+        return (
+            width
+            * math.log(scaling.original_positions / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
+
     first = max(math.floor(channel(scaling.beta_fast)), 0)
     last = min(math.ceil(channel(scaling.beta_slow)), width - 1)
     # A ramp of no length is a step.

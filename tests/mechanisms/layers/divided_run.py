@@ -107,8 +107,13 @@ def elastic(name, mesh):
     whole = 2 * config.block
     before, _ = mechanism.apply(params, mechanism.init_state(B), x[::-1, :whole])
     opened, _ = jax.jit(mechanism.apply)(params, before, x[:, :3])
-    empty = lambda params, x: mechanism.apply(params, mechanism.init_state(B), x)
-    of_empty = lambda params, x: loss(mechanism, params, mechanism.init_state(B), x)
+
+    def empty(params, x):
+        return mechanism.apply(params, mechanism.init_state(B), x)
+
+    def of_empty(params, x):
+        return loss(mechanism, params, mechanism.init_state(B), x)
+
     of_state = functools.partial(loss, mechanism)
     gradients = jax.grad(of_state, (0, 1, 2), allow_int=True)
     programs = {

@@ -36,12 +36,20 @@ def plain(query, key, value, window=None):
 
 def plain_with_memory(query, key, value, memory_key, memory_value, remembers):
     """The same over the tokens of a block and its memory, block by block."""
-    join = lambda *parts: jnp.concatenate(parts, axis=2).astype(jnp.float32)
+
+    def join(*parts):
+        return jnp.concatenate(parts, axis=2).astype(jnp.float32)
+
     keys, values = join(memory_key, key), join(memory_value, value)
     (blocks, time), samples = query.shape[1:3], memory_key.shape[2]
     own = jnp.tril(jnp.ones((time, time), bool))
-    memory = lambda on: jnp.broadcast_to(on[:, None, None], (B, time, samples))
-    seen = lambda on: jnp.concatenate([memory(on), jnp.stack([own] * B)], axis=2)
+
+    def memory(on):
+        return jnp.broadcast_to(on[:, None, None], (B, time, samples))
+
+    def seen(on):
+        return jnp.concatenate([memory(on), jnp.stack([own] * B)], axis=2)
+
     y = [
         jax.nn.dot_product_attention(
             *(x[:, i] for x in (query.astype(jnp.float32), keys, values)),
@@ -116,7 +124,10 @@ def test_queries_behind_a_cache_see_its_slots_and_each_other(monkeypatch, time, 
     monkeypatch.setattr(cached, "LEAST_PREFIX", slots // 4)
     monkeypatch.setattr(on_tpu, "LEAST", 256)
     interpret_attention(monkeypatch)
-    kernels = lambda *given: attention(*given)
+
+    def kernels(*given):
+        return attention(*given)
+
     close(expected, with_gradients(kernels, weight, query, keys, values))
 
 
@@ -162,7 +173,10 @@ def test_queries_with_keys_of_their_own_and_one_document_take_our_kernel(
 ):
     q, k = (jax.ShapeDtypeStruct((B, T, h, K), jnp.bfloat16) for h in (H, groups))
     first = jax.ShapeDtypeStruct((B, T), jnp.int32) if documents else None
-    attention = lambda q, k, first: attend.causal(q, k, k, first=first)
+
+    def attention(q, k, first):
+        return attend.causal(q, k, k, first=first)
+
     text = jax.jit(attention).trace(q, k, first).lower(lowering_platforms=("tpu",))
     # The names of kernels, past those of XLA.
     found = [x for x in ("causal_attention", "splash") if f'"{x}' in text.as_text()]
@@ -188,9 +202,10 @@ def test_a_whole_sequence_is_one_kernel_on_a_tpu(config):
     params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
     x = jax.ShapeDtypeStruct((B, T, 128), jnp.bfloat16)
     whole = jax.jit(lambda params, x: mechanism.whole(params, x, None))
-    text = lambda platform: (
-        whole.trace(params, x).lower(lowering_platforms=(platform,)).as_text()
-    )
+
+    def text(platform):
+        return whole.trace(params, x).lower(lowering_platforms=(platform,)).as_text()
+
     assert text("tpu").count('kernel_name = "splash') == 1
     assert "tpu_custom_call" not in text("cpu")
 
@@ -206,14 +221,18 @@ def four(config):
 @needs_libtpu
 def test_behind_a_cache_it_compiles_on_a_mesh():
     mesh = four("v5e:2x2")
-    of = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(
-        sizes, dtype, sharding=NamedSharding(mesh, spec)
-    )
+
+    def of(dtype, spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
     by_heads, rows = P("data", None, "tensor"), P("data")
     query = of(jnp.bfloat16, by_heads, B, T, 2 * H, K)
     slots = of(jnp.bfloat16, by_heads, B, 1024, H * K)
     given = (query, slots, slots, of(jnp.int32, rows, B), of(jnp.bool_, rows, B, 1024))
-    loss = lambda *given: cached.from_rows(*given).astype(jnp.float32).sum()
+
+    def loss(*given):
+        return cached.from_rows(*given).astype(jnp.float32).sum()
+
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
     text = compiled.as_text() or ""
@@ -228,7 +247,10 @@ def test_it_compiles_on_a_mesh(config, heads):
     mesh = four(config)
     place = NamedSharding(mesh, P("data", None, "tensor"))
     x = jax.ShapeDtypeStruct((B, T, heads, K), jnp.bfloat16, sharding=place)
-    loss = lambda *tokens: attend.causal(*tokens).astype(jnp.float32).sum()
+
+    def loss(*tokens):
+        return attend.causal(*tokens).astype(jnp.float32).sum()
+
     with jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
     text = compiled.as_text() or ""

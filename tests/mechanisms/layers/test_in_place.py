@@ -30,7 +30,9 @@ def test_values_and_gradients_are_those_of_a_conditional(needed):
 
 
 def test_without_derivatives_it_is_a_loop():
-    change = lambda state: change_if(double, jnp.bool_(True), state, jnp.float32(2))
+    def change(state):
+        return change_if(double, jnp.bool_(True), state, jnp.float32(2))
+
     state = {"a": jnp.ones(3), "n": jnp.int32(0)}
     text = str(jax.make_jaxpr(change)(state))
     assert "while[" in text and "cond[" not in text

@@ -106,7 +106,10 @@ def test_the_block_is_what_its_equations_say(shared):
 
 def test_the_convolution_reaches_back_three_tokens_and_never_ahead():
     mechanism, params, x = case(False)
-    run = lambda x: mechanism.apply(params, mechanism.init_state(B), x)[1]
+
+    def run(x):
+        return mechanism.apply(params, mechanism.init_state(B), x)[1]
+
     changed = np.abs(run(x.at[:, 2].add(1.0)) - run(x)).max(axis=(0, 2)) > 0
     assert changed.tolist() == [False, False, True, True, True, True, False]
 

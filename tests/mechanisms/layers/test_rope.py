@@ -60,8 +60,11 @@ def test_llama3_keeps_the_fast_and_slows_the_slow():
 def test_yarn_goes_over_from_one_to_the_other_by_channel():
     old, factor = 64, 8.0
     scaling = RopeScaling("yarn", factor, original_positions=old)
+
     # Channels that turn 32 times and once in the old length, on the scale of i.
-    channel = lambda turns: np.log(old / (2 * np.pi * turns)) / np.log(THETA) * (K / 2)
+    def channel(turns):
+        return np.log(old / (2 * np.pi * turns)) / np.log(THETA) * (K / 2)
+
     first, last = max(np.floor(channel(32)), 0), np.ceil(channel(1))
     ramp = np.clip((np.arange(K // 2) - first) / (last - first), 0, 1)
     close(rope.frequencies(K, THETA, scaling), PLAIN * (1 - ramp + ramp / factor))

@@ -58,7 +58,10 @@ def from_rows(
 
     def behind_slots(query, keys, values, before, visible):
         at = before[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
-        own = lambda x, at: split(jnp.take_along_axis(x, at, axis=1, mode="clip"))
+
+        def own(x, at):
+            return split(jnp.take_along_axis(x, at, axis=1, mode="clip"))
+
         key, value = (own(x, at[..., None]) for x in (keys, values))
         # A token that did not fit into the cache has no key there.
         fits = at < keys.shape[1]
@@ -66,7 +69,9 @@ def from_rows(
         old = jnp.arange(keys.shape[1], dtype=jnp.int32)[None] < before[:, None]
 
         def prefix(size):
-            first = lambda x: split(x[:, :size])
+            def first(x):
+                return split(x[:, :size])
+
             slots = (first(keys), first(values), (visible & old)[:, :size])
             return lambda: on_tpu.behind_slots(query, key, value, *slots, shows)
 

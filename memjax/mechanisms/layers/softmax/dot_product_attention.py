@@ -62,7 +62,10 @@ def causal(
         return on_tpu.attention(query, key, value, documents=first)
 
     return jax.lax.platform_dependent(
-        *(query, key, value, first),
+        query,
+        key,
+        value,
+        first,
         tpu=in_one_kernel,
         default=lambda q, k, v, first: _causal_in_parts(q, k, v, visible, first),
     )
@@ -257,9 +260,10 @@ def _masked_on_cpu(query, key, value, shows, filled):
         y = y.reshape(b, 1, h * t, d)
     y = scale_rows(y, 1 / total).astype(query.dtype)
     mass = largest + jnp.log(total)
-    by_head = lambda x: (
-        x.reshape(b, g, r, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
-    )
+
+    def by_head(x):
+        return x.reshape(b, g, r, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, h, -1)
+
     return by_head(y), by_head(mass)[..., 0]
 
 
@@ -303,7 +307,10 @@ def _by_keys(rows, key, value, shows, filled, size):
     def more(before, block):
         # The last block begins sooner, so that all are as long.
         start = jnp.minimum(block * size, s - size)
-        here = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+        def here(x):
+            return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
         given = (before, rows, here(key), here(value), start, block)
         if filled is None:
             return added(*given), None

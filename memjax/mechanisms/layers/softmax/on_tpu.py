@@ -106,10 +106,13 @@ def behind_slots(
     key, value, query = (_filled(x) for x in (key, value, query))
     visible = jnp.pad(visible, ((0, 0), (0, query.shape[1] - time)))
     arrays = [x[:, None] for x in (slot_key, slot_value, key, value, query)]
+
     # Flags with an axis for heads are divided among devices as all else is.
-    by_head = lambda flags: jnp.broadcast_to(
-        flags[:, None, :, None], (*flags[:, None].shape, key.shape[2])
-    )
+    def by_head(flags):
+        return jnp.broadcast_to(
+            flags[:, None, :, None], (*flags[:, None].shape, key.shape[2])
+        )
+
     tokens = (*arrays, (by_head(seen), by_head(visible)))
     return _blocks_on_mesh(tokens)[1][:, 0, :time]
 
@@ -181,9 +184,14 @@ def _blocks_of_one_share(tokens):
         # the product of Elastic Memory's compression, which takes 19 times as long so.
         return jnp.swapaxes(keys, 1, 2)
 
-    blocks = lambda x: x.reshape(-1, *x.shape[2:])
+    def blocks(x):
+        return x.reshape(-1, *x.shape[2:])
+
     k, v = joined(memory_key, key), joined(memory_value, value)
-    of_one_head = lambda x: blocks(x if x.ndim == 2 else x[..., 0])
+
+    def of_one_head(x):
+        return blocks(x if x.ndim == 2 else x[..., 0])
+
     given = (_scaled_heads(blocks(query)), k, v, jax.tree.map(of_one_head, flags))
     y: Any = jax.vmap(one_block)(*given)
     return (), heads_last(y).reshape(query.shape)
@@ -221,7 +229,10 @@ def memory_kernel(
     largest = BLOCKS[many] if keys >= many else _block(length)
     # The size with the fewest keys that are not used; of those the largest.
     sizes = [size // LANES * LANES for size in (largest, 3 * largest // 4)]
-    padded = lambda size: -(-keys // size) * size
+
+    def padded(size):
+        return -(-keys // size) * size
+
     block = min((size for size in sizes if size), key=padded)
     mask = masks.CausalMask((length, padded(block)), padded(block) - length)
     return _kernel(mask, heads, _block(length), block), padded(block) - keys

@@ -69,7 +69,10 @@ def by_blocks(
     first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
     if in_stream:
         positions = first[..., None] + positions[None, None]
-    rope = lambda x: projections.apply_rope(config, x, positions)
+
+    def rope(x):
+        return projections.apply_rope(config, x, positions)
+
     # Before the first block is compressed the coefficients are zeros, which are no
     # memory.
     given = (rope(q), rope(k), v, memory.keys, memory.values, first > 0)
@@ -87,7 +90,10 @@ def _masked_blocks(query, key, value, memory_key, memory_value, remembers):
     seen = jnp.broadcast_to(remembers[..., None, None], (*query.shape[:3], samples))
     own = jnp.broadcast_to(causal, (*query.shape[:3], block))
     mask = jnp.concatenate([seen, own], axis=-1)
-    join = lambda memory, tokens: jnp.concatenate([memory, tokens], axis=2)
+
+    def join(memory, tokens):
+        return jnp.concatenate([memory, tokens], axis=2)
+
     return attend.blocks(query, join(memory_key, key), join(memory_value, value), mask)
 
 
@@ -112,9 +118,10 @@ def one_token(
         in_stream: whether RoPE counts on from block to block.
     """
     (b, heads, width), (memory_keys, memory_values) = query.shape, coefficients
-    rope = lambda at: projections.apply_rope(
-        config, query.astype(jnp.float32)[:, None], at
-    )
+
+    def rope(at):
+        return projections.apply_rope(config, query.astype(jnp.float32)[:, None], at)
+
     slots = jnp.arange(block.keys.shape[1], dtype=jnp.int32)
     place = block.newest[:, None]
     # Distances inside of the block are the same wherever it begins.

@@ -43,7 +43,10 @@ def in_blocks(
     b, t = q.shape[:2]
     # Blocks as long as the window: each query scores at most 2 W keys.
     size = min(window, t)
-    join = lambda old, new: jnp.concatenate([old.astype(new.dtype), new], axis=1)
+
+    def join(old, new):
+        return jnp.concatenate([old.astype(new.dtype), new], axis=1)
+
     stream = [join(*pair) for pair in zip(past, (k, v, visible), strict=True)]
     queries = _pad(q, -t % size).reshape(b, -1, size, *q.shape[2:])
     keys, values, visible = (
@@ -60,7 +63,10 @@ def in_blocks(
         values,
         seen,
     )
-    by_tokens = lambda x: x.reshape(b, -1, *x.shape[3:])[:, :t]
+
+    def by_tokens(x):
+        return x.reshape(b, -1, *x.shape[3:])[:, :t]
+
     return by_tokens(y), by_tokens(mass)
 
 
