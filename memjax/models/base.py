@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 #: As many tokens as full attention can hold.
 LONGEST = sys.maxsize
-#: A memory: a pytree whose type the model chooses; every leaf has the batch first.
+#: A memory: a pytree of the model's own type; every leaf has the batch first.
 State = Any
 
 

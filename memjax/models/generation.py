@@ -1,7 +1,7 @@
 """Generate tokens: read the prompt into the state, then draw and read one by one.
 
 Programs have few shapes: a prompt is read in segments, the last one padded to a power
-of two, and tokens are drawn in a loop whose length is no part of the program.
+of two, and tokens are drawn in a loop of dynamic length.
 
 Shapes: B batch, T time, N drawn tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ from memjax.models.sampling import Sampling, Settings, draw
 PIECE = 64
 # Tokens to draw that a cache gets slots for at once.
 RESERVED = 4096
-# A prompt's last segment has at least so many tokens, with padding.
+# Minimum length of a prompt's last segment, with padding.
 LEAST_SEGMENT = 16
 
 
@@ -89,7 +89,7 @@ def generate(
         samples: texts drawn for each prompt, which is read once; they are neighbours
             in the batch, which is `samples` times as large.
         segment: tokens read at a time; a multiple of the model's window is quick.
-        least_segment: the prompt's last segment is padded to at least so many. Where
+        least_segment: minimum length of the prompt's last segment, with padding. Where
             it is `segment`, one program reads prompts of all lengths.
         donate: whether the state's memory may be taken for the result's. The state
             that was given cannot be used again.

@@ -133,7 +133,7 @@ def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
 
 
 def _with_matrices(params):
-    """The attention of a mechanism that has a memory beside it; else what is given."""
+    """The attention of a hybrid; of other mechanisms their parameters."""
     return attention_params(params)
 
 

@@ -150,7 +150,7 @@ def _compared_losses(logits, targets):
 
 
 def _chunk_size(targets: Int[Array, "B T"], vocab_size: int) -> int:
-    """Positions whose logits may exist at once."""
+    """Number of positions with logits in memory at once."""
     t = targets.shape[1]
     # On a mesh each chunk sums its head's gradient over all devices: few chunks.
     b = elements_a_device(targets.shape[0])

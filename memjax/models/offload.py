@@ -2,7 +2,7 @@
 
     rows = near(lambda store, at: store[at], store, at)
 
-`near` runs a function where its first argument lies, so that only the result is copied
+`near` runs a function in the memory of its first argument: only the result is copied
 to the device. It has no gradient on the host.
 
 XLA keeps such an array on the host through loops and branches only if a program reads
@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 from memjax.checks import require_known
 
 Place = Literal["device", "host"]
-#: The kind of memory in which what is on the host lies.
+#: The kind of memory on the host.
 HOST = "pinned_host"
 
 # Newer versions of jax have this one alone, under the shorter name.

@@ -1,4 +1,4 @@
-"""Batches whose elements have different lengths: checks, gathers and joins.
+"""Ragged batches: checks, gathers and joins.
 
 Shapes: B batch, T time, L segment, n positions, E width.
 """
@@ -38,7 +38,7 @@ def check_kind(state: Any, kind: type) -> None:
 
 
 def check_parts(state: Any, count: int) -> None:
-    """Raises ValueError unless a plain model's state has so many parts."""
+    """Raises ValueError unless a plain model's state has `count` parts."""
     # A named tuple is the state of a memory around a model.
     if hasattr(state, "_fields") or len(state) != count:
         raise ValueError(

@@ -73,7 +73,7 @@ def save_memory(
 
     Args:
         folder: must not exist, or be empty.
-        model: the model whose memory it is.
+        model: the memory's model.
         state: of `model.init_state`, or any call of the model after it.
         note: what else is to be known of the memory, for `read_note`: a JSON object.
 
@@ -99,7 +99,7 @@ def pack_memory(
         value = np.asarray(leaf)
         held = _held(value)
         starts[name] = [part.start for part in held]
-        # safetensors writes an array's bytes as they lie, whatever its strides.
+        # safetensors writes an array's buffer, ignoring its strides.
         tensors[name] = np.ascontiguousarray(value[held])
     record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
     record |= {"slots": slots, "starts": starts, "note": dict(note or {})}

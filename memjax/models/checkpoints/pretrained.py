@@ -113,7 +113,7 @@ def _build(
         return own_model.build_model(config, shapes, get, dtype, where)
     layers = checkpoint.config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(shapes):
-        # Checked before a model of so many layers is built.
+        # Checked before a model of that depth is built.
         raise ValueError(
             f"{where}: num_hidden_layers={layers} in a checkpoint of "
             f"{len(shapes)} tensors"

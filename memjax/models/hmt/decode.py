@@ -33,7 +33,7 @@ def read_tokens(
 
     Where a summary reads ahead T must be 1, as the prompt may change at each token.
     """
-    # Batch elements stand at different positions in their segments.
+    # Batch elements are at different positions in their segments.
     new = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     at = state.length[:, None] + new
     visible = state.visible
@@ -140,7 +140,7 @@ def _find_prompt(config, weights, state):
         prompt = weights.retrieval.summary_prompt
         return summarize(config, weights.backbone, prompt, segment)
 
-    # Until j tokens are there the previous segment's summary stands in.
+    # Before j tokens the previous segment's summary is used.
     previous = memories.summary
     summary = jax.lax.cond(jnp.any(ready), own_summary, lambda _: previous, state)
     prompt, _ = search(

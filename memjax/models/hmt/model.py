@@ -16,7 +16,7 @@ stage 1, and RMT) P_n is Mem_{n-1}. He et al. (2024), https://arxiv.org/abs/2405
 sections 3.1 to 3.3; order, scale and the two learned prompts are those of the official
 program. `retrieval.py` has the first two equations, `segment.py` the others.
 
-**Reading ahead.** S_n depends on the segment's first j tokens, and P_n stands before
+**Reading ahead.** S_n depends on the segment's first j tokens, and P_n precedes
 them: their logits depend on tokens up to j. Scores count tokens from j on
 (`StepConfig.loss_on="scored"`, `evaluation.scored_mask`). Splitting a text into calls
 is then exact at segment boundaries, and inside a segment for all tokens from j on:

@@ -75,7 +75,7 @@ def _products(config, learned, bank, summary):
         # (S W_q) W_k^T first costs E d + N E products instead of N E d.
         query = (summary @ learned.query) @ learned.key.T
         return jnp.einsum("be,bne->bn", query, bank) * scale
-    # In the program's order, whose every product is rounded.
+    # Every product is rounded, in the program's order.
     low = functools.partial(_rounded, config)
     query = low(low(summary) @ low(learned.query))
     keys = low(low(bank) @ low(learned.key))

@@ -148,7 +148,7 @@ def read_segment(
     prompt, scores = search(config, weights, memories, searching)
     x, start = augment(config, weights, memories, prompt, segment.tokens)
     end = start + segment.length
-    # The second prompt stands right after the last token, wherever that is.
+    # The second prompt follows the last token, at any length.
     x = ragged.put(x, end, prompt.astype(x.dtype))
     mask = None
     if segment.visible is not None:

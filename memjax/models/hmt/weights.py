@@ -52,7 +52,7 @@ def init_weights(
     memory_key, prompt_key, query_key, key_key = jax.random.split(key, 4)
     e = backbone.width
     vocabulary = jnp.arange(backbone.vocab_size, dtype=jnp.int32)[None]
-    # Prompts stand where the backbone expects embeddings of tokens.
+    # Prompts take the place of token embeddings.
     spread = backbone.embed(vocabulary).astype(jnp.float32).std()
     initial_memory = jax.random.normal(memory_key, (e,)) * spread
     if not config.retrieval:

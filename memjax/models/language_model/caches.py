@@ -50,7 +50,7 @@ def remaining(layers: Sequence[Mechanism], state: State) -> int | None:
 
 
 def reserve(layers: Sequence[Mechanism], state: State, tokens: int) -> State:
-    """The same memories with slots for so many more tokens.
+    """The same memories with slots for `tokens` more.
 
     Raises:
         ValueError: if a cache has no such capacity.

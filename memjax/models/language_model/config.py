@@ -79,7 +79,7 @@ class Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder, Llama 3's by default, whose token mechanism is chosen layer by layer.
+    """A decoder, Llama 3's by default, with a mechanism for each layer.
 
     Attributes:
         mechanisms: one period of the layers' mechanisms, first to last. A hybrid is

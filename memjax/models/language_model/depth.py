@@ -1,7 +1,7 @@
 """Runs the layers of a model one after the other, equal ones by one `lax.scan`.
 
 A program that has every layer written out takes a time to trace and compile that grows
-with the depth. Layers of one kind are one loop here, whose body is traced and compiled
+with the depth. Here layers of one kind are one loop, with a body traced and compiled
 once: the parameters stay a tree a layer, and are stacked inside the program.
 """
 

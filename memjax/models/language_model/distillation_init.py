@@ -58,7 +58,7 @@ def initialise_from_teacher(
         progress: called with the texts that are read, and all of them.
 
     Raises:
-        ValueError: if the model has no memory beside a window.
+        ValueError: if the model has no hybrid layer.
     """
     if not memory_layers(model.config):
         raise ValueError(

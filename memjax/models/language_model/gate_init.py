@@ -44,7 +44,7 @@ def initialise_gates(
     }
 
     def normalized(path, leaf):
-        # Weights of a gate are those whose first axis is the tokens'.
+        # The first axis of a gate's weight is the model's.
         if named[jax.tree_util.keystr(path)][:1] != ("model",):
             return leaf
         weight = np.asarray(leaf, np.float64) / scale.reshape(

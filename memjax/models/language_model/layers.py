@@ -218,7 +218,7 @@ def run_block(
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
     """One layer around `mix(mechanism parameters, memory, x) -> (memory, y)`.
 
-    The norms stand where `Architecture` puts them. On a mesh the stream between
+    `Architecture` says where the norms are. On a mesh the stream between
     sublayers is divided along the batch, and parameters are gathered for their use.
     """
     mechanism, hidden, mechanism_norm, hidden_norm, mechanism_output, hidden_output = (

@@ -214,7 +214,7 @@ class LanguageModel(nnx.Module):
         return caches.remaining(self._mechanisms, state[: len(self.blocks)])
 
     def reserve(self, state: State, tokens: int) -> State:
-        """The same memory with room for so many more tokens.
+        """The same memory with room for `tokens` more.
 
         Caches that have too few slots get a power of two of them, or their capacity:
         a text that grows compiles programs for few sizes. Not inside jit, where the

@@ -88,7 +88,7 @@ class Size:
         return known[name](**(sizes | self.options.get(name, {}) | options))
 
     def model(self, *names: str, vocab_size: int = 32_000) -> ModelConfig:
-        """The model of this size whose mechanisms, one period, have these names."""
+        """The model of this size with mechanisms of these names, one period."""
         return ModelConfig(
             mechanisms=tuple(self.mechanism(name) for name in names),
             num_layers=self.num_layers,

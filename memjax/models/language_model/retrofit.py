@@ -66,7 +66,7 @@ class MemoryOptions:
         key_dim: width of a head's keys; `head_dim`.
         value_dim: of its values; `head_dim`.
         slots: of each head, where the memory has slots.
-        chunk_size: tokens whose gradients are taken at one memory.
+        chunk_size: tokens with gradients at one memory.
         order: N, coefficients per channel of Elastic Memory.
         sampling: where in the past Elastic Memory is read; "uniform".
     """
@@ -112,14 +112,14 @@ def add_memory(
         layers: numbers of attention layers, the first is 0.
         window: tokens that a query sees, its own included; with "instead" the block of
             the chosen layers.
-        sinks: first tokens of the text that it sees beside them.
+        sinks: first tokens of the text that it sees as well.
         placement: "beside" the window or, Elastic Memory alone, "instead" of it.
         options: of a memory that is named.
         key: of the new parameters.
 
     Raises:
         ValueError: on layers that there are not, that are no attention, given twice or
-            not at all; an unknown memory, or one whose heads do not fit; a window
+            not at all; an unknown memory, or one with heads that do not fit; a window
             shorter than the sinks; a model with learned positions.
     """
     config = retrofitted(

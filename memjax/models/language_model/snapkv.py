@@ -74,7 +74,7 @@ def add_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     Tokens beyond `keep + room` give NaN, as beyond any capacity of full attention.
 
     Args:
-        model: all of whose layers are full attention.
+        model: with full attention in every layer.
         config: sizes of the cache.
 
     Raises:
@@ -188,7 +188,7 @@ def vote(
 
 
 def _compressing(attention: Mechanism, heads: Any, config: SnapKVConfig) -> Mechanism:
-    """Attention whose `apply` compresses the cache behind what it has read."""
+    """Attention with an `apply` that compresses the cache after reading."""
 
     def apply(params: AttentionParams, state: AttentionState, x: Float[Array, "B T D"]):
         state, y = attention.apply(params, state, x)

@@ -113,7 +113,7 @@ def _sums(graph, teacher, variables, tokens):
         attention = as_arrays(model.blocks[i].mechanism.attention)
         _, k, v = projections.qkv_projection(heads, attention, taught.x)
         x = jnp.concatenate([k, v], axis=2).astype(jnp.float32)
-        # The first tokens are sinks, whose keys are like no other.
+        # The first tokens are sinks, with keys unlike all others.
         x = x.reshape(-1, x.shape[2] * x.shape[3])[heads.sinks :]
         sums[i] = (x.shape[0], x.sum(axis=0), x.T @ x)
     return sums

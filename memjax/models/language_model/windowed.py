@@ -18,9 +18,9 @@ def limit_attention(model: LanguageModel, window: int, sinks: int = 0) -> Langua
     tokens of a sequence get the same result as with full attention.
 
     Args:
-        model: all of whose layers are full attention or sliding windows.
+        model: with full attention or sliding windows in every layer.
         window: tokens that a query sees, its own included.
-        sinks: first tokens of the sequence that it sees beside them. Without any, a
+        sinks: first tokens of the sequence that it sees as well. Without any, a
             pretrained model fails beyond the window (Xiao et al. 2023,
             https://arxiv.org/abs/2309.17453); 4 are enough.
 
@@ -47,7 +47,7 @@ def limit_layer(heads: HeadsConfig, window: int, sinks: int) -> SlidingWindowCon
 
 
 def require_unbounded_positions(config: ModelConfig) -> None:
-    """Raises ValueError where positions are learned: the window slides on for ever."""
+    """Raises ValueError where positions are learned: a table of positions ends."""
     if config.architecture.learned_positions:
         raise ValueError(
             "model must have RoPE to read past its window, got learned_positions="
@@ -61,7 +61,7 @@ def widen_windows(
     """The same parameters, with windows of some layers that are longer by `more`.
 
     Args:
-        model: whose layers of these numbers are sliding windows.
+        model: with sliding windows in these layers.
         layers: their numbers.
         more: tokens, at least 1.
 
@@ -106,6 +106,6 @@ def limit_length(model: LanguageModel, length: int, remat: bool) -> LanguageMode
             f"segment and sensory make sequences of {length} tokens with two prompts; "
             f"the backbone's positions allow {config.capacity}"
         )
-    # A window as long as the sequence is full attention, whose state is smaller.
+    # A window as long as the sequence is full attention, with a smaller state.
     mechanisms = tuple(mechanism.within(length) for mechanism in config.mechanisms)
     return replace_config(model, mechanisms=mechanisms, remat=remat and config.remat)

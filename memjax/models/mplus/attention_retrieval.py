@@ -9,7 +9,7 @@ retrieves R rows per layer for all tokens of a read. It has no parameters.
 
 The authors published no program of it. Choices that the paper leaves open: keys and
 values are computed when the pool drops a row, with the adapter that reads; scores are
-taken before RoPE, in float32; retrieved rows stand between bos and the pool, oldest
+taken before RoPE, in float32; retrieved rows are between bos and the pool, oldest
 first, and get the RoPE positions that follow from it, as in M+.
 
 Shapes: B batch, T tokens, M capacity of the store, R rows of a token and head, S
@@ -55,7 +55,7 @@ def stored(
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRetriever:
-    """Attention whose tokens retrieve rows of the store.
+    """Attention with retrieval from the store for each token.
 
     Attributes:
         config: of the backbone.
@@ -88,7 +88,7 @@ class AttentionRetriever:
         """`cached.from_cache`, whose queries attend to the rows they retrieve as well.
 
         Args:
-            layer: whose rows are searched.
+            layer: the layer to search.
             plain: the queries before RoPE, which search.
             query: with RoPE.
             key: of the KV cache.

@@ -53,7 +53,7 @@ class MPlusConfig:
         alpha: the adapters' changes are scaled by alpha / rank.
         legacy: follows the program in four points: ages count from when the pool
             dropped a row, eviction is by frequency, a store of fewer than R rows is
-            repeated until R rows are read, and retrieved rows of equal age stand in
+            repeated until R rows are read, and retrieved rows of equal age are in
             falling order. False counts ages from when a row was made.
         equal_ages: the order of retrieved rows of equal age, by their place in the
             store: "rising" or "falling". The program sorts rising ages and turns the
@@ -70,9 +70,9 @@ class MPlusConfig:
         memory_dtype: number format of the pool, of the store's rows and of the KV
             cache; None is that of the backbone's activations. The retriever's queries
             and keys are float32 with any.
-        store_memory: where the store's rows lie, "device" or "host". Their keys are
+        store_memory: place of the store's rows, "device" or "host". Their keys are
             always on the device. With "host" only the R retrieved rows are copied.
-        pool_memory: where the pool lies. With "host" a read copies it layer by layer.
+        pool_memory: place of the pool. With "host" a read copies it layer by layer.
             No gradient flows through memory on the host.
         retrieval_source: which tokens of a training target, and of a read without
             `prompt_length`, select the rows. "prefix": the tokens before those that are
@@ -172,12 +172,12 @@ class MPlusConfig:
 
     @property
     def by_attention(self) -> bool:
-        """Whether there is a store whose rows attention finds."""
+        """Whether attention retrieves rows of the store."""
         return self.num_retrieved > 0 and self.retrieval == "attention"
 
     @property
     def has_retriever(self) -> bool:
-        """Whether there is a store whose rows the learned retriever finds."""
+        """Whether the learned retriever retrieves rows of the store."""
         return self.num_retrieved > 0 and self.retrieval == "learned"
 
     @property
@@ -189,7 +189,7 @@ class MPlusConfig:
 
     @property
     def falling(self) -> bool:
-        """Whether retrieved rows of equal age stand in falling order."""
+        """Whether retrieved rows of equal age are in falling order."""
         return (self.equal_ages or ("falling" if self.legacy else "rising")) == (
             "falling"
         )

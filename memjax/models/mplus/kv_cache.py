@@ -1,7 +1,7 @@
 """Builds and extends the KV cache of a read.
 
 In every layer the tokens attend to [bos ; retrieved rows ; pool ; tokens so far]. Keys
-and values of what stands before the tokens are computed once and cached.
+and values of the prefix before the tokens are computed once and cached.
 
 Shapes: B batch, L layers, T time, S positions of the cache, D model.
 """
@@ -25,7 +25,7 @@ from memjax.nnx.params import as_arrays
 
 
 def empty(weights: MPlusWeights, batch: int, first: int, slots: int) -> KVCache:
-    """A cache without keys, whose tokens will begin at position `first`."""
+    """An empty cache; its tokens will begin at position `first`."""
     config = weights.backbone.config
     shape = (batch, slots, config.heads.num_kv_heads * config.heads.head_dim)
 
@@ -111,7 +111,7 @@ def read_tokens(
 
 
 def _put(slots, made):
-    """The cache of a layer with what stands before the tokens, [B, P, G, H]."""
+    """The cache of a layer with its prefix, [B, P, G, H]."""
     joined = made.reshape(*made.shape[:2], -1).astype(slots.dtype)
     return slots.at[:, : made.shape[1]].set(joined)
 
@@ -179,7 +179,7 @@ def prepare(
         after = jax.lax.cond(jnp.any(rows & (state.length > 0)), again, skip)
         return mechanisms.replace_rows(made(state), after, rows)
 
-    # Pool and store stay outside of the branch, as they may lie on the host.
+    # Pool and store stay outside of the branch, as they may be on the host.
     parts = jax.lax.cond(jnp.any(rows), make, lambda: made(state))
     cache, queries, num_queries = parts
     return state._replace(

@@ -82,7 +82,7 @@ def prefix_slots(
     visible: Bool[Array, "B P"],
     beside: Int[Array, " B"] | None = None,
 ) -> Slots:
-    """Keys and values of memory rows, whose RoPE positions count the visible ones.
+    """Keys and values of memory rows, with RoPE positions that count visible rows.
 
     `beside` further rows take the positions right after that of bos.
     """

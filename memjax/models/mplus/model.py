@@ -196,7 +196,7 @@ class MPlus(nnx.Module):
         # A fresh key would repeat the draws of the document before.
         empty = self.init_state(state.num_valid.shape[0])._replace(key=state.key)
 
-        # Pool and store may lie on the host, where they are cleared in place.
+        # Pool and store may be on the host, where they are cleared in place.
         def clear(old, new):
             return near(mechanisms.replace_rows, old, new, mask, stays=True)
 

@@ -31,7 +31,7 @@ class ReadOptions(NamedTuple):
         beside_pool: see `new`.
         kept_rows: [B, L, N - n], rising: the rows of the pool that stay beside `new`;
             None draws them.
-        prompt_length: the first so many tokens choose the rows of the long-term store,
+        prompt_length: number of first tokens that choose rows of the long-term store,
             in [1, T]; logits before the last of them have then seen it. T is right
             where only what follows the tokens counts, as in `MPlus.generate`. None is
             what `MPlusConfig.retrieval_source` says: with "prefix" the tokens of the
@@ -337,7 +337,7 @@ def _memory(weights, options, state, layer, h, query_mask):
             [ragged.take(seen, kept), jnp.ones(new.shape[:2], bool)], axis=1
         )
         pool = jnp.concatenate([ragged.take(pool, kept), new], axis=1)
-    # Retrieved rows are older than those of the pool, and stand before them.
+    # Retrieved rows are older than those of the pool, and precede them.
     memory, found = [(pool, seen)], None
     if c.has_retriever:
         queries = weights.retriever_queries(layer, h)
@@ -347,7 +347,7 @@ def _memory(weights, options, state, layer, h, query_mask):
 
 
 def _draw_kept(weights, state, new):
-    """Draws which rows of the pool stay beside `new` ones; the state's key stays."""
+    """Draws the rows of the pool that stay with `new` ones; the key is not changed."""
     rows = weights.config.pool_size
 
     def draw(key, num_valid):

@@ -92,7 +92,7 @@ class MemoryReader(nnx.Module):
         """The same cache.
 
         Raises:
-            ValueError: if it has no room for so many tokens.
+            ValueError: if it has no room for `tokens`.
         """
         if tokens > (room := self.remaining(state)):
             raise ValueError(

@@ -139,7 +139,7 @@ def _written(buffer, rows, at):
 
 
 def _each_layer(function, layers):
-    """Applies function(buffer, new, *rest) to every buffer, where the buffer lies."""
+    """Applies function(buffer, new, *rest) to every buffer, in its own memory."""
     here = functools.partial(near, function, stays=True)
     return tuple(
         jax.tree.map(lambda old, new, rest=rest: here(old, new, *rest), old, new)
@@ -177,7 +177,7 @@ def retrieve(
 ) -> Retrieved:
     """Retrieves the R rows of a layer with the highest p, oldest first.
 
-    Among rows of equal p the first in the store win; rows of equal age stand as
+    Among rows of equal p the first in the store win; rows of equal age are as
     `MPlusConfig.equal_ages` says. Nothing is real for a batch element without queries.
 
     Returns:
@@ -191,7 +191,7 @@ def retrieve(
         found, born, store.num_valid, store.num_pending, asked
     )
     # Unused parts of the buffer may hold anything, and must not give NaN.
-    # Rows are divided by width where they lie, and whole where they are read.
+    # Stored rows are divided by width; retrieved ones are whole.
     taken = along_batch(near(ragged.take, rows, chosen))
     found = jnp.where(real[..., None], taken, 0.0)
     return Retrieved(found, chosen, real, scores)

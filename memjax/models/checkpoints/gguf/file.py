@@ -4,7 +4,7 @@ The header is little-endian: magic, version, number of tensors and of metadata e
 the entries, one record a tensor; then the tensors, aligned
 (https://github.com/ggml-org/ggml, docs/gguf.md). Every count and offset is compared
 with the size of the file before it is used. `gguf.GGUFReader` trusts them: it grows
-lists by a count that lies, and cuts tensors of a short file without a word. So the
+lists by false counts, and cuts tensors of a short file without a word. So the
 header is read here, and the package `gguf` is asked for number formats alone.
 """
 
@@ -276,7 +276,7 @@ def _absolute(
     for name, record in sorted(absolute.items(), key=lambda item: item[1].start):
         if record.start + record.size > end:
             raise ValueError(
-                f"{path}: tensor {name!r} {list(record.shape)} lies in bytes "
+                f"{path}: tensor {name!r} {list(record.shape)} is in bytes "
                 f"{record.start} to {record.start + record.size}, the file has {end}: "
                 "cut short, or not a GGUF file"
             )

@@ -16,7 +16,7 @@ def read_rope(
 ) -> tuple[float, RopeScaling | None]:
     """θ and scaling, in one record in transformers 5 and in two places in 4.
 
-    `theta` stands for one that is not given; `capacity` for the original length.
+    `theta` is the default; `capacity` for the original length.
     """
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = {

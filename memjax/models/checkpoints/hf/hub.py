@@ -76,7 +76,7 @@ def locate(name: AnyPath | str) -> Location:
     repository, revision = parts["repository"], parts["revision"]
     wanted = [parts["file"]] if parts["file"] else list(DESCRIPTION)
     snapshot = _download(repository, revision, wanted, path)
-    # Snapshots lie in folders named by their commits.
+    # Snapshots are in folders named by their commits.
     commit = snapshot.name
     origin = f"{repository}/{parts['file']}" if parts["file"] else repository
     if parts["file"]:

@@ -126,7 +126,7 @@ def read_index(index: Path) -> dict[str, str]:
         plain = isinstance(shard, str) and PurePosixPath(shard).name == shard
         if not plain or "\\" in shard or not shard.endswith(".safetensors"):
             raise ValueError(
-                f"{index}: tensor {short(name)} lies in {short(shard)}; expected the "
+                f"{index}: tensor {short(name)} is in {short(shard)}; expected the "
                 "plain name of a .safetensors file in the same folder"
             )
     return file_of
@@ -155,7 +155,7 @@ def _inside(folder: Path, name: str) -> Path:
     """The file of a folder; ValueError if it is a link out of the folder.
 
     The cache of huggingface_hub is the exception: files of its snapshots are links to
-    the folder `blobs` beside these.
+    their neighbour folder `blobs`.
     """
     file = folder / name
     if not file.is_file():

@@ -153,7 +153,7 @@ def _write_tensors(
     for name, value in tensors:
         if name in shard_of:
             raise ValueError(f"tensor {name!r} is given twice")
-        # safetensors writes an array's bytes as they lie, whatever its strides.
+        # safetensors writes an array's buffer, ignoring its strides.
         value = np.asarray(value, order="C")
         value = value if value.dtype == np.uint8 else value.astype(dtype, copy=False)
         if shard and size + value.nbytes > shard_bytes:

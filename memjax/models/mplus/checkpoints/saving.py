@@ -48,7 +48,7 @@ def contents(
 
 
 def _require_ages(initial, dtype):
-    """Number of rows of the initial store, whose ages the dtype must hold."""
+    """Number of rows of the initial store; the dtype must hold their ages."""
     if initial.born is None:
         return 0
     ages = -np.asarray(initial.born.get_value())

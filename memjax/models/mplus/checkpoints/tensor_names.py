@@ -1,4 +1,4 @@
-"""Where the official program of M+ keeps what it learned, and how it lies there.
+"""Names and layouts of M+'s weights in checkpoints of the official program.
 
     model.layers.{l}.self_attn.{q,k,v}_proj, .mlp.{gate,up,down}_proj:
         .base_layer.weight  the backbone's, whose other tensors Hugging Face names
@@ -53,9 +53,9 @@ PROJECTIONS = {
 
 
 def of_backbone(name: str) -> str:
-    """A backbone's tensor in the program: adapted matrices lie one level deeper."""
+    """A backbone's tensor in the program: adapted matrices are one level deeper."""
     stem, _, kind = name.rpartition(".")
-    # Adapted matrices stand inside a wrapper, one level deeper.
+    # Adapted matrices are inside a wrapper, one level deeper.
     adapted = stem.endswith(tuple(PROJECTIONS.values()))
     return f"{stem}.base_layer.{kind}" if adapted else name
 
@@ -103,7 +103,7 @@ def of_learned(values: Mapping[str, Any], reader: str = READER) -> list[Tensor]:
         reader: name of the adapter that reads.
     """
 
-    # Any, because they stand where the parameters will.
+    # Any, because they take the place of parameters.
     def into(name) -> Any:
         return Tensor(f"model.layers.{name}.weight", "into")
 
