@@ -96,7 +96,7 @@ def test_wrong_input_is_refused_by_name(name, built):
         ("reread", 4, 0, None),
     ],
 )
-def test_what_callers_ask_of_any_model(name, window, first_scored, remaining):
+def test_contract_of_models(name, window, first_scored, remaining):
     model: Model = build(name)
     assert (model.vocab_size, model.width) == (LLAMA.vocab_size, LLAMA.model_dim)
     assert (model.window, model.first_scored) == (window, first_scored)
@@ -129,7 +129,7 @@ LORA = LoraConfig(rank=2)
         lambda m: ReReadWindow(m, reread=5, segment=4),
     ],
 )
-def test_a_model_made_of_another_leaves_it_as_it_was(change):
+def test_wrapping_does_not_change_the_backbone(change):
     model = LanguageModel(LLAMA, key=jax.random.key(0))
     graph, before = nnx.graphdef(model), arrays(model)
     made = change(model)

@@ -57,7 +57,7 @@ def verbs(model, state, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["language model", "hmt", "mplus"])
-def test_a_second_eager_call_traces_and_compiles_nothing(name, caplog):
+def test_second_eager_call_does_not_compile(name, caplog):
     model = tiny.drawn(lambda: build(name))
     state, _ = model(model.init_state(B), tiny.tokens(0, B, T))
     with jax.log_compiles():
@@ -76,7 +76,7 @@ def _called():
     return model, state, tokens, model(state, tokens)
 
 
-def test_an_eager_call_is_what_a_compiled_one_is(called):
+def test_eager_equals_compiled(called):
     model, state, tokens, found = called
     tiny.assert_close(nnx.jit(lambda m, s, x: m(s, x))(model, state, tokens), found)
     outer = jax.jit(lambda state, tokens: model(state, tokens))
@@ -90,7 +90,7 @@ def test_an_eager_call_is_what_a_compiled_one_is(called):
     tiny.assert_close(jax.vmap(one)(state, tokens), found[1])
 
 
-def test_an_eager_gradient_is_what_a_compiled_one_is(called):
+def test_eager_gradient_equals_compiled(called):
     model, state, tokens, _ = called
 
     def loss(model):
@@ -101,7 +101,7 @@ def test_an_eager_gradient_is_what_a_compiled_one_is(called):
     assert np.any(jax.tree.leaves(eager)[0])
 
 
-def test_parameters_are_no_constants_of_the_program(called):
+def test_parameters_are_arguments(called):
     """A changed model is called by the same program with its new parameters."""
     model, state, tokens, (_, logits) = called
     other = nnx.clone(model)

@@ -64,7 +64,7 @@ def greedy():
     return go()
 
 
-def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(greedy):
+def test_greedy_equals_argmax_of_full_text(greedy):
     text = np.concatenate([PROMPT, greedy.tokens], axis=1)
     after, logits = forward(jnp.asarray(text, jnp.int32))
     rows = np.asarray(jax.nn.log_softmax(logits))[:, P - 1 : -1]
@@ -76,13 +76,13 @@ def test_greedy_is_the_likeliest_token_of_the_whole_text_each_time(greedy):
 
 
 @pytest.mark.parametrize("segment", [3, 4])
-def test_the_prompt_may_be_read_in_any_pieces(greedy, segment):
+def test_prompt_segment_invariance(greedy, segment):
     found = go(segment=segment)
     np.testing.assert_array_equal(found.tokens, greedy.tokens)
     chex.assert_trees_all_close(found.state, greedy.state, rtol=1e-5, atol=1e-5)
 
 
-def test_the_returned_state_goes_on(greedy):
+def test_returned_state_continues(greedy):
     first = go(count=3)
     text = np.concatenate([PROMPT, first.tokens], axis=1)
     state, _ = forward(jnp.asarray(text, jnp.int32))
@@ -97,7 +97,7 @@ def test_the_returned_state_goes_on(greedy):
 
 
 @pytest.mark.parametrize("segment", [4, 1024])
-def test_prompts_of_unequal_length_are_read_as_if_alone(segment):
+def test_ragged_prompts_equal_single_prompts(segment):
     """With segments of 4 the shorter prompt ends two segments before the longer."""
     lengths = (4, P)
     both = go(lengths=lengths, segment=segment)
@@ -114,7 +114,7 @@ def test_prompts_of_unequal_length_are_read_as_if_alone(segment):
         )
 
 
-def test_a_stop_token_ends_its_batch_element_alone(greedy):
+def test_stop_token_ends_one_batch_element(greedy):
     stop = int(greedy.tokens[0, 2])
     ends = [
         row.index(stop) + 1 if stop in row else NEW for row in greedy.tokens.tolist()
@@ -140,7 +140,7 @@ def test_a_stop_token_ends_its_batch_element_alone(greedy):
     np.testing.assert_array_equal(streamed.tokens[1], greedy.tokens[1])
 
 
-def test_stop_strings_are_looked_for_in_the_text():
+def test_stop_strings():
     def letters(row):
         return "".join(chr(97 + i) for i in row)
 
@@ -165,7 +165,7 @@ def test_one_candidate_is_greedy(greedy):
     np.testing.assert_array_equal(found.tokens, greedy.tokens)
 
 
-def test_few_programs_serve_all_lengths_and_settings(greedy):
+def test_one_program_for_lengths_and_settings(greedy):
     programs = [*generate_module._read, generate_module._draw]
     go()
     before = [program._cache_size() for program in programs]
@@ -179,7 +179,7 @@ def test_few_programs_serve_all_lengths_and_settings(greedy):
     assert [program._cache_size() for program in programs] == before
 
 
-def test_the_key_decides(greedy):
+def test_key_determines_samples(greedy):
     hot = Sampling(temperature=3.0)
     once, again, other = (go(sampling=hot, seed=seed).tokens for seed in (1, 1, 2))
     np.testing.assert_array_equal(once, again)
@@ -190,7 +190,7 @@ def test_the_key_decides(greedy):
     np.testing.assert_array_equal(streamed.tokens, once)
 
 
-def test_each_draw_has_a_key_of_its_own():
+def test_draws_have_different_keys():
     # So hot that all tokens are equally likely: one key would draw one token again.
     tokens = go(sampling=Sampling(temperature=1e6)).tokens
     assert all(len(set(row)) > 1 for row in tokens.tolist())
@@ -226,7 +226,7 @@ def frequencies(sampling, rows=4000):
         (Sampling(temperature=0.5), [0, 1, 2, 3]),
     ],
 )
-def test_draws_follow_the_kept_odds(sampling, kept):
+def test_sampling_frequencies(sampling, kept):
     expected = np.zeros(4)
     expected[kept] = ODDS[kept] ** (1 / sampling.temperature)
     expected /= expected.sum()
@@ -235,14 +235,14 @@ def test_draws_follow_the_kept_odds(sampling, kept):
     assert set(np.flatnonzero(measured)) == set(kept)
 
 
-def test_top_p_of_one_keeps_what_rounding_would_drop():
+def test_top_p_of_one_keeps_all_despite_rounding():
     """The likeliest token alone has a probability of 1 in float32."""
     logits = jnp.asarray([[0.0, -30.0, -31.0, -32.0]])
     found = sampling._likeliest(logits, Settings.of(Sampling(top_k=3)))
     assert found.tolist() == [[0.0, -30.0, -31.0, -jnp.inf]]
 
 
-def test_greedy_draws_the_likeliest():
+def test_greedy_is_argmax():
     assert frequencies(GREEDY, rows=5).tolist() == [0, 1, 0, 0]
 
 
@@ -267,7 +267,7 @@ def test_greedy_draws_the_likeliest():
         (dict(count=LIMIT), "make 73 tokens to read; full attention has room for 64"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         go(**options)
 
@@ -289,6 +289,6 @@ def test_logits_that_are_nan_are_refused():
         (dict(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
     ],
 )
-def test_rules_that_cannot_be_are_refused(wrong, message):
+def test_invalid_sampling_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**wrong)

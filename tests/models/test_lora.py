@@ -89,7 +89,7 @@ def thin(at, down, up):
     return {f"{at}/down/value": down, f"{at}/up/value": up}
 
 
-def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
+def test_only_low_rank_matrices_are_trainable():
     r = 3
     wide = {"gate": (D, F), "up": (D, F), "down": (F, D)}
     expected = {}
@@ -105,7 +105,7 @@ def test_what_is_trained_are_two_thin_matrices_a_target_and_nothing_else():
 
 
 @pytest.mark.slow
-def test_a_change_is_alpha_over_r_times_the_product():
+def test_adapter_is_scaled_by_alpha_over_rank():
     model, dense = moved(), nnx.merge(*nnx.split(base()))
     for block, new in zip(model.blocks, dense.blocks, strict=True):
         for place in ("mechanism", "feed_forward"):
@@ -125,7 +125,7 @@ def test_a_change_is_alpha_over_r_times_the_product():
 
 
 @pytest.mark.slow
-def test_merging_gives_the_same_function_as_a_plain_model():
+def test_merge_equals_adapted_model():
     model = moved()
     merged = merge_lora(model)
     assert nnx.graphdef(merged) == nnx.graphdef(base()) and names(merged, Frozen) == {}
@@ -137,7 +137,7 @@ def test_merging_gives_the_same_function_as_a_plain_model():
 
 
 @pytest.mark.slow
-def test_an_update_moves_the_adapters_alone_and_keeps_no_moments_of_the_rest():
+def test_update_changes_adapters_only():
     transform, config = optax.adam(1e-2), StepConfig()
     state = init_train_state(adapted(), transform, config, 2)
     adapters = len(names(adapted(), nnx.Param))
@@ -157,7 +157,7 @@ def test_an_update_moves_the_adapters_alone_and_keeps_no_moments_of_the_rest():
     assert not any(jax.tree.leaves(same[0])) and all(jax.tree.leaves(same[1]))
 
 
-def test_a_feed_forward_without_a_gate_has_two_targets():
+def test_ungated_feed_forward_has_two_targets():
     opt = Architecture(feed_forward="relu", feed_forward_bias=True)
     biased = dataclasses.replace(ATTENTION, qkv_bias=True)
     config = dataclasses.replace(
@@ -170,7 +170,7 @@ def test_a_feed_forward_without_a_gate_has_two_targets():
     assert found == {"query", "key", "value", "output", "up", "down"}
 
 
-def test_no_two_matrices_are_drawn_alike():
+def test_adapters_have_different_keys():
     config = dataclasses.replace(CONFIG, mechanisms=(ATTENTION,))
     targets = LoraConfig(rank=3, targets=("query", "gate"))
     model = LanguageModel(config, key=jax.random.key(0))
@@ -191,12 +191,12 @@ def test_no_two_matrices_are_drawn_alike():
         (dict(targets=()), "targets must be at least 1"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(wrong, message):
+def test_invalid_lora_configs_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         LoraConfig(**wrong)
 
 
-def test_models_that_cannot_be_adapted_are_refused():
+def test_invalid_models_are_refused():
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         add_lora(adapted(), LORA, jax.random.key(0))
     recurrent = dataclasses.replace(CONFIG, mechanisms=CONFIG.mechanisms[1:])

@@ -23,9 +23,7 @@ def losses_of(head, features):
 
 # 1, 2, 3 and all 7 positions of both rows at a time; a budget too small takes 1.
 @pytest.mark.parametrize("at_a_time,chunk", [(0, 1), (20, 2), (39, 3), (70, 7)])
-def test_chunks_give_each_targets_negative_log_likelihood(
-    monkeypatch, at_a_time, chunk
-):
+def test_chunked_losses_equal_unchunked(monkeypatch, at_a_time, chunk):
     monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", at_a_time)
     shapes = []
 
@@ -42,7 +40,7 @@ def test_chunks_give_each_targets_negative_log_likelihood(
     assert set(shapes) == {(B, chunk, D)}
 
 
-def test_losses_by_comparison_are_those_by_gathering():
+def test_compared_losses_equal_gathered():
     """The form of TPUs; a target that is no token has no loss."""
     logits, targets = jnp.asarray(FEATURES @ HEAD), jnp.asarray(TARGETS)
 
@@ -59,7 +57,7 @@ def test_losses_by_comparison_are_those_by_gathering():
 
 
 @pytest.mark.slow
-def test_gradients_do_not_see_the_chunks(monkeypatch):
+def test_gradients_are_independent_of_chunks(monkeypatch):
     weights = jnp.linspace(0, 1, B * T).reshape(B, T)
 
     def gradient():
@@ -74,7 +72,7 @@ def test_gradients_do_not_see_the_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_gradients_that_come_with_the_losses(monkeypatch, dtype):
+def test_gradients_of_loss_sum(monkeypatch, dtype):
     """Those of one pass over chunks are those of all logits at once."""
     mask = jnp.linspace(0, 1, B * T).reshape(B, T)
     features = jnp.asarray(FEATURES).astype(dtype)
@@ -131,7 +129,7 @@ def test_logits_are_computed_once(monkeypatch, trained, products):
     assert _products(made.jaxpr) == products
 
 
-def test_the_last_places_are_those_of_the_last_targets_that_count():
+def test_last_positions_and_targets():
     mask = jnp.asarray([[1.0, 1, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
     places = loss.last_positions(mask, 3)
     assert places.tolist()[0] == [1, 3, 4]
@@ -142,7 +140,7 @@ def test_the_last_places_are_those_of_the_last_targets_that_count():
     assert loss.last_positions(mask, 9).shape == mask.shape
 
 
-def test_chunks_are_of_what_a_device_computes(monkeypatch):
+def test_chunk_size_is_per_device(monkeypatch):
     monkeypatch.setattr(loss, "LOGITS_AT_A_TIME", 20)
     assert loss._chunk_size(jnp.asarray(TARGETS), V) == 2
     axes = ("data", "fsdp", "tensor")

@@ -67,7 +67,7 @@ def runs(request):
 
 
 @pytest.mark.slow
-def test_the_place_changes_no_bit(runs):
+def test_offloading_is_exact(runs):
     told = runs["device"][1][0]
     assert told.store.num_valid.min() > 3 and (told.num_valid == 4).all()
     on_host = jax.tree.map(np.asarray, runs["host"][1])
@@ -93,7 +93,7 @@ def test_rows_stay_on_the_host_and_keys_on_the_device(runs):
 
 
 @pytest.mark.slow
-def test_a_memory_is_loaded_to_its_place(runs, tmp_path):
+def test_load_to_host_memory(runs, tmp_path):
     model, (told, *_) = runs["device"]
     save_memory(tmp_path / "memory", model, told)
     there = load_memory(tmp_path / "memory", runs["host"][0])
@@ -104,7 +104,7 @@ def test_a_memory_is_loaded_to_its_place(runs, tmp_path):
     assert device_bytes(back) == device_bytes(told)
 
 
-def test_only_what_is_asked_for_travels():
+def test_only_results_are_transferred():
     store = jnp.arange(12.0).reshape(4, 3)
 
     def take(store, at):
@@ -120,7 +120,7 @@ def test_only_what_is_asked_for_travels():
     np.testing.assert_array_equal(rows, store[jnp.array([2, 0])])
 
 
-def test_without_such_a_memory_the_host_is_refused(monkeypatch):
+def test_missing_host_memory_is_refused(monkeypatch):
     class Memory:
         kind = "device"
 

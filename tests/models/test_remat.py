@@ -30,7 +30,7 @@ def plain(needed, x, count):
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_every_derivative_is_that_of_a_plain_branch(needed):
+def test_derivatives_equal_lax_cond(needed):
     x, change, count = tiny.draw(0, 3), tiny.draw(1, 3), jnp.int32(4)
 
     def ours(x):

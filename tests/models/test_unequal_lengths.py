@@ -47,7 +47,7 @@ def build(name) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hmt", "rmt", "mplus", "reread"])
-def test_a_batch_element_reads_its_own_tokens_alone(name):
+def test_ragged_features_equal_single_rows(name):
     model = tiny.drawn(lambda: build(name))
 
     def element(tree, b):

@@ -138,7 +138,7 @@ def tensors_of(architecture):
 
 
 @ARCHITECTURES
-def test_names_and_rows_are_those_of_hugging_face(architecture, tmp_path):
+def test_tensors_equal_hugging_faces(architecture, tmp_path):
     tensors, stored = tensors_of(architecture)
     path = write(tmp_path / "a.gguf", stored, entries(architecture), architecture)
     checkpoint = GGUFCheckpoint(path)

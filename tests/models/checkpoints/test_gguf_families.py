@@ -152,7 +152,7 @@ def test_configs_are_those_of_the_originals(family, header):
     assert from_hf_config(header(family).config) == from_hf_config(original)
 
 
-def test_gemma_has_a_full_layer_in_six_unless_the_file_says_otherwise(header):
+def test_gemma_layer_pattern(header):
     def layers(**changes):
         config = from_hf_config(header("gemma3", block_count=12, **changes).config)
         mechanisms: list[Any] = list(config.layers)
@@ -165,7 +165,7 @@ def test_gemma_has_a_full_layer_in_six_unless_the_file_says_otherwise(header):
     assert found == [(50.0, 7), (50.0, 7), (1e3, 0)] * 4
 
 
-def test_the_scores_of_gemma_27b_have_a_scale_of_their_own(header):
+def test_gemma_27b_score_scale(header):
     large = dict(block_count=62, sliding_window_pattern=None)
     assert header("gemma3", **large).config["query_pre_attn_scalar"] == 32 // 4
     large["block_count"] = 48
@@ -180,7 +180,7 @@ def test_the_head_of_gemma_is_the_embedding(tmp_path):
         memjax.load(path)
 
 
-def test_scales_of_gemma_stay_in_float32_where_others_are_compact(tmp_path):
+def test_gemma_norm_scales_are_float32(tmp_path):
     kind = gguf.GGMLQuantizationType.BF16
     values = np.array([[2**-9, 1.0, 33.25, -0.5]], "f4").repeat(8, axis=1)
     raw = gguf.quantize(values, kind)

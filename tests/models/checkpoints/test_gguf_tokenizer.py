@@ -66,9 +66,7 @@ def split(tokenizer, text):
         ("default", "12345 a,b", ["123", "45", " a", ",", "b"]),
     ],
 )
-def test_text_is_split_by_the_named_pre_tokenizer(
-    pre_tokenizer, text, parts, vocabulary
-):
+def test_named_pre_tokenizers(pre_tokenizer, text, parts, vocabulary):
     assert split(rebuilt(vocabulary, pre_tokenizer), text) == parts
 
 
@@ -139,7 +137,7 @@ def test_sentencepiece_adds_a_first_token_by_default(pieces):
     assert sentencepiece(pieces, **start, **more).encode("a").tokens == ["a"]
 
 
-def test_the_unknown_token_may_be_of_the_kind_of_other_special_ones(pieces):
+def test_unknown_token_may_be_special(pieces):
     """As in Gemma 3's files."""
     changes = {"token_type": [3, *pieces["token_type"][1:]], "unknown_token_id": 0}
     tokenizer = sentencepiece(pieces, **changes)
@@ -165,7 +163,7 @@ def test_malformed_sentencepiece_vocabularies_are_refused(changes, words, pieces
         sentencepiece(pieces, **changes)
 
 
-def test_tokens_whose_merges_would_fill_the_memory_are_refused(pieces):
+def test_excessive_merges_are_refused(pieces):
     tokens = pieces["tokens"][:-1] + ["a" * 2**16]
     with pytest.raises(ValueError, match="too long: the pairs .* 4,29.,.*characters"):
         sentencepiece(pieces, tokens=tokens)

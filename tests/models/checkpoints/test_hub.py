@@ -57,7 +57,7 @@ def refuses(name, *words):
     assert "\n" not in str(error.value)
 
 
-def test_the_needed_files_of_a_model_are_downloaded(remote, tmp_path):
+def test_only_needed_files_are_downloaded(remote, tmp_path):
     found = memjax.load("owner/name@main")
     assert (found.text, found.origin) == (TEXT, f"owner/name@{COMMIT}")
     tiny.assert_equal(*(tiny.parameters(m) for m in (found.model, tiny.llama())))
@@ -74,7 +74,7 @@ def test_the_needed_files_of_a_model_are_downloaded(remote, tmp_path):
     assert hub.locate("owner/name").repository is None
 
 
-def test_what_cannot_be_had_is_refused_in_one_line(remote, tmp_path, monkeypatch):
+def test_missing_models_are_refused_in_one_line(remote, tmp_path, monkeypatch):
     cache = huggingface_hub.constants.HF_HUB_CACHE
     refuses("nobody/nothing", str(tmp_path / "nobody/nothing"), cache, "no network")
     refuses("owner/name@other", "owner/name@other was not found")
@@ -132,7 +132,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         ({"tokenizer_config": {"chat_template": 3}}, "chat_template must be text"),
     ],
 )
-def test_what_ends_a_text_is_found(files, expected, tmp_path):
+def test_eos_ids(files, expected, tmp_path):
     tiny.llama().save(tmp_path / "a", TextInterface(tiny.tokenizer()))
     for name, record in files.items():
         file = tmp_path / "a" / f"{name}.json"
@@ -144,7 +144,7 @@ def test_what_ends_a_text_is_found(files, expected, tmp_path):
         assert memjax.load(tmp_path / "a").text.generation == expected
 
 
-def test_templates_by_name(tmp_path):
+def test_named_chat_templates(tmp_path):
     tiny.llama().save(tmp_path / "a", TextInterface(tiny.tokenizer()))
     named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     file = tmp_path / "a" / "tokenizer_config.json"

@@ -64,7 +64,7 @@ def test_a_masked_state_is_restored(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_is_as_large_as_what_is_held(tmp_path):
+def test_file_size_follows_content(tmp_path):
     model = build("mplus")
     empty = model.init_state(B)
     # Negative zeros, and numbers in the middle of a leaf.
@@ -106,7 +106,7 @@ def test_caches_that_have_grown_are_restored(tmp_path):
 
 
 @pytest.mark.parametrize("starts", [None, [0], [0, -1, 0, 0], [0, 0, 63, 0], [0] * 5])
-def test_a_part_outside_of_its_leaf_is_refused(starts, tmp_path):
+def test_part_outside_its_leaf_is_refused(starts, tmp_path):
     model = build("mplus")
     state = model.init_state(B)
     state = state._replace(pool=state.pool.at[:, :, 62:].set(1.0))

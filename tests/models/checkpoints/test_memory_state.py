@@ -95,7 +95,7 @@ def _saved(model, state, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_restored_memory_continues_bit_exactly(model, read, state, saved):
+def test_restored_memory_continues_bit_exactly(model, read, state, saved):
     assert state.store.num_valid.tolist() == [6, 6] and state.length.tolist() == [2, 2]
     loaded = load_memory(saved, model)
     chex.assert_trees_all_equal_shapes_and_dtypes(loaded, state)
@@ -107,7 +107,7 @@ def test_a_restored_memory_continues_bit_exactly(model, read, state, saved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_state_of_every_model_is_restored(name, tmp_path):
+def test_round_trip_of_every_model(name, tmp_path):
     model = OTHERS[name]()
     rng = np.random.default_rng(0)
 
@@ -122,7 +122,7 @@ def test_the_state_of_every_model_is_restored(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_settings_that_change_no_result_may_differ(state, saved):
+def test_settings_without_effect_may_differ(state, saved):
     chex.assert_trees_all_equal(load_memory(saved, build(remat=False)), state)
 
 
@@ -205,7 +205,7 @@ def test_a_flipped_bit_is_refused(model, saved, byte):
 
 
 @pytest.mark.parametrize("name", ["memory.json", "memory.safetensors"])
-def test_pipes_and_devices_are_refused_unread(model, saved, name):
+def test_pipes_and_devices_are_refused(model, saved, name):
     """A pipe would be waited on for ever, and /dev/zero has no end."""
     (saved / name).unlink()
     (saved / name).symlink_to("/dev/zero")
@@ -217,7 +217,7 @@ def test_pipes_and_devices_are_refused_unread(model, saved, name):
         load_memory(saved, model)
 
 
-def test_messages_about_many_names_have_an_end(model, saved):
+def test_messages_are_bounded(model, saved):
     record = json.loads((saved / "memory.json").read_text())
     settings = {f"{i}" * 1000: "x" * 1000 for i in range(1000)}
     rewrite(saved, {"model": record["model"] | settings})

@@ -173,7 +173,7 @@ def test_bfloat16_halves_the_file(model, tmp_path):
     assert_same(memjax.load(tmp_path / "b", dtype="bfloat16").model, model)
 
 
-def test_parameters_in_bfloat16_give_what_they_give_in_float32(model, tmp_path):
+def test_bfloat16_parameters_equal_float32(model, tmp_path):
     model.save(tmp_path / "a", dtype="bfloat16")
     tokens = jnp.arange(6, dtype=jnp.int32)[None]
     logits = [

@@ -5,7 +5,7 @@ from pathlib import Path
 from memjax.models.checkpoints.hf.safetensors_write import atomic_folder
 
 
-def test_remains_of_killed_writers_are_cleared_and_a_live_one_is_left(
+def test_temporary_folders_of_killed_writers_are_removed(
     tmp_path: Path,
 ) -> None:
     for name in (".out.1", ".out.99", ".out.old", ".outer.1"):

@@ -101,7 +101,7 @@ def test_perplexity_of_a_book_is_that_of_pytorch(logits, pretrained):
 
 
 @pytest.mark.parametrize("text", IDS)
-def test_the_tokenizer_is_the_files_own(text, pretrained):
+def test_tokenizer_equals_the_files(text, pretrained):
     tokenizer = pretrained.tokenizer
     ids = tokenizer.encode(text)
     assert ids.tolist() == IDS[text]
@@ -109,7 +109,7 @@ def test_the_tokenizer_is_the_files_own(text, pretrained):
     assert tokenizer.vocab_size == 49152
 
 
-def test_what_comes_with_it_is_kept(pretrained):
+def test_text_interface_is_kept(pretrained):
     assert pretrained.text.generation == GenerationConfig(
         eos_ids=(2,), bos_id=1, pad_id=2
     )

@@ -137,7 +137,7 @@ def _case(request):
     return model, *by_steps(model, model.init_state(B), LONG)
 
 
-def test_one_call_equals_its_tokens_one_by_one_from_every_state(case):
+def test_call_equals_single_tokens_from_every_state(case):
     """So that any split of a text gives what its tokens give."""
     model, states, logits = case
     for t in range(T - L + 1):
@@ -145,7 +145,7 @@ def test_one_call_equals_its_tokens_one_by_one_from_every_state(case):
         close(result, (states[t + T], logits[:, t : t + T]))
 
 
-def test_no_logit_depends_on_later_tokens_and_all_later_ones_on_this(case):
+def test_causality_and_dependence(case):
     model, states, logits = case
     at = L + 1
     _, other = call(model, states[0], change(TOKENS, slice(None), at))
@@ -153,7 +153,7 @@ def test_no_logit_depends_on_later_tokens_and_all_later_ones_on_this(case):
     assert np.all(np.abs(other - logits[:, :T])[:, -1].max(axis=-1) > 1e-5)
 
 
-def test_batch_elements_are_independent_at_different_lengths(case):
+def test_ragged_batch_elements_are_independent(case):
     model, states, logits = case
     at = L + 3
     state = model.reset(states[at], jnp.array([True, False]))
@@ -289,7 +289,7 @@ def paper():
 
 
 @pytest.mark.slow
-def test_with_its_own_summary_a_segment_reads_ahead_j_tokens_and_no_more():
+def test_current_summary_reads_ahead_j_tokens():
     model, (_, logits) = paper()
     # With one memory there is nothing to choose: the third segment is the first.
     for at, first in ((2 * L + J - 1, 2 * L), (2 * L + J, 2 * L + J)):
@@ -302,7 +302,7 @@ def test_with_its_own_summary_a_segment_reads_ahead_j_tokens_and_no_more():
 @pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from([2, L + 1]), min_size=T, max_size=T))
-def test_with_its_own_summary_every_split_is_exact_from_token_j_on(sizes):
+def test_current_summary_split_invariance_from_token_j(sizes):
     model, (after, logits) = paper()
     state, start = model.init_state(B), 0
     for size in sizes:
@@ -321,7 +321,7 @@ def test_with_its_own_summary_every_split_is_exact_from_token_j_on(sizes):
 
 
 @pytest.mark.slow
-def test_single_tokens_use_their_own_summary_from_token_j_on():
+def test_single_tokens_use_current_summary_from_token_j():
     model, (after, logits) = paper()
     states, stepped = by_steps(model, model.init_state(B), TOKENS)
     from_j = np.arange(T) % L >= J - 1
@@ -414,7 +414,7 @@ def test_every_bad_size_is_refused(options, message):
         HMTConfig(**options)
 
 
-def test_the_bank_is_full_at_its_size_and_a_first_segment_leaves_no_summary():
+def test_bank_fills_and_first_segment_has_no_summary():
     """No search has a choice before two memories: a summary kept before is wasted."""
     model = build("attention", CAUSAL)
     state, num_valid, summarized = model.init_state(B), [], []
@@ -426,7 +426,7 @@ def test_the_bank_is_full_at_its_size_and_a_first_segment_leaves_no_summary():
     assert summarized == [False, True, True]
 
 
-def test_a_row_without_a_choice_keeps_no_summary_of_another_rows_search():
+def test_summary_is_zero_without_a_search():
     model = build("attention", CAUSAL)
     state, _ = call(model, model.init_state(B), TOKENS[:, :L])
     state = model.reset(state, jnp.array([True, False]))
@@ -436,7 +436,7 @@ def test_a_row_without_a_choice_keeps_no_summary_of_another_rows_search():
     assert summarized.tolist() == [False, True]
 
 
-def test_a_segment_without_memories_is_not_searched_for():
+def test_no_search_without_memories():
     """The prompt is the initial memory for any summary, which costs a reading."""
     model = build("attention", PAPER)
     state = model.init_state(B)._replace(length=jnp.full(B, J - 1, jnp.int32))

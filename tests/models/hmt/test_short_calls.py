@@ -12,7 +12,7 @@ B, L = 2, 16
 
 
 @pytest.mark.slow
-def test_a_short_call_is_what_its_tokens_are_one_by_one():
+def test_short_call_equals_single_tokens():
     model = add_rmt(tiny.llama(), L, key=jax.random.key(0), activations="keep")
     tokens = tiny.tokens(0, B, 20)
     state, expected = model(model.init_state(B), tokens)
@@ -24,7 +24,7 @@ def test_a_short_call_is_what_its_tokens_are_one_by_one():
     tiny.assert_close((short, jnp.concatenate(found, axis=1)), (state, expected), 2e-5)
 
 
-def test_a_short_call_does_not_run_a_whole_segment(monkeypatch):
+def test_short_call_does_not_read_a_full_segment(monkeypatch):
     model = add_rmt(tiny.llama(), L, key=jax.random.key(0), activations="keep")
     read, lengths = hmt_model.read_tokens, []
 

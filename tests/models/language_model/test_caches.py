@@ -33,7 +33,7 @@ def _whole():
     return tiny.method(full, "__call__", full.init_state(B), TOKENS)
 
 
-def test_an_empty_state_has_the_slots_that_were_asked_for():
+def test_init_state_capacity():
     found = model()
     for capacity, expected in ((None, 4), (7, 7), (5000, 1000)):
         assert slots(found.init_state(B, capacity)) == {expected}
@@ -43,7 +43,7 @@ def test_an_empty_state_has_the_slots_that_were_asked_for():
         dataclasses.replace(MIXER, capacity=1000, initial_slots=1001)
 
 
-def test_a_text_grows_the_cache_and_changes_nothing(whole):
+def test_growing_caches_changes_no_result(whole):
     found, state = model(), model().init_state(B)
     logits = []
     for cut in (TOKENS[:, :3], TOKENS[:, 3:5], TOKENS[:, 5:]):
@@ -61,7 +61,7 @@ def test_a_text_grows_the_cache_and_changes_nothing(whole):
         found.reserve(state, 1000)
 
 
-def test_inside_jit_only_a_call_beyond_the_slots_grows_them(whole):
+def test_caches_grow_inside_jit_by_call_length(whole):
     graph, params = nnx.split(model())
     call = jax.jit(lambda params, *given: nnx.merge(graph, params)(*given))
     state, logits = call(params, model().init_state(B), TOKENS)

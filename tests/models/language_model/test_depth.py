@@ -63,7 +63,7 @@ def of_model(make, **options):
     ("name", "remat"),
     [("equal", False), ("hybrid", True), ("one differs", False)],
 )
-def test_a_loop_over_equal_layers_computes_the_same(name, remat):
+def test_scanned_layers_equal_unrolled(name, remat):
     expected, found = (
         of_model(functools.partial(build, MODELS[name], scan, remat))
         for scan in (False, True)
@@ -80,7 +80,7 @@ def test_a_loop_over_equal_layers_computes_the_same(name, remat):
     ],
     ids=["mask", "lengths"],
 )
-def test_rows_with_padding_are_read_by_the_loop(options):
+def test_scanned_layers_with_padding(options):
     mechanisms = MODELS["equal"]
     expected, found = (
         of_model(functools.partial(build, mechanisms, scan), **options)
@@ -90,7 +90,7 @@ def test_rows_with_padding_are_read_by_the_loop(options):
 
 
 @pytest.mark.slow
-def test_adapted_layers_are_run_by_the_loop():
+def test_scanned_layers_with_adapters():
     lora, key = LoraConfig(rank=2, alpha=3.0), jax.random.key(1)
     expected, found = (
         of_model(lambda scan=scan: add_lora(build(MODELS["equal"], scan), lora, key))
@@ -99,7 +99,7 @@ def test_adapted_layers_are_run_by_the_loop():
     tiny.assert_close(found, expected)
 
 
-def test_the_program_does_not_grow_with_the_depth():
+def test_scanned_program_size_is_independent_of_depth():
     def equations(depth):
         make = functools.partial(build, (FULL,) * depth, True)
         graph, variables = nnx.split(nnx.eval_shape(make))
@@ -109,7 +109,7 @@ def test_the_program_does_not_grow_with_the_depth():
     assert equations(2) == equations(6) > 0
 
 
-def test_one_token_is_read_without_a_loop():
+def test_single_token_is_not_scanned():
     model = build(MODELS["equal"], True)
 
     def step(state):
@@ -130,13 +130,13 @@ def test_one_token_is_read_without_a_loop():
         ("ababa", [(1, 1)] * 5),
     ],
 )
-def test_layers_are_parted_by_their_period_or_by_runs(names, expected):
+def test_repetitions_are_periods_or_runs(names, expected):
     mechanisms: dict[str, Any] = {name: object() for name in "ab"}
     layers = [Layer(mechanisms[name], jnp.zeros(2), None) for name in names]
     assert repetitions(layers) == expected
 
 
-def test_layers_of_other_shapes_are_not_parted_together():
+def test_layers_of_other_shapes_are_separate_runs():
     mechanism: Any = object()
     layers = [Layer(mechanism, jnp.zeros(size), None) for size in (2, 2, 3)]
     assert repetitions(layers) == [(1, 2), (1, 1)]

@@ -58,7 +58,7 @@ def test_a_hybrid_trains_on_a_stream():
 
 
 @pytest.mark.slow
-def test_a_hybrid_writes_what_its_forward_pass_finds_likeliest():
+def test_hybrid_generation_equals_argmax():
     state, drawn, *_ = generate(
         tiny(),
         tiny().init_state(B),

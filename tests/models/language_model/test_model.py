@@ -74,14 +74,14 @@ def test_a_segment_equals_its_tokens_one_by_one(whole):
 
 
 @pytest.mark.parametrize("split", [4, 6])
-def test_splits_join(whole, split):
+def test_split_invariance(whole, split):
     model = build()
     state, first = run(model, model.init_state(B), TOKENS[:, :split])
     state, second = run(model, state, TOKENS[:, split:])
     close((state, jnp.concatenate([first, second], axis=1)), whole)
 
 
-def test_no_reading_ahead_and_rows_are_independent(whole):
+def test_causality_and_independent_rows(whole):
     model = build()
     changed = TOKENS.at[0, 7].set((TOKENS[0, 7] + 1) % V)
     _, logits = run(model, model.init_state(B), changed)
@@ -217,7 +217,7 @@ def test_elastic_memory_adds_no_parameter(name):
         *((f"{family}-125m", 0.13) for family in FAMILIES if family != "elastic"),
     ],
 )
-def test_the_sizes_are_what_their_names_say(name, tolerance):
+def test_preset_parameter_counts(name, tolerance):
     millions = int(name.split("-")[1].removesuffix("m"))
     count = size(parameters(preset(name))) / 1e6
     assert abs(count - millions) < tolerance * millions
@@ -282,12 +282,12 @@ def test_every_family_runs_and_carries_its_memory(family):
         (dict(norm_epsilon=0.0), "norm_epsilon must be positive, got 0.0"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(wrong, message):
+def test_invalid_sizes_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**wrong)
 
 
-def test_unknown_names_come_with_the_nearest():
+def test_unknown_presets_suggest_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'elastic-tiny'"):
         preset("elastic-tiney")
     with pytest.raises(ValueError, match="did you mean 'gated_deltanet-350m'"):

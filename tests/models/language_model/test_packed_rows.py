@@ -57,7 +57,7 @@ def build(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_features_are_those_of_each_document_alone(name):
+def test_packed_rows_equal_single_documents(name):
     model = build(name)
     tokens = np.random.default_rng(0).integers(0, V, (2, T), np.int32)
     x = tiny.method(model, "embed", tokens)
@@ -79,12 +79,12 @@ def test_features_are_those_of_each_document_alone(name):
         (np.roll(STARTS, 1, 1), r"multiples of 4 tokens.* got one in row 0 at token 1"),
     ],
 )
-def test_starts_that_cannot_be_are_refused(starts, message):
+def test_invalid_starts_are_refused(starts, message):
     with pytest.raises(ValueError, match=message):
         build("hybrid").encode_packed(jnp.ones((2, T, D)), jnp.asarray(starts))
 
 
-def test_documents_begin_where_all_chunks_do():
+def test_start_multiple():
     memory = TrellisConfig(D, 2, 4, 4, slots=5, chunk_size=6)
     assert start_multiple((*HYBRID.mechanisms, memory)) == 12
     assert start_multiple((GatedDeltaNetConfig(D, 2, 4, 4),)) == 1
@@ -104,6 +104,6 @@ SINKS = SlidingWindowConfig(D, 4, 2, 4, window=3, sinks=1)
         ),
     ],
 )
-def test_mechanisms_that_cannot_clear_their_memory_are_named(mechanism, message):
+def test_mechanisms_without_packing_are_refused(mechanism, message):
     with pytest.raises(ValueError, match=message):
         start_multiple((HYBRID.mechanisms[0], mechanism))

@@ -106,7 +106,7 @@ def test_ragged_elements_with_a_mask():
 
 
 @pytest.mark.slow
-def test_remat_changes_nothing_with_a_mask():
+def test_remat_with_a_mask():
     mask = jnp.ones((B, T), bool).at[0, :2].set(False)
 
     def gradient(remat):

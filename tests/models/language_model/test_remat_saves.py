@@ -52,7 +52,7 @@ def gradient_of(kernel, saves, remat=True):
         ("delta_rule_forward", "products", 1),
     ],
 )
-def test_a_kernel_whose_results_are_saved_runs_once(kernel, saves, runs):
+def test_saved_kernels_run_once(kernel, saves, runs):
     gradient, params = gradient_of(kernel, saves)
     traced = jax.jit(gradient).trace(params, jnp.zeros((1, 128), jnp.int32))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
@@ -65,7 +65,7 @@ def test_a_kernel_whose_results_are_saved_runs_once(kernel, saves, runs):
 
 
 @pytest.mark.parametrize("saves", ["input", "attention", "products"])
-def test_gradients_are_those_of_a_model_that_saves_all(saves):
+def test_gradients_equal_without_remat(saves):
     tokens = jnp.arange(128, dtype=jnp.int32)[None] % 16
     gradient, params = gradient_of("causal_attention_forward", saves)
     whole, _ = gradient_of("causal_attention_forward", saves, remat=False)

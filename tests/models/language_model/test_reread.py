@@ -40,7 +40,7 @@ def _expected(backbone):
     return by_hand(backbone, TOKENS, N)
 
 
-def test_it_is_the_backbone_on_the_last_tokens_and_the_segment(model, expected):
+def test_equals_backbone_on_last_tokens_and_segment(model, expected):
     state, logits = model(model.init_state(2), TOKENS)
     tiny.assert_close(logits, expected, 2e-5)
     # Three whole segments: n tokens before the open one, whose tokens follow.
@@ -52,7 +52,7 @@ def test_it_is_the_backbone_on_the_last_tokens_and_the_segment(model, expected):
 
 
 @pytest.mark.parametrize("calls", [(4, 4, 7), (1, 6, 1, 1, 6), (7, 8)])
-def test_every_split_gives_the_same(model, expected, calls):
+def test_split_invariance(model, expected, calls):
     state, found = model.init_state(2), []
     for count in calls:
         at = sum(x.shape[1] for x in found)
@@ -62,13 +62,13 @@ def test_every_split_gives_the_same(model, expected, calls):
     tiny.assert_equal(state, model(model.init_state(2), TOKENS)[0])
 
 
-def test_segments_apart_know_nothing_of_each_other(backbone):
+def test_zero_reread_has_independent_segments(backbone):
     apart = ReReadWindow(backbone, reread=0, segment=S)
     found = apart(apart.init_state(2), TOKENS)[1]
     tiny.assert_close(found, by_hand(backbone, TOKENS, 0), 2e-5)
 
 
-def test_what_is_carried_is_tokens(model):
+def test_state_is_tokens(model):
     leaves = jax.tree.leaves(jax.eval_shape(lambda: model.init_state(1)))
     assert sum(x.size * x.dtype.itemsize for x in leaves) == 4 * (N + S) + 8
 
@@ -81,7 +81,7 @@ def test_a_reset_row_starts_a_document(model, expected):
     assert np.abs(np.asarray(logits[1]) - expected[1]).max() > 1e-3
 
 
-def test_many_segments_take_turns(model, expected, monkeypatch):
+def test_segments_in_groups(model, expected, monkeypatch):
     monkeypatch.setattr("memjax.models.language_model.reread.TOGETHER", 2 * (N + S))
     # A program of its own: the limit is no argument.
     logits = tiny.method(model, "features", model.init_state(2), TOKENS)[1]

@@ -73,7 +73,7 @@ def read(model, tokens, cuts=()):
         for name in get_args(MemoryName)
     ],
 )
-def test_it_starts_as_the_windowed_model(name):
+def test_initial_hybrid_equals_windows(name):
     tokens = tiny.tokens(0, 2, LENGTH)
     windowed = limit_attention(tiny.llama(), WINDOW, SINKS)
     expected = read(windowed, tokens)[1]
@@ -83,7 +83,7 @@ def test_it_starts_as_the_windowed_model(name):
     assert changed[:, :WINDOW].max() < 1e-5 < 1e-3 < changed[:, WINDOW:].max()
 
 
-def test_segments_make_no_difference_and_the_state_has_one_size():
+def test_split_invariance_and_constant_state_size():
     model, tokens = opened(fitted("gated_deltanet")), tiny.tokens(1, 2, LENGTH)
     state, logits = read(model, tokens)
     again, pieces = read(model, tokens, (7, 14))
@@ -114,7 +114,7 @@ def test_a_long_text_streams_in_constant_memory():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
 
 
-def test_arrays_are_shared_and_the_model_given_stays_as_it_is():
+def test_arrays_are_shared_and_the_model_is_unchanged():
     model = tiny.make_llama()
     before = nnx.to_pure_dict(nnx.state(model))
     new = add_memory(model, memory="lattice", layers=(0,), window=4, sinks=0, key=KEY)
@@ -133,7 +133,7 @@ def test_arrays_are_shared_and_the_model_given_stays_as_it_is():
     assert np.abs(drawn(other, 0) - drawn(other, 1)).max() > 1e-3
 
 
-def test_what_is_no_attention_stays_as_it_is():
+def test_other_mechanisms_are_unchanged():
     mechanism = DeltaNetConfig(16, 2, 4, 4)
     config = dataclasses.replace(
         tiny.LLAMA, mechanisms=(*tiny.LLAMA.mechanisms, mechanism)
@@ -147,13 +147,13 @@ def test_what_is_no_attention_stays_as_it_is():
     assert beside.window == SlidingWindowConfig(16, 4, 2, 4, window=4, sinks=1)
 
 
-def test_sizes_of_the_attention_are_known_as_before():
+def test_attention_sizes_are_unchanged():
     config = retrofitted(tiny.LLAMA, "gsa", (1,), 4, 1, "beside")
     assert config.heads == tiny.LLAMA.heads
     assert (config.window, config.capacity) == (4, None)
 
 
-def test_elastic_takes_the_place_of_a_layer():
+def test_elastic_replaces_a_layer():
     options = MemoryOptions(order=5, sampling="exponential")
     changed = retrofitted(tiny.LLAMA, "elastic", (1,), 4, 0, "instead", options)
     first, second = changed.layers
@@ -195,12 +195,12 @@ ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
         ),
     ],
 )
-def test_bad_arguments(changes, message):
+def test_invalid_arguments_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         retrofitted(tiny.LLAMA, **(TINY | changes))
 
 
-def test_models_that_cannot_be_retrofitted():
+def test_invalid_models_are_refused():
     mechanisms = (DeltaNetConfig(16, 2, 4, 4), *tiny.LLAMA.mechanisms)
     hybrid = dataclasses.replace(tiny.LLAMA, mechanisms=mechanisms)
     with pytest.raises(ValueError, match="0 is a DeltaNetConfig, not attention"):
@@ -232,9 +232,7 @@ def calibrated(name: MemoryName, **options):
 
 
 @pytest.mark.parametrize("heads, memories", [("query", 4), ("key_value", 2)])
-def test_keys_are_centred_and_whitened_and_queries_find_what_they_found(
-    heads, memories
-):
+def test_features_whiten_keys_and_preserve_scores(heads, memories):
     _, model, moments = calibrated("deltanet", heads=heads)
     maps = as_arrays(model.blocks[1].mechanism.features)
     assert maps.key.shape == (memories, 4, 4)
@@ -253,7 +251,7 @@ def test_keys_are_centred_and_whitened_and_queries_find_what_they_found(
 
 
 @pytest.mark.parametrize("key_dim, value_dim", [(3, 2), (6, 7)])
-def test_other_widths_keep_what_is_largest(key_dim, value_dim):
+def test_other_widths_keep_principal_directions(key_dim, value_dim):
     _, model, moments = calibrated("deltanet", key_dim=key_dim, value_dim=value_dim)
     maps = as_arrays(model.blocks[1].mechanism.features)
     covariance = shrink_covariance(moments.covariance[:4, :4])
@@ -272,7 +270,7 @@ def test_other_widths_keep_what_is_largest(key_dim, value_dim):
     )
 
 
-def test_it_is_still_the_windowed_model_and_attention_is_shared():
+def test_initialisation_preserves_the_windowed_model():
     before, after, _ = calibrated("deltanet")
     tokens = tiny.tokens(0, 2, LENGTH)
     tiny.assert_close(read(after, tokens)[1], read(before, tokens)[1])
@@ -285,7 +283,7 @@ def test_it_is_still_the_windowed_model_and_attention_is_shared():
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "gla", "gsa", "trellis"])
-def test_gates_forget_at_the_half_lives_of_the_text(name):
+def test_gates_have_the_half_lives(name):
     """Of what is written with the mean token, half is left after the half-life."""
     _, model, moments = calibrated(name)
     layer: Any = model.config.layers[1]

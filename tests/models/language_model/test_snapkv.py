@@ -58,7 +58,7 @@ def read(model, *pieces, state=None):
 
 
 @pytest.mark.slow
-def test_keeping_everything_is_full_attention():
+def test_large_cache_equals_full_attention():
     everything = add_snapkv(tiny(), SnapKVConfig(keep=T, room=8, window=3))
     pieces = (TOKENS[:, :9], TOKENS[:, 9:], TOKENS[:, :1], TOKENS[:, 1:2])
     state, logits = read(everything, *pieces)
@@ -99,7 +99,7 @@ def oracle(queries, keys, visible, length, keep, kernel):
 
 
 @pytest.mark.parametrize(("keep", "kernel"), [(6, 1), (9, 3), (12, 7)])
-def test_the_same_tokens_are_chosen_as_by_the_definition(keep, kernel):
+def test_choice_equals_the_papers_listing(keep, kernel):
     rng = np.random.default_rng(keep)
 
     def draw(*shape):
@@ -133,7 +133,7 @@ def rotation(x, positions, theta):
 @pytest.mark.parametrize(
     "scaling", [None, RopeScaling("yarn", 4.0, original_positions=8)]
 )
-def test_chosen_tokens_keep_their_distance_to_what_comes(scaling):
+def test_compaction_preserves_relative_positions(scaling):
     heads = HeadsConfig(8, 2, 1, 4, rope_theta=50.0, rope_scaling=scaling)
     rng = np.random.default_rng(0)
     bare, values = rng.normal(size=(2, 1, 12, 1, 4)).astype(np.float32)
@@ -220,7 +220,7 @@ def masked(state, following, slots):
 
 
 @pytest.mark.slow
-def test_reading_on_sees_the_chosen_tokens_and_no_others():
+def test_decoding_equals_attention_to_the_chosen_tokens():
     """Against all keys where they were, with a mask a head, in float64."""
     chosen = []
     spy = add_snapkv(tiny(), SMALL)
@@ -246,7 +246,7 @@ def test_reading_on_sees_the_chosen_tokens_and_no_others():
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_at_any_length_and_generation_goes_on():
+def test_cache_is_bounded_and_generation_continues():
     model = add_snapkv(tiny(), SMALL)
     state, logits = read(model, *[TOKENS] * 4)
     assert np.all(np.isfinite(logits))
@@ -289,7 +289,7 @@ def test_other_models_and_masks_are_refused():
         model.read(model.init_state(B), model.embed(TOKENS[:, :4]), mask)
 
 
-def test_learned_positions_go_on_where_they_were():
+def test_learned_positions_continue():
     style = Architecture(learned_positions=64)
     plain = dataclasses.replace(ATTENTION, rope_theta=None)
     config = dataclasses.replace(CONFIG, architecture=style, mechanisms=(plain,))

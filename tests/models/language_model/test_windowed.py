@@ -40,7 +40,7 @@ def logits(model, tokens=TOKENS):
     return np.asarray(jax.jit(model.__call__)(model.init_state(1), tokens)[1][0])
 
 
-def test_inside_the_window_it_is_the_model():
+def test_equal_inside_the_window():
     window = limit_attention(tiny(), W)
     whole, cut = logits(tiny()), logits(window)
     np.testing.assert_allclose(cut[:W], whole[:W], atol=1e-5)
@@ -52,7 +52,7 @@ def test_inside_the_window_it_is_the_model():
     assert np.abs(sinks[W + 2 :] - cut[W + 2 :]).max() > 1e-3
 
 
-def test_parameters_are_the_same_and_the_model_is_left_alone():
+def test_parameters_are_shared_and_the_model_is_unchanged():
     window = limit_attention(tiny(), W)
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -90,7 +90,7 @@ def test_other_models_are_refused(changes, window, message):
         limit_attention(shapes, window)
 
 
-def test_windows_of_some_layers_are_longer():
+def test_widen_windows():
     model = widen_windows(limit_attention(tiny(), W, 1), [1], 3)
     windows = [(vars(m)["window"], vars(m)["sinks"]) for m in model.config.layers]
     assert windows == [(W, 1), (W + 3, 1)]
@@ -102,7 +102,7 @@ def test_windows_of_some_layers_are_longer():
         widen_windows(model, [0], 0)
 
 
-def test_another_capacity_changes_the_cache_alone():
+def test_set_capacity_changes_caches_only():
     small = set_capacity(tiny(), 5)
     assert {state.keys.shape[1] for state in small.init_state(1)} == {5}
     assert small.config.capacity == 5 and tiny().config.capacity == T

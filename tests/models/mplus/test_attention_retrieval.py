@@ -94,7 +94,7 @@ def best(scores, born):
 
 
 @pytest.mark.parametrize("at_once", [2**26, 400])
-def test_every_token_and_head_attends_to_its_best_rows(at_once, monkeypatch):
+def test_attention_to_top_rows_by_token_and_head(at_once, monkeypatch):
     """Small whole numbers, so that many scores and births are alike."""
     monkeypatch.setattr(attention_retrieval, "MAX_SCORES", at_once)
     random, t, slots, held = np.random.default_rng(0), 5, 7, [M, 2]
@@ -195,7 +195,7 @@ def test_dropped_rows_are_stored_as_keys_and_values(told):
 
 
 @pytest.mark.slow
-def test_a_read_takes_the_rows_of_best_attention(told):
+def test_read_retrieves_top_rows(told):
     _, state = told
     assert state.store.num_valid.tolist() == [M, M] and state.length.tolist() == [2, 2]
     question = TOKENS[:, 4:9]
@@ -217,7 +217,7 @@ def test_a_read_takes_the_rows_of_best_attention(told):
 
 
 @pytest.mark.slow
-def test_all_rows_of_a_small_store_are_read_as_the_retriever_reads_them():
+def test_small_store_equals_learned_retrieval():
     """With no choice left: the same rows, order, positions and attention."""
     by_attention = build(retrieved=M)
     learned = build(retrieved=M, retrieval="learned", key_dim=3)
@@ -247,7 +247,7 @@ def _steps():
 
 
 @pytest.mark.slow
-def test_a_call_equals_its_tokens_one_by_one(steps):
+def test_call_equals_single_tokens(steps):
     states, logits = steps
     close(verb("__call__", states[0], TOKENS), (states[-1], logits))
     size = C + 1
@@ -257,7 +257,7 @@ def test_a_call_equals_its_tokens_one_by_one(steps):
 
 
 @pytest.mark.slow
-def test_a_call_and_a_read_give_the_same_logits(steps):
+def test_call_equals_read(steps):
     """No token chooses for another, so that it is the same who else num_queries."""
     states, logits = steps
     assert states[6 * C].length.tolist() == [0] * B
@@ -266,7 +266,7 @@ def test_a_call_and_a_read_give_the_same_logits(steps):
 
 
 @pytest.mark.slow
-def test_no_token_sees_later_ones_and_dropped_rows_are_remembered(steps):
+def test_causality_and_dropped_rows(steps):
     states, logits = steps
     for at in (C + 1, T - 3):
         changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
@@ -359,7 +359,7 @@ def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
 
 
 @pytest.mark.slow
-def test_files_know_how_rows_are_found(told, tmp_path):
+def test_files_record_the_retrieval(told, tmp_path):
     save_memory(tmp_path / "memory", shared(), told[1])
     chex.assert_trees_all_equal(load_memory(tmp_path / "memory", shared()), told[1])
     learned = build(retrieval="learned", key_dim=G * H)

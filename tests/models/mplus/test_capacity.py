@@ -47,7 +47,7 @@ def most_held(batch, retrieved, recalls, decay, start, merges=150):
     ),
     start=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0, 7.0]), max_size=9),
 )
-def test_the_least_store_is_the_most_that_is_ever_held(
+def test_min_store_size_is_the_largest_occupancy(
     tokens, every, retrieved, rates, start
 ):
     recalls, decay = rates
@@ -60,7 +60,7 @@ def test_the_least_store_is_the_most_that_is_ever_held(
     assert config.min_store_size_from(start) == max(most, retrieved, tokens)
 
 
-def test_a_store_that_would_drop_rows_is_refused():
+def test_store_below_the_minimum_is_refused():
     rates: dict[str, Any] = dict(legacy=True, merge_every=1, recalls=3.0, decay=1.0)
     with pytest.raises(ValueError, match="store_size must be at least 16"):
         MPlusConfig(**SIZES, **rates, store_size=12)
@@ -70,14 +70,14 @@ def test_a_store_that_would_drop_rows_is_refused():
 
 
 @pytest.mark.parametrize("recalls", [1.0, 1.005, 0.5])
-def test_a_store_without_bound_is_refused(recalls):
+def test_unbounded_store_is_refused(recalls):
     with pytest.raises(ValueError, match=r"recalls must be above decay \+ 0.01, or"):
         MPlusConfig(**SIZES, legacy=True, store_size=1000, recalls=recalls, decay=1.0)
     with pytest.raises(ValueError, match=r"recalls must be at most 100000 \* decay"):
         MPlusConfig(**SIZES, legacy=True, store_size=1000, recalls=1.0, decay=1e-9)
 
 
-def test_the_published_sizes_hold_what_the_program_keeps():
+def test_published_sizes_fit_the_programs_store():
     published: dict[str, Any] = dict(
         num_tokens=256, num_blocks=50, num_ltm_blocks=10, ltm_initial_size=5120,
         lora_config={"r": 16, "lora_alpha": 32}, selector_hidden_dim=256,
@@ -101,7 +101,7 @@ def test_the_published_sizes_hold_what_the_program_keeps():
 
 
 @pytest.mark.slow
-def test_rows_of_a_checkpoint_take_part(tmp_path):
+def test_initial_rows_count_in_the_store_size(tmp_path):
     """Recalled often, they are still there when the first merged rows leave."""
     golden = Path(__file__).parents[1] / "golden" / "mplus"
     described = json.loads((golden / "config.json").read_text())

@@ -88,7 +88,7 @@ def golden():
     return load_official(FILE, HF)
 
 
-def test_an_official_checkpoint_comes_back_bit_by_bit(golden, tmp_path):
+def test_official_checkpoint_round_trip_is_exact(golden, tmp_path):
     golden.save(tmp_path / "saved", origin="a/b@c")
     expected = load_file(FILE)
     found = load_file(tmp_path / "saved" / "model.safetensors")
@@ -114,7 +114,7 @@ def test_an_official_checkpoint_comes_back_bit_by_bit(golden, tmp_path):
     assert (config["memjax_origin"], config["model_type"]) == ("a/b@c", "memoryllm")
 
 
-def test_every_part_has_its_place(golden):
+def test_official_tensors_map_to_parameters(golden):
     """Against PyTorch's meaning of the names: y = x W^T, and B A of an adapter."""
     tensors = load_file(FILE)
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
@@ -143,7 +143,7 @@ def test_every_part_has_its_place(golden):
 
 
 @pytest.mark.slow
-def test_a_text_begins_with_the_checkpoints_memory(tmp_path):
+def test_init_state_has_the_checkpoints_memory(tmp_path):
     rng, tensors = np.random.default_rng(0), load_file(FILE)
     ages = {f"ltm_ages__{i}": rng.permutation(20) * 5 for i in range(3)}
     often = rng.normal(size=20)
@@ -166,7 +166,7 @@ def test_a_text_begins_with_the_checkpoints_memory(tmp_path):
     chex.assert_trees_all_equal(parameters(loaded), parameters(model))
 
 
-def test_ages_are_not_rounded(tmp_path):
+def test_bfloat16_refuses_large_ages(tmp_path):
     many = {f"ltm_ages__{i}": np.arange(20) * 513 for i in range(3)}
     model = load_official(official(tmp_path, **many), HF)
     with pytest.raises(ValueError, match="must be 'float32' .*ages of up to 9747"):
@@ -258,7 +258,7 @@ def flagged(tmp_path, **flags):
 
 
 @pytest.mark.slow
-def test_memoryllms_flag_is_heeded(golden, tmp_path):
+def test_unwritten_memoryllm_is_refused(golden, tmp_path):
     config = dataclasses.replace(golden.config, num_retrieved=0)
 
     def load(**flags):
@@ -307,14 +307,14 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
         load_official(tmp_path / "model.pt", HF)
 
 
-def test_without_a_store_its_tensors_are_passed_over(golden):
+def test_store_tensors_are_ignored_without_a_store(golden):
     config = dataclasses.replace(golden.config, num_retrieved=0)
     model = load_official(FILE, HF, config)
     assert not hasattr(model, "query") and model.init_state(1).store is None
     np.testing.assert_array_equal(model.bos[...], golden.bos[...])
 
 
-def test_a_single_adapter_writes_and_reads(tmp_path):
+def test_single_adapter_is_used_for_writing_and_reading(tmp_path):
     tensors = load_file(FILE)
     one = {n.replace(".", "__"): None for n in tensors if "decoder_adapter" in n}
     model = load_official(official(tmp_path, **one), HF | {"add_decoder_lora": False})
@@ -350,7 +350,7 @@ def test_a_saved_model_is_loaded_again(make, changes, tmp_path):
         model.save(tmp_path / "saved")
 
 
-def test_a_folder_must_say_what_its_memory_is(tmp_path):
+def test_folder_without_memory_config_is_refused(tmp_path):
     build().save(tmp_path / "saved")
     file = tmp_path / "saved" / "config.json"
     record = json.loads(file.read_text())

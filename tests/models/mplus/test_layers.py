@@ -50,7 +50,7 @@ def build(stored):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, K, C])
-def test_what_a_layer_is_given_is_what_the_one_before_makes(count):
+def test_layer_inputs_are_previous_outputs(count):
     """Beside the position, which is added before every layer."""
     pair, tokens = [build("output"), build("input")], TOKENS[:, :count]
     memory = jax.random.normal(jax.random.key(4), (B, L, K, D))
@@ -66,7 +66,7 @@ def test_what_a_layer_is_given_is_what_the_one_before_makes(count):
 
 
 @pytest.mark.slow
-def test_bos_is_what_the_backbone_makes_of_a_first_position():
+def test_bos_equals_first_position_states():
     bos = init_bos(BACKBONE)
     mean = BACKBONE.embedding.get_value().mean(axis=0)
     np.testing.assert_array_equal(bos[0], mean)

@@ -105,13 +105,13 @@ def _case(request):
     return model, states, logits
 
 
-def test_a_call_equals_its_tokens_one_by_one(case):
+def test_call_equals_single_tokens(case):
     model, states, logits = case
     close(run(model, states[0], TOKENS), (states[-1], logits))
 
 
 @pytest.mark.slow
-def test_a_call_continues_from_every_token(case):
+def test_call_continues_from_every_state(case):
     """So that any split of a text gives what its tokens give."""
     model, states, logits = case
     size = C + 1
@@ -121,7 +121,7 @@ def test_a_call_continues_from_every_token(case):
 
 
 @pytest.mark.slow
-def test_the_programs_store_keeps_the_law():
+def test_legacy_store_keeps_the_contract():
     model = build("legacy")
     states, logits = by_steps(model, model.init_state(B), TOKENS)
     close(run(model, states[0], TOKENS), (states[-1], logits))
@@ -132,7 +132,7 @@ def test_the_programs_store_keeps_the_law():
     assert np.abs(other - logits)[:, -1].max() > 1e-5
 
 
-def test_no_token_sees_later_ones_and_early_ones_are_remembered(case):
+def test_causality_and_memory(case):
     model, states, _ = case
     _, logits = run(model, states[0], TOKENS)
     # In an early chunk, when the pool fills, and in the last that is written.
@@ -147,7 +147,7 @@ def test_no_token_sees_later_ones_and_early_ones_are_remembered(case):
 
 
 @pytest.mark.slow
-def test_batch_elements_of_different_lengths_are_independent(case):
+def test_batch_elements_are_independent(case):
     model, states, logits = case
     at, size = 4 * C + 3, C + 1
     state = model.reset(states[at], jnp.array([True, False]))
@@ -203,7 +203,7 @@ def test_the_state_is_a_fixed_point_in_float32(case):
 
 
 @pytest.mark.slow
-def test_gradients_are_finite_and_reach_what_the_loss_sees():
+def test_gradients_are_finite_and_nonzero():
     model = build()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     state, _ = run(model, model.init_state(B), TOKENS)
@@ -236,7 +236,7 @@ def test_gradients_are_finite_and_reach_what_the_loss_sees():
 
 
 @pytest.mark.slow
-def test_rows_of_a_batch_can_be_mapped_over():
+def test_vmap_over_batch_elements():
     model = build()
     graph, params = nnx.split(model)
     state, _ = run(model, model.init_state(B), TOKENS)
@@ -263,7 +263,7 @@ def test_bfloat16_is_close_to_float32():
     assert low_parts == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_an_empty_memory_is_the_plain_backbone():
+def test_empty_memory_equals_the_backbone():
     """With the adapter that reads: without its changes, the backbone itself."""
     model = build()
     plain = add_mplus(model.backbone, CONFIG, key=jax.random.key(0))
@@ -301,7 +301,7 @@ def _injected():
 
 
 @pytest.mark.slow
-def test_inject_leaves_the_same_memory_as_a_call(injected):
+def test_inject_equals_call(injected):
     """But for the queries, which only tokens that were read have."""
     model, states = injected
     close(tiny.method(model, "inject", states[0], TOKENS), states[-1])
@@ -328,7 +328,7 @@ def test_every_memory_token_keeps_its_birth_date():
         assert pooled.tolist() == sorted(pooled)
 
 
-def test_queries_of_a_longer_chunk_before_stay_behind_those_of_a_shorter():
+def test_queries_of_a_longer_previous_chunk_are_kept():
     model = build()
     state = model.init_state(B)._replace(
         num_queries=jnp.full(B, C, jnp.int32), length=jnp.array([2, C], jnp.int32)
@@ -341,7 +341,7 @@ def test_queries_of_a_longer_chunk_before_stay_behind_those_of_a_shorter():
 
 
 @pytest.mark.slow
-def test_flush_writes_chunks_of_least_chunk_tokens(injected):
+def test_flush_writes_chunks_of_min_chunk_size(injected):
     model, (empty, one, two, _) = injected
     assert CONFIG.min_chunk_size == 2
 
@@ -389,7 +389,7 @@ def test_the_open_chunk_is_read(injected):
 
 
 @pytest.mark.slow
-def test_only_the_prompt_retrieves_and_decode_continues(injected):
+def test_prompt_alone_retrieves_and_decode_continues(injected):
     model, (*_, state) = injected
     tokens = TOKENS[:, 4:11]
     _, whole = read(model, state, tokens, prompt=4)
@@ -404,7 +404,7 @@ def test_only_the_prompt_retrieves_and_decode_continues(injected):
 
 
 @pytest.mark.slow
-def test_greedy_generation_picks_the_likeliest_tokens_of_a_read(injected):
+def test_greedy_generation_equals_argmax_of_read(injected):
     model, (*_, state) = injected
     prompt, count = TOKENS[:, 5:9], 4
     answer = model.generate(
@@ -419,7 +419,7 @@ def test_greedy_generation_picks_the_likeliest_tokens_of_a_read(injected):
 
 
 @pytest.mark.slow
-def test_generation_goes_on_beyond_a_chunk():
+def test_generation_continues_beyond_a_chunk():
     model = build()
     state, drawn, *_ = generate(
         model, model.init_state(B), TOKENS[:, : C + 1], T - C,
@@ -432,7 +432,7 @@ def test_generation_goes_on_beyond_a_chunk():
 
 
 @pytest.mark.slow
-def test_a_seed_fixes_what_is_dropped_and_batch_elements_differ():
+def test_key_determines_dropped_rows():
     model = build("memoryllm")
     same = jnp.broadcast_to(TOKENS[:1], TOKENS.shape)
     states = [

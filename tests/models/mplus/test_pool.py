@@ -62,7 +62,7 @@ def chi_square(counts):
     return ((counts - expected) ** 2 / expected).sum()
 
 
-def test_drops_are_uniform_and_layers_drop_apart():
+def test_drops_are_uniform_and_independent_by_layer():
     """Coarse chi-square tests: the bounds are five deviations above the mean."""
     draw = functools.partial(short_term_pool.draw_dropped, layers=L, rows=N, count=K)
     keys = jax.random.split(jax.random.key(0), 4000)

@@ -78,7 +78,7 @@ masks = st.lists(
 
 @settings(deadline=None, max_examples=30)
 @given(batches(9), masks)
-def test_the_youngest_rows_stay(born, taken):
+def test_oldest_rows_are_evicted(born, taken):
     store, given_ = long_term_store.empty(OLDEST, B, L, D), {}
     for update, mask in enumerate(taken):
         new = born[:, :, update]
@@ -113,7 +113,7 @@ class Program:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(batches(9), masks)
-def test_rows_leave_by_their_recall_frequency(born, taken):
+def test_eviction_by_recall_frequency(born, taken):
     config = BY_FREQUENCY
     store = long_term_store.empty(config, B, L, D)
     programs = {(row, i): Program(config) for row in range(B) for i in range(L)}
@@ -129,7 +129,7 @@ def test_rows_leave_by_their_recall_frequency(born, taken):
             same(np.asarray(store.recalls)[row, :merged], program.recalls)
 
 
-def test_nothing_is_evicted_while_at_most_r_rows_would_remain():
+def test_at_least_r_rows_remain():
     """No more than R would be left: nothing goes, and no frequency falls."""
     config = MPlusConfig(
         **SIZES, store_size=8, eviction="frequency", merge_every=1, recalls=2.0
@@ -165,7 +165,7 @@ def filled(config, born, keys, merged=None):
     )
 
 
-def test_a_row_of_equal_age_does_not_replace_a_stored_one():
+def test_equal_age_keeps_the_stored_row():
     keys = np.zeros((OLDEST.store_size, KEYS))
     store = filled(OLDEST, [5] * OLDEST.store_size, keys)
     same_age = _append(OLDEST, store, told(np.full((B, L, K), 5)), jnp.ones(B, bool))
@@ -179,7 +179,7 @@ def test_a_row_of_equal_age_does_not_replace_a_stored_one():
     ]
 
 
-def test_the_order_of_rows_does_not_depend_on_the_neighbour():
+def test_row_order_is_independent_of_other_batch_elements():
     """Another batch element's store is full, and its rows are replaced."""
     keys = np.zeros((OLDEST.store_size, KEYS))
     full = filled(OLDEST, range(OLDEST.store_size), keys)
@@ -194,7 +194,7 @@ def test_the_order_of_rows_does_not_depend_on_the_neighbour():
         jax.tree.map(lambda a, b: same(a[0], b[0]), a, b)
 
 
-def test_rows_keep_their_order_where_the_clock_runs_around():
+def test_row_order_when_the_clock_wraps():
     times = (2**31 - 3 + np.arange(9)).astype(np.int32)
     assert times.min() < 0 < times.max()
     keys = np.zeros((OLDEST.store_size, KEYS))
@@ -254,7 +254,7 @@ def probabilities(keys, queries):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(ROWS, QUERIES)
-def test_rows_of_highest_p_are_retrieved_oldest_first(rows, queries):
+def test_top_rows_are_retrieved_oldest_first(rows, queries):
     """Few different numbers, so that many scores and births are alike."""
     born, keys = [row[0] for row in rows], [row[1:] for row in rows]
     store = filled(OLDEST, born, np.array(keys, float).reshape(-1, KEYS))
@@ -278,7 +278,7 @@ def test_rows_of_highest_p_are_retrieved_oldest_first(rows, queries):
     assert not found.rows[1].any()
 
 
-def test_of_equal_scores_the_first_are_retrieved():
+def test_ties_retrieve_the_first():
     born, keys = [5, 1, 4, 2, 3], np.zeros((5, KEYS))
     found = find(OLDEST, filled(OLDEST, born, keys), 0, [(1, 1, True)] * T)
     # Places 0, 1, 2, by their births.
@@ -309,7 +309,7 @@ def test_legacy_repeats_a_store_of_fewer_than_r_rows(merged):
     np.testing.assert_allclose(found.scores[0, : merged + 2], probability, atol=1e-6)
 
 
-def test_rows_of_equal_age_stand_in_rising_or_falling_order():
+def test_order_of_rows_of_equal_age():
     born, keys = [5, 1, 1, 5, 1], np.zeros((5, KEYS))
     for order, expected in (("rising", [1, 2, 0]), ("falling", [2, 1, 0])):
         config = dataclasses.replace(OLDEST, equal_ages=order)
@@ -318,7 +318,7 @@ def test_rows_of_equal_age_stand_in_rising_or_falling_order():
 
 
 @pytest.mark.parametrize("config", [OLDEST, BY_FREQUENCY, LEGACY])
-def test_an_empty_store_finds_nothing(config):
+def test_empty_store_retrieves_nothing(config):
     store = long_term_store.empty(config, B, L, D)
     found = find(config, store, 0, [(1, 1, True)] * T)
     assert not found.real.any() and not found.rows.any()

@@ -49,7 +49,7 @@ def read(state, tokens, *options):
 
 
 @pytest.mark.slow
-def test_no_later_token_chooses_rows_for_an_earlier_one():
+def test_retrieval_is_causal():
     store = injected().store
     assert store is not None and store.num_valid.tolist() == [8, 8]
     tokens = tiny.tokens(2, B, 5)
@@ -63,7 +63,7 @@ def test_no_later_token_chooses_rows_for_an_earlier_one():
 
 
 @pytest.mark.parametrize("num_valid", [0, 4, 6, 8])
-def test_new_memory_takes_the_place_of_empty_rows_first(num_valid):
+def test_empty_rows_are_replaced_first(num_valid):
     rows, new, draws = 8, 3, 20
     kept = jax.vmap(
         lambda key: short_term_pool.draw_kept(
@@ -83,7 +83,7 @@ NEW = jnp.zeros((B, 2, K, 16), jnp.float32)
 @pytest.mark.parametrize(
     "rows", [[1, 0], [1, 1], [2, 4], [-1, 2]], ids=["falling", "twice", "beyond", "-1"]
 )
-def test_rows_to_drop_or_keep_are_different_and_rise(rows):
+def test_row_indices_must_be_distinct_and_rising(rows):
     given = jnp.broadcast_to(jnp.array(rows), (B, 2, K))
     state = model().init_state(B)
     with pytest.raises(ValueError, match=r"dropped must be .* in rising .*\[0, 4\)"):
@@ -109,7 +109,7 @@ def test_reset_takes_a_mask_of_the_batch(mask):
 
 
 @pytest.mark.slow
-def test_a_call_after_inject_reads_rows_of_the_store():
+def test_call_after_inject_retrieves():
     for name in ("whole chunks", "an open chunk"):
         state = injected()
         if name == "an open chunk":
@@ -130,7 +130,7 @@ def alone(tree, b):
 
 
 @pytest.mark.slow
-def test_texts_of_unequal_lengths_are_injected_and_read_as_each_alone():
+def test_ragged_inject_and_read_equal_single_rows():
     given, question = tiny.tokens(4, B, 9), tiny.tokens(5, B, 4)
     asked = jnp.array([4, 2])
     # One element has an open chunk, and the other none.
@@ -163,7 +163,7 @@ def test_texts_of_unequal_lengths_are_injected_and_read_as_each_alone():
 
 
 @pytest.mark.slow
-def test_prompts_of_unequal_lengths_are_answered_as_each_alone():
+def test_ragged_prompts_equal_single_rows():
     greedy, key = Sampling(temperature=0.0), jax.random.key(0)
     prompts, lengths = tiny.tokens(6, B, 5), jnp.array([5, 2])
 
@@ -183,7 +183,7 @@ def test_prompts_of_unequal_lengths_are_answered_as_each_alone():
     "lengths",
     [jnp.array([1]), jnp.array([1.0, 2.0]), jnp.array([0, 1]), jnp.array([1, 4])],
 )
-def test_lengths_are_of_the_texts(lengths):
+def test_invalid_lengths_are_refused(lengths):
     state, tokens = model().init_state(B), tiny.tokens(0, B, 3)
     with pytest.raises(ValueError, match="lengths must be in"):
         model().read(state, tokens, ReadOptions(), lengths)
@@ -196,7 +196,7 @@ def test_lengths_are_of_the_texts(lengths):
 
 
 @pytest.mark.slow
-def test_memory_has_the_number_format_of_the_backbone(tmp_path):
+def test_memory_dtype_follows_the_backbone(tmp_path):
     """So that a decoded token copies no cache, and a store is as large as its rows."""
     key = jax.random.key(1)
     low = tiny.drawn(
