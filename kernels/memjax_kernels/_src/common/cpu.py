@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PyTree
 from memjax_kernels._src.common.varying import vary_alike
 
 # Between memories of 1 MB, with which the token loop takes less than half as long as
-# chunks, and of 8 MB, with which it is slower for some ops: experiments/ops/README.md.
+# chunks, and of 8 MB, with which it is slower for some ops: experiments/speed.
 LOOP_BYTES = 2 * 2**20
 
 # A product with ones must change no bit, which needs the full float32 product.

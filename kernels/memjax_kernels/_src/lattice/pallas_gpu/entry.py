@@ -8,7 +8,7 @@ reverse and computes each again from there. The saved memories and the reads are
 "lattice_chunk_states" and "lattice_reads" for rematerialisation policies.
 
 On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
-`experiments/ops`. Chunks of one token have kernels of their own, see `exact`.
+`experiments/speed`. Chunks of one token have kernels of their own, see `exact`.
 """
 
 from typing import Any

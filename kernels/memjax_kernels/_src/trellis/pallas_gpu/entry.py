@@ -10,7 +10,7 @@ backward kernel does not fit into shared memory (`has_backward`), gradients are 
 the XLA implementation, which computes the chunks again from the first.
 
 On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
-`experiments/ops`.
+`experiments/speed`.
 """
 
 import functools

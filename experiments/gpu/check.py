@@ -1,12 +1,12 @@
 """Do the GPU kernels compute what they should on a real GPU?
 
-    python -m experiments.ops.check_gpu --jobs 8
+    python -m experiments.gpu.check --jobs 8
 
 Compares every Mosaic GPU kernel with the token loop in float32 on the same bfloat16
 inputs: outputs, memories and all gradients, as relative root mean squares. The shapes
 are the benchmark's, scaled down, with open chunks and packed documents. Every case has
 a process of its own, because a kernel that fails can take its process's GPU with it.
-Prints a line a case. Writes results/ops/check_gpu.json where there is a GPU. The exit
+Prints a line a case. Writes results/gpu/check.json where there is a GPU. The exit
 code is 1 if a case disagrees or does not run, and 2 without a Hopper GPU.
 """
 
@@ -28,10 +28,10 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments.lab.results import RESULTS, settings, write_report
-from experiments.ops import cases
-from experiments.ops.cases import Shape
-from experiments.ops.ways import first_line
+from experiments.lab import ops
+from experiments.lab.ops import Shape
+from experiments.lab.results import RESULTS, Rows, settings, table, write_report
+from experiments.speed.ops import first_line
 from memjax_kernels import (
     LATTICE_VARIANTS,
     TrellisActivation,
@@ -67,7 +67,7 @@ class Config:
     jobs: int = 4
     seconds: int = 300
     case: str = ""
-    output: pathlib.Path = RESULTS / "ops" / "check_gpu"
+    output: pathlib.Path = RESULTS / "gpu" / "check"
 
     def __post_init__(self) -> None:
         """Refuses a tolerance that says nothing, and a case that there is not."""
@@ -129,7 +129,7 @@ def check_all(config: Config, console: Console) -> list[dict[str, Any]]:
 
 def in_process(config: Config, name: str) -> dict[str, Any]:
     """The row of a case that is checked in a new process."""
-    program = "experiments.ops.check_gpu"
+    program = "experiments.gpu.check"
     command = [sys.executable, "-m", program, "--case", name]
     command += ["--tolerance", str(config.tolerance)]
     begin = time.perf_counter()
@@ -183,7 +183,7 @@ def trellis_case(
     value: int = 64,
 ) -> Case:
     """Both passes, from open chunks, over resets."""
-    tokens = cases.inputs("trellis", shape, "bfloat16")
+    tokens = ops.inputs("trellis", shape, "bfloat16")
     wide = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
     tokens["v"] = wide
     b, t, h, d = shape
@@ -207,7 +207,7 @@ def trellis_case(
 
 def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
     """A variant, from chunks that XLA closes, over resets."""
-    tokens = cases.inputs("lattice", shape, "bfloat16")
+    tokens = ops.inputs("lattice", shape, "bfloat16")
     b, t, h, d = shape
     position, reset = positions_and_reset(b, t, chunk)
     state = dataclasses.replace(
@@ -302,6 +302,25 @@ def distance(actual, expected) -> float:
     a, b = (np.asarray(x, np.float64) for x in (actual, expected))
     apart = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-12))
     return float(apart) if np.isfinite(apart) else float("inf")
+
+
+@table("ops/check_gpu", "gpu/check", "gpu/check_second")
+def check(first: dict[str, Any], second: dict[str, Any]) -> Rows:
+    """The largest differences of each kernel from the token loop, by chunk size."""
+    # Of a case that was checked twice, the second row.
+    rows = {row["case"]: row for row in first["cases"] + second["cases"]}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, row in rows.items():
+        op, _, chunk, *_ = name.split()
+        found.setdefault(f"{op}, chunks of {chunk}", []).append(row)
+    for name, checked in found.items():
+        yield {
+            "kernel": name,
+            "cases": str(len(checked)),
+            f"within {second['config']['tolerance']}": str(
+                sum(row["agrees"] for row in checked)
+            ),
+        } | {f"worst {k}": f"{max(r[k] for r in checked):.1e}" for k in MEASURED}
 
 
 if __name__ == "__main__":

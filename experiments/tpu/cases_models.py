@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from experiments.lab import ops
 from experiments.lab.measure import tree_bytes
-from experiments.ops import cases
-from experiments.ops.cycles.case import Case, Program, shape
+from experiments.tpu.case import Case, Program, shape
 from memjax.aot.cycles.attention import shares
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import (
@@ -90,7 +90,7 @@ def elastic_layer(backward: bool) -> Program:
     computes = shares((config,), ELASTIC_TIME)
     if backward:
         given = (x, weights(memory), x)
-        return Program(cases.both(forward), given, shares=computes)
+        return Program(ops.with_gradients(forward), given, shares=computes)
     return Program(forward, (weights(memory), x), shares=computes)
 
 
@@ -107,10 +107,14 @@ def training_step(name: str, time: int, unrolled: bool = False) -> Program:
     config, batch_size = preset(name), TOKENS // time
     if unrolled:
         config = dataclasses.replace(config, scan_layers=False, remat=False)
-    model = nnx.eval_shape(lambda: LanguageModel(config, key=jax.random.key(0)))
+
+    def fresh() -> LanguageModel:
+        return LanguageModel(config, key=jax.random.key(0))
+
+    model = nnx.eval_shape(fresh)
     update = make_optimizer(OptimizerConfig(), 1000)
     step = StepConfig(accumulate=TOKENS // max(time, MICROBATCH))
-    fresh = lambda: LanguageModel(config, key=jax.random.key(0))
+
     state = jax.eval_shape(lambda: init_train_state(fresh(), update, step, batch_size))
     batch = Batch(
         tokens=shape(batch_size, time, dtype=jnp.int32),

@@ -1,4 +1,4 @@
-"""What a case is: a program, the chip it is compiled for, and its unit of work."""
+"""A case: a program, the chip it is compiled for, and its unit of work."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from memjax.aot.cycles.bundles import Shares
 
 
 class Program(NamedTuple):
-    """What is compiled.
+    """A function of jax with its arguments.
 
     Attributes:
         function: of jax.
@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A row of the table of cases.
+    """A program with its chip and unit.
 
     Attributes:
         build: makes the program; called in the process that compiles it.
@@ -50,12 +50,12 @@ class Case(NamedTuple):
 
     @property
     def peaks(self) -> Chip:
-        """What the chip can do."""
+        """Peaks of the chip."""
         return CHIPS[self.chip]
 
 
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
-    """What an array looks like; it stands for one where nothing is computed."""
+    """An array without values, of which nothing is computed."""
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 

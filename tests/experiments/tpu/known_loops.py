@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from experiments.ops.cycles.case import Case, Program
+from experiments.tpu.case import Case, Program
 
 GRID, MIDDLE, INNER, SCANNED = (4, 6), 7, 5, 37
 SIDE = 128

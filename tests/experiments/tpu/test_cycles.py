@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from experiments.lab.results import RESULTS
-from experiments.ops import tpu_cycles
-from experiments.ops.cycles.case import Case, Program
-from experiments.ops.cycles.cases import CASES
-from experiments.ops.cycles.compile import Facts, compile_case
-from experiments.ops.cycles.report import entry
+from experiments.tpu import cycles
+from experiments.tpu.case import Case, Program
+from experiments.tpu.compile import Facts, compile_case, entry
+from experiments.tpu.cycles import CASES
 from memjax.aot.cycles.bundles import Shares, read_schedule, read_use
 from memjax.aot.cycles.count import PROGRAM, Count, count
 from memjax.aot.cycles.program import read_program
@@ -134,10 +133,10 @@ def test_a_kernel_takes_as_long_as_the_bytes_that_it_says_it_moves(folder):
     says = ', backend_config={"cost_estimate":{"bytes_accessed":"40"}}'
     text = re.sub(r"(%kernel.1 = .*)", rf"\g<1>{says}", text)
     (folder / PROGRAM).write_text(text)
-    for speed, cycles in ((4.0, 10), (20.0, 3)):
+    for speed, expected in ((4.0, 10), (20.0, 3)):
         parts = count(folder, bytes_per_cycle=speed).parts
         (kernel,) = (x for x in parts if x.operation.name == "kernel.1")
-        assert kernel.cycles == cycles and kernel.scheduled == (cycles == 3)
+        assert kernel.cycles == expected and kernel.scheduled == (expected == 3)
 
 
 def test_an_entry_adds_up(folder):
@@ -155,14 +154,14 @@ def test_an_entry_adds_up(folder):
 
 
 def test_cases_that_are_counted_are_kept_unless_named():
-    config = tpu_cycles.Config()
+    config = cycles.Config()
     done = {"trellis/c64/forward": {}}
-    assert tpu_cycles.chosen(config, done) == [n for n in CASES if n not in done]
+    assert cycles.chosen(config, done) == [n for n in CASES if n not in done]
     config = dataclasses.replace(config, only=("trellis/c64/forward", "delta_rule"))
     names = ["trellis/c64/forward", "delta_rule/forward", "delta_rule/both"]
-    assert tpu_cycles.chosen(config, done) == names
+    assert cycles.chosen(config, done) == names
     with pytest.raises(ValueError, match="only must be one of .*got 'trellis/c65'"):
-        tpu_cycles.Config(only=("trellis/c65",))
+        cycles.Config(only=("trellis/c65",))
 
 
 def test_results_are_written_case_by_case(tmp_path, monkeypatch, capsys):
@@ -173,10 +172,10 @@ def test_results_are_written_case_by_case(tmp_path, monkeypatch, capsys):
             raise RuntimeError("delta_rule/forward does not compile: no reason")
         return row | {"name": name}
 
-    monkeypatch.setattr(tpu_cycles, "count_case", fake)
+    monkeypatch.setattr(cycles, "count_case", fake)
     output = tmp_path / "cycles"
     for only in ("ttt_linear/c16", "delta_rule"):
-        tpu_cycles.main(tpu_cycles.Config(only=(only,), output=output))
+        cycles.main(cycles.Config(only=(only,), output=output))
     cases = json.loads(output.with_suffix(".json").read_text())["cases"]
     assert list(cases) == [
         "delta_rule/both",
@@ -214,7 +213,7 @@ def test_known_loops_are_counted(tmp_path, monkeypatch):
 def test_kernels_do_not_get_slower(op):
     """Cycles rise by at most 10% over those that are committed."""
     name = f"{op}/small/forward"
-    committed = json.loads((RESULTS / "ops" / "tpu_cycles.json").read_text())["cases"]
-    found = tpu_cycles.count_case(name)
+    committed = json.loads((RESULTS / "tpu" / "cycles.json").read_text())["cases"]
+    found = cycles.count_case(name)
     assert found["cycles"] <= 1.1 * committed[name]["cycles"]
     assert found["kernels"] <= 1.1 * committed[name]["kernels"]

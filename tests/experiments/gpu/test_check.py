@@ -8,13 +8,13 @@ import jax
 import pytest
 from rich.console import Console
 
-from experiments.ops import check_gpu
-from experiments.ops.cases import Shape
+from experiments.gpu import check
+from experiments.lab.ops import Shape
 
 
 def test_nothing_is_checked_without_a_gpu(capsys, tmp_path):
     output = tmp_path / "result"
-    code = check_gpu.main(check_gpu.Config(output=output))
+    code = check.main(check.Config(output=output))
     error = capsys.readouterr().err
     assert code == 2 and not (tmp_path / "result.json").exists()
     assert error == "nothing was checked: it needs a gpu, jax runs on cpu\n"
@@ -22,7 +22,7 @@ def test_nothing_is_checked_without_a_gpu(capsys, tmp_path):
 
 def with_gradients(monkeypatch, off):
     """XLA in the place of forms whose gradients are off by a factor, by name."""
-    real = check_gpu.pull
+    real = check.pull
 
     def pull(case, implementation, tokens):
         if implementation not in off:
@@ -31,9 +31,9 @@ def with_gradients(monkeypatch, off):
         scale = off[implementation]
         return after, y, jax.tree.map(lambda x: scale * x, gradients)
 
-    monkeypatch.setattr(check_gpu, "pull", pull)
-    case = check_gpu.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
-    return check_gpu.measure(case, 2e-2)
+    monkeypatch.setattr(check, "pull", pull)
+    case = check.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
+    return check.measure(case, 2e-2)
 
 
 @pytest.mark.slow
@@ -52,8 +52,8 @@ def test_a_kernel_may_be_as_far_from_the_loop_as_xla(monkeypatch):
 
 @pytest.mark.slow
 def test_a_kernel_that_does_not_run_is_named():
-    case = check_gpu.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
-    row = check_gpu.measure(case, 2e-2)
+    case = check.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
+    row = check.measure(case, 2e-2)
     assert not row["agrees"] and "needs a gpu" in row["error"]
 
 
@@ -62,11 +62,11 @@ def run_with(monkeypatch, code):
     real = subprocess.run
 
     def run(command, **options):
-        assert command[:3] == [sys.executable, "-m", "experiments.ops.check_gpu"]
+        assert command[:3] == [sys.executable, "-m", "experiments.gpu.check"]
         return real([sys.executable, "-c", code], **options)
 
     monkeypatch.setattr(subprocess, "run", run)
-    return check_gpu.in_process(check_gpu.Config(seconds=1), "a case")
+    return check.in_process(check.Config(seconds=1), "a case")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +91,15 @@ def test_a_case_hands_its_row_over(monkeypatch):
 
 def test_every_case_is_written(monkeypatch, tmp_path):
     def in_process(config, name):
-        numbers = dict.fromkeys(check_gpu.MEASURED, 1e-3)
+        numbers = dict.fromkeys(check.MEASURED, 1e-3)
         row = {"case": name, "error": "", "agrees": "softmax" not in name}
         return row | numbers | {"seconds": 1.0}
 
-    monkeypatch.setattr(check_gpu, "in_process", in_process)
-    config = check_gpu.Config(output=tmp_path / "result")
-    check_gpu.check_all(config, Console())
+    monkeypatch.setattr(check, "in_process", in_process)
+    config = check.Config(output=tmp_path / "result")
+    check.check_all(config, Console())
     cases = json.loads((tmp_path / "result.json").read_text())["cases"]
-    assert [row["case"] for row in cases] == list(check_gpu.all_cases())
+    assert [row["case"] for row in cases] == list(check.all_cases())
 
 
 @pytest.mark.parametrize(
@@ -112,4 +112,4 @@ def test_every_case_is_written(monkeypatch, tmp_path):
 )
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        check_gpu.Config(**options)
+        check.Config(**options)

@@ -1,6 +1,7 @@
 """Cases of M+ around a backbone of 8B parameters, and of HMT around one of 1B."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from experiments.lab.measure import tree_bytes
-from experiments.ops.cycles.case import Case, Program, shape
+from experiments.tpu.case import Case, Program, shape
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -51,9 +52,14 @@ def mplus_layer(decodes: bool) -> Program:
     # The smallest vocabulary: head and embedding are not of the layer.
     backbone = _llama(attention, layers=1, hidden=14_336, vocab_size=256)
     config = MPlusConfig(pool_size=POOL)
-    build = lambda: add_memoryllm(
-        LanguageModel(backbone, key=jax.random.key(0)), config, key=jax.random.key(1)
-    )
+
+    def build() -> Any:
+        return add_memoryllm(
+            LanguageModel(backbone, key=jax.random.key(0)),
+            config,
+            key=jax.random.key(1),
+        )
+
     model = nnx.eval_shape(build)
     graph, params = nnx.split(model)
     params = jax.tree.map(lambda x: shape(*x.shape), params)
@@ -66,7 +72,10 @@ def mplus_layer(decodes: bool) -> Program:
 
     def decode(params: PyTree, cache: PyTree, tokens: Array) -> tuple:
         weights = nnx.merge(graph, params).weights
-        step = lambda cache, token: read.decode(weights, cache, token, False, None)
+
+        def step(cache: PyTree, token: Array) -> tuple:
+            return read.decode(weights, cache, token, False, None)
+
         return jax.lax.scan(step, cache, tokens)
 
     given = (params, state, shape(1, CHUNK, dtype=jnp.int32))
@@ -107,7 +116,10 @@ def hmt(updates: bool) -> Program:
         data=SampleConfig(batch_size=SAMPLES),
     )
     key = jax.random.key(0)
-    build = lambda: stage.wrap(LanguageModel(backbone, key=key), key)
+
+    def build() -> Any:
+        return stage.wrap(LanguageModel(backbone, key=key), key)
+
     model = nnx.eval_shape(build)
     tokens = shape(SAMPLES, stage.context_length, dtype=jnp.int32)
     if not updates:

@@ -1,0 +1,1 @@
+"""Checks of kernels on a GPU."""

@@ -1,1 +1,0 @@
-"""Experiments: the ops, timed and checked."""

@@ -1,1 +1,0 @@
-"""Cycles of programs that are compiled for a TPU, counted without one."""

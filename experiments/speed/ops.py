@@ -1,0 +1,423 @@
+"""Speed of the ops, and their distance from the device's roofline.
+
+    OPENBLAS_NUM_THREADS=1 python -m experiments.speed.ops
+
+Every op in every implementation that runs here, forward and with backward, by
+interleaved timing; with it causal attention (cuDNN on a GPU) and, on a GPU where it is
+installed, flash-linear-attention. Each must first agree with the token loop: one that
+does not, or does not run, is named and not timed, and the exit code is 1 if it is ours.
+Then Trellis, Lattice and attention against length. `times_roofline` is the time over
+the least that the device allows for the op's operations and bytes; its peaks are the
+maker's on a GPU or TPU, and measured on a CPU by one matrix product and one copy.
+"""
+
+import concurrent.futures
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from experiments.lab import ops
+from experiments.lab.ops import Device, Shape
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    number,
+    settings,
+    show,
+    table,
+    times,
+    write_report,
+)
+from experiments.lab.timing import time_functions
+from experiments.speed import fla
+from memjax.checks import check_sizes, require_known
+
+#: Of the papers' and flash-linear-attention's benchmarks; then one for a CPU.
+SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))
+CPU_SHAPES = ((1, 4096, 4, 64),)
+#: Relative RMS from the token loop that agrees, by dtype of the inputs.
+AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}
+GROWN = ("trellis", "lattice", "attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that changes the result.
+
+    Attributes:
+        ops: which ops.
+        beside: ops that are timed with flash-linear-attention, where it is installed.
+            It tunes its kernels at their first run, minutes for each.
+        shapes: (batch, tokens, heads, width); empty is `SHAPES`, on a CPU `CPU_SHAPES`.
+        lengths: tokens at which growth is timed, heads and width of the first shape.
+        chunk_size: of TTT-linear, Trellis and Lattice.
+        dtype: of the inputs; None is bfloat16, on a CPU float32.
+        longest_loop: the token loop is timed up to this many tokens.
+        longest_attention: attention is timed up to this many tokens; None is 65,536,
+            on a CPU 8,192, where it stores all scores.
+        repeats: timings of each; None is 20, on a CPU 5.
+        output: where .json goes, without the ending.
+    """
+
+    ops: tuple[str, ...] = tuple(ops.ARGUMENTS)
+    beside: tuple[str, ...] = tuple(fla.PEERS)
+    shapes: tuple[tuple[int, int, int, int], ...] = ()
+    lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
+    chunk_size: int = 64
+    dtype: str | None = None
+    longest_loop: int = 4096
+    longest_attention: int | None = None
+    repeats: int | None = None
+    output: Path = RESULTS / "speed" / "ops"
+
+    def __post_init__(self) -> None:
+        for name, known in (("ops", ops.ARGUMENTS), ("beside", fla.PEERS)):
+            for op in getattr(self, name):
+                require_known(name, op, tuple(known))
+        check_sizes(repeats=1 if self.repeats is None else self.repeats)
+
+
+def settle(config: Config) -> Config:
+    """Fills in what depends on the device."""
+    cpu = jax.default_backend() == "cpu"
+    return dataclasses.replace(
+        config,
+        shapes=config.shapes or (CPU_SHAPES if cpu else SHAPES),
+        dtype=config.dtype or ("float32" if cpu else "bfloat16"),
+        longest_attention=config.longest_attention or (8192 if cpu else 65536),
+        repeats=config.repeats or (5 if cpu else 20),
+    )
+
+
+def this_device(rows: int = 2048, floats: int = 2**26) -> tuple[str, Device]:
+    """Peaks of the device: its maker's or, for a CPU, of a product and a copy."""
+    kind = jax.devices()[0].device_kind
+    names = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+    for name, device in ops.DEVICES.items():
+        if name in kind or names.get(kind) == name:
+            return f"{name}, as published", device
+    square, line = jnp.ones((rows, rows)), jnp.ones(floats)
+    product = jax.jit(jnp.matmul).lower(square, square).compile()
+    # In place: a new page costs more than its bytes.
+    add = jax.jit(lambda x: x + 1, donate_argnums=0).lower(line).compile()
+
+    def copy() -> None:
+        nonlocal line
+        line = jax.block_until_ready(add(line))
+
+    functions = {"product": lambda: product(square, square), "copy": copy}
+    found = time_functions(functions, 7)
+    flops = 2 * rows**3 / found["product"]["min_s"]
+    return f"{kind}, measured", Device(flops, 8 * floats / found["copy"]["min_s"])
+
+
+class Call(NamedTuple):
+    """A pass of an implementation.
+
+    Attributes:
+        run: waits for its result.
+        temporary_bytes: as the compiler says; None for a peer.
+        ours: not a peer, which may fail.
+    """
+
+    run: Callable[[], Any]
+    temporary_bytes: int | None
+    ours: bool
+
+
+def runnable(op: str, shape: Shape, config: Config) -> list[str]:
+    """Implementations that run here, the token loop where it is not too long."""
+    if op == "attention":
+        if shape.time > (config.longest_attention or 0):
+            return []
+        gpu = jax.default_backend() == "gpu"
+        return ["cudnn"] if gpu and config.dtype == "bfloat16" else ["xla"]
+    found = []
+    arrays = jax.eval_shape(lambda: ops.inputs(op, shape, str(config.dtype)))
+    for name in ops.IMPLEMENTATIONS:
+        if name == "reference" and shape.time > config.longest_loop:
+            continue
+        function = ops.forward(op, name, config.chunk_size)
+        try:
+            jax.eval_shape(function, *(arrays[x] for x in ops.ARGUMENTS[op]))
+        except ValueError:
+            continue  # The op says that this one does not run here.
+        found.append(name)
+    return found
+
+
+def agreement(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
+    """By implementation the relative RMS from the token loop, or why it is not timed.
+
+    Raises:
+        RuntimeError: the token loop does not run.
+    """
+    if op == "attention":
+        return {}
+    short = shape._replace(batch=1, time=2 * config.chunk_size + 17)
+    arrays = ops.inputs(op, short, str(config.dtype))
+    found: dict[str, float | str] = {}
+
+    def outputs(name: str) -> np.ndarray:
+        run = jax.jit(ops.forward(op, name, config.chunk_size))
+        return np.asarray(run(*arrays.values()), np.float32)
+
+    wanted = outputs("reference")
+    functions: dict[str, Callable[[], np.ndarray]] = {
+        name: lambda name=name: outputs(name) for name in runnable(op, short, config)
+    }
+    if op in config.beside and fla.available():
+        for name, peer in fla.peers(op, arrays, config.chunk_size).items():
+            if peer.same:
+                run = peer.forward
+                functions[name] = lambda run=run: run().float().cpu().numpy()
+    for name, function in functions.items():
+        try:
+            y = function()
+        except Exception as error:  # The others are to be timed all the same.
+            found[name] = first_line(error)
+            continue
+        error = float(np.sqrt(np.mean((y - wanted) ** 2) / np.mean(wanted**2)))
+        agrees = error <= AGREEMENT[str(config.dtype)]
+        found[name] = error if agrees else f"{error:.1e} from the token loop"
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the beginning of its message."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def compiled_calls(
+    op: str, shape: Shape, config: Config, agreed: Mapping[str, float | str]
+) -> dict[tuple[str, str], Call]:
+    """By implementation and pass, without those that do not agree."""
+    arrays = ops.inputs(op, shape, str(config.dtype))
+    cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
+    cotangent = cotangent.astype(arrays["v"].dtype)
+    calls: dict[tuple[str, str], Call] = {}
+    for name in runnable(op, shape, config):
+        if isinstance(agreed.get(name), str):
+            continue
+        function = ops.forward(op, name, config.chunk_size)
+        both = (ops.with_gradients(function), (cotangent, *arrays.values()))
+        passes = {"forward": (function, (*arrays.values(),)), "both": both}
+        for direction, (run, given) in passes.items():
+            compiled = jax.jit(run).lower(*given).compile()
+            temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+
+            def call(compiled: Any = compiled, given: Any = given) -> Any:
+                return jax.block_until_ready(compiled(*given))
+
+            calls[name, direction] = Call(call, temporary, True)
+    if op in config.beside and fla.available():
+        for name, peer in fla.peers(op, arrays, config.chunk_size).items():
+            if not isinstance(agreed.get(name), str):
+                calls[name, "forward"] = Call(peer.forward, None, False)
+                calls[name, "both"] = Call(peer.both, None, False)
+    return calls
+
+
+def measure(
+    op: str,
+    shape: Shape,
+    config: Config,
+    device: Device,
+    calls: dict[tuple[str, str], Call],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row for every implementation and pass, and one for each peer that failed."""
+    about = {"op": op} | shape._asdict()
+    rows, failed, runs = [], [], {}
+    for (name, direction), call in calls.items():
+        try:
+            call.run()
+        except Exception as error:
+            if call.ours:
+                raise
+            row = {"implementation": name, "pass": direction}
+            failed.append(about | row | {"why": first_line(error)})
+        else:
+            runs[f"{name}/{direction}"] = call.run
+    for label, found in time_functions(runs, config.repeats or 1).items():
+        name, direction = label.rsplit("/", 1)
+        back = direction == "both"
+        cost = ops.cost(op, shape, config.chunk_size, str(config.dtype), back)
+        median = found["median_s"]
+        rows.append(
+            about
+            | {"implementation": name, "pass": direction}
+            | found
+            | {
+                "tokens_per_s": shape.batch * shape.time / median,
+                "temporary_bytes": calls[name, direction].temporary_bytes,
+                "flops": cost.flops,
+                "bytes": cost.bytes,
+                "times_roofline": median / device.least_seconds(cost),
+            }
+        )
+    return rows, failed
+
+
+def run(config: Config, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Checks, then times; `save` gets the results so far after every shape."""
+    name, device = this_device()
+    result: dict[str, Any] = {"peaks": {"of": name} | device._asdict()}
+    result |= {"agreement": {}, "shapes": [], "growth": [], "failed": []}
+    agreed = result["agreement"]
+
+    def time_all(names: list[str], shape: Shape, config: Config, into: str) -> None:
+        for op in names:
+            key = f"{op} {shape.width}"
+            if key not in agreed:
+                agreed[key] = agreement(op, shape, config)
+                for name, why in agreed[key].items():
+                    if isinstance(why, str):
+                        row = {"op": op, "implementation": name, "why": why}
+                        result["failed"].append(row)
+        # Compiled side by side, before any is timed.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            calls = pool.map(
+                lambda op: compiled_calls(
+                    op, shape, config, agreed[f"{op} {shape.width}"]
+                ),
+                names,
+            )
+            compiled = dict(zip(names, calls, strict=True))
+        for op, found in compiled.items():
+            rows, failed = measure(op, shape, config, device, found)
+            result[into] += rows
+            result["failed"] += failed
+            columns = ("median_s", "min_s", "max_s", "tokens_per_s", "times_roofline")
+            label = "{implementation}, {pass}".format
+            cells = {label(**row): [row[c] for c in columns] for row in rows}
+            show(f"{op} {tuple(shape)}", columns, cells)
+        save(result)
+
+    for sizes in config.shapes:
+        time_all(list(config.ops), Shape(*sizes), config, "shapes")
+    first = Shape(*config.shapes[0])._replace(batch=1)
+    brief = dataclasses.replace(config, longest_loop=0)
+    for length in config.lengths:
+        grown = [op for op in GROWN if op in config.ops]
+        time_all(grown, first._replace(time=length), brief, "growth")
+    return result
+
+
+def main(config: Config) -> int:
+    """Times, prints and writes the results; the exit code."""
+    used = settle(config)
+
+    def save(measured: dict[str, Any]) -> None:
+        write_report(config.output, "speed of the ops", settings(used), measured)
+
+    measured = run(used, save)
+    for row in measured["failed"]:
+        print("not timed:", *(f"{k} {v}," for k, v in row.items()))
+    ours = {row["implementation"] for row in measured["failed"]}
+    return int(bool(ours & {*ops.IMPLEMENTATIONS}))
+
+
+Found = dict[str, dict[tuple[str, str], dict[str, Any]]]
+
+
+def _by_pass(result: dict[str, Any]) -> Found:
+    """By op, then by implementation and pass: of several kernels the fastest."""
+    found: Found = {}
+    for row in result["shapes"]:
+        name = row["implementation"]
+        kind = name if name in ("reference", "xla") else "kernel"
+        kind = "fla" if name.startswith("fla.") else kind
+        of = found.setdefault(row["op"], {})
+        before = of.get((kind, row["pass"]), row)
+        of[kind, row["pass"]] = min(row, before, key=lambda row: row["median_s"])
+    return found
+
+
+@table("ops/kernels", "speed/ops")
+def ops_cpu(result: dict[str, Any]) -> Rows:
+    """The chunked form against the token loop, forward and with backward."""
+    for op, of in _by_pass(result).items():
+        cells = {"op": op}
+        for direction, words in (("forward", "forward"), ("both", "with backward")):
+            loop, fast = of.get(("reference", direction)), of["xla", direction]
+            cells |= {
+                f"loop, {words}: ms": number(1e3 * loop["median_s"], 1) if loop else "",
+                f"chunks, {words}: ms": number(1e3 * fast["median_s"], 1),
+                f"speedup, {words}": times(
+                    loop["median_s"] / fast["median_s"] if loop else None
+                ),
+            }
+        yield cells | {"time over roofline": times(of["xla", "both"]["times_roofline"])}
+
+
+@table("ops/loops", "speed/ops_loops")
+def ops_loops(result: dict[str, Any]) -> Rows:
+    """Time of chunks over that of the token loop, by sizes, on a CPU."""
+    found: dict[str, dict[tuple[int, int], dict[tuple[str, str], float]]] = {}
+    for row in result["shapes"]:
+        sizes = row["batch"] * row["heads"], row["width"]
+        of = found.setdefault(row["op"], {}).setdefault(sizes, {})
+        of[row["implementation"], row["pass"]] = row["median_s"]
+    for op, by_size in found.items():
+        cells = {"chunks / loop": op}
+        for direction, words in (("forward", "forward"), ("both", "with backward")):
+            for count, width in sorted(by_size, key=lambda s: s[0] * s[1] ** 2):
+                taken = by_size[count, width]
+                memory = f"{count} of {width}: {4 * count * width**2 / 2**20:.2g} MB"
+                ratio = taken["xla", direction] / taken["reference", direction]
+                cells[f"{words}, {memory}"] = times(ratio)
+        yield cells
+
+
+@table("ops/growth", "speed/ops")
+def ops_growth(result: dict[str, Any]) -> Rows:
+    """Microseconds a token against length, forward with backward."""
+    found = [row for row in result["growth"] if row["pass"] == "both"]
+    lengths = sorted({row["time"] for row in found})
+    for op in dict.fromkeys(row["op"] for row in found):
+        taken = {r["time"]: 1e6 / r["tokens_per_s"] for r in found if r["op"] == op}
+        cells = {f"{n:,} tokens": number(taken.get(n), 0) for n in lengths}
+        yield {"µs a token": op} | cells
+
+
+@table("ops/kernels_gpu", "speed/ops_gpu")
+def ops_gpu(result: dict[str, Any]) -> Rows:
+    """Milliseconds of XLA, our kernels and flash-linear-attention."""
+    for op, of in _by_pass(result).items():
+        cells = {"op": op}
+        for direction, words in (("forward", "forward"), ("both", "with backward")):
+            for kind, name in (("xla", "XLA"), ("kernel", "kernel"), ("fla", "fla")):
+                row = of.get((kind, direction))
+                ms = number(1e3 * row["median_s"], 2) if row else ""
+                cells[f"{words}, {name}: ms"] = ms
+        best = min(row["times_roofline"] for (_, d), row in of.items() if d == "both")
+        yield cells | {"fastest over roofline": times(best)}
+
+
+@table("ops/growth_gpu", "speed/ops_gpu")
+def ops_growth_gpu(result: dict[str, Any]) -> Rows:
+    """Milliseconds at one long sequence."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for row in result["growth"]:
+        key = f"{row['op']}, {row['implementation']}", row["time"]
+        milliseconds = number(1e3 * row["median_s"], 2)
+        found.setdefault(key, {})[row["pass"]] = milliseconds
+    for (name, tokens), of in found.items():
+        yield {
+            "op": name,
+            "tokens": f"{tokens:,}",
+            "forward: ms": of["forward"],
+            "with backward: ms": of["both"],
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config)))

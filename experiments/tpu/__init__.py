@@ -1,0 +1,1 @@
+"""Cycles of programs that are compiled for a TPU."""

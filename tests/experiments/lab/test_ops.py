@@ -1,0 +1,110 @@
+"""Operations and bytes of the ops agree with XLA's count; inputs; the roofline."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import memjax_kernels
+from experiments.lab import ops
+from experiments.lab.ops import Cost, Device, Shape, Sizes
+
+RECURRENT = [op for op in ops.ARGUMENTS if op != "attention"]
+
+
+@pytest.mark.parametrize(
+    ("flops", "bytes_", "seconds"), [(100.0, 4.0, 10.0), (100.0, 40.0, 20.0)]
+)
+def test_roofline_is_the_slower_side(flops, bytes_, seconds):
+    device = Device(flops=10.0, bandwidth=2.0)
+    assert device.least_seconds(Cost(flops, bytes_)) == seconds
+
+
+def test_devices_turn_from_memory_to_compute_where_their_makers_say():
+    """Operations a byte at the ridge, from the data sheets."""
+    ridges = {name: round(d.flops / d.bandwidth) for name, d in ops.DEVICES.items()}
+    assert ridges == {"H100": 295, "H200": 206, "v5e": 241, "v5p": 166, "v6e": 560}
+
+
+def test_bytes_of_trellis():
+    # q, k, v, alpha, y in 2 bytes, kept memories once per chunk, four float32 gates.
+    expected = 3 * (2 * (5 * 64 + 2 * 64 * 64 / 32) + 16)
+    sizes = Sizes(64, 64, 64, 32)
+    assert ops.cost_of_pass("trellis", 3, 1, sizes, False).bytes == expected
+
+
+def test_bytes_of_the_delta_rule():
+    # Tokens and float32 gates, the memory before and after, and gradients of all.
+    sizes = Sizes(32, 64, itemsize=4)
+    forward, backward = (
+        ops.cost_of_pass("gated_delta_rule", 128, 2, sizes, back).bytes
+        for back in (False, True)
+    )
+    inputs, memory = 4 * 128 * (2 * 32 + 64 + 2), 4 * 2 * 32 * 64
+    assert forward == inputs + 4 * 128 * 64 + 2 * memory
+    assert backward == 2 * inputs + 4 * 128 * 64 + 2 * memory
+
+
+@pytest.mark.parametrize(
+    "op", ["linear_attention", "ssd", "gla", "gated_slots", "delta_rule"]
+)
+def test_work_grows_with_the_tokens_and_the_memory_moves_once(op):
+    once, twice = (
+        ops.cost_of_pass(op, tokens, 2, Sizes(64, 64, 64), False)
+        for tokens in (128, 256)
+    )
+    assert twice.flops == 2 * once.flops
+    assert once.bytes < twice.bytes < 2 * once.bytes
+
+
+def counted(function: Any, *arguments: Any) -> float:
+    """Operations by XLA's count, element by element as well."""
+    analysis: Any = jax.jit(function).lower(*arguments).compile().cost_analysis()
+    return analysis["flops"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", RECURRENT)
+def test_operations_are_those_that_xla_counts(op):
+    """In one chunk, where no loop hides work; XLA counts elementwise work as well."""
+    linear = op in ("gla", "gated_slots")
+    size = 32 if linear or op in ops.CHUNKED else 64
+    shape = Shape(1, size, 2, 64)
+    arrays = jax.eval_shape(lambda: ops.inputs(op, shape, "float32"))
+    given = [arrays[name] for name in ops.ARGUMENTS[op]]
+    function = ops.forward(op, "xla", size)
+    forward = counted(function, *given)
+    both = counted(ops.with_gradients(function), arrays["v"], *given)
+    for backward, flops in ((False, forward), (True, both)):
+        expected = ops.cost(op, shape, size, "float32", backward).flops
+        assert 0.6 < flops / expected < 1.25, (backward, flops / expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "variant"), [(32, "dec"), (32, "sim"), (1, "enc")])
+def test_operations_of_lattice_are_those_that_xla_counts(size, variant):
+    def array(*widths: int) -> Any:
+        return jax.ShapeDtypeStruct((1, size, 2, *widths), jnp.float32)
+
+    def call(*arrays: Any) -> Any:
+        return memjax_kernels.lattice(
+            *arrays, chunk_size=size, variant=variant, implementation="xla"
+        )
+
+    flops = counted(call, array(32), array(32), array(64), array())
+    work = ops.work("lattice", Sizes(0, 64, 32, size), variant)
+    assert 0.8 < flops / (2 * size * work.forward) < 1.2
+    assert 2.4 <= work.backward / work.forward <= 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", RECURRENT)
+def test_every_op_takes_its_inputs_and_has_a_cost(op):
+    shape = Shape(1, 20, 2, 16)
+    arrays = ops.inputs(op, shape, "float32")
+    assert tuple(arrays) == ops.ARGUMENTS[op]
+    y = ops.forward(op, "reference", 16)(*arrays.values())
+    assert y.shape == (1, 20, 2, 16) and bool(jnp.isfinite(y).all())
+    ahead, both = (ops.cost(op, shape, 16, "float32", back) for back in (False, True))
+    assert 0 < ahead.flops < both.flops and 0 < ahead.bytes < both.bytes

@@ -1,0 +1,92 @@
+"""The benchmark of the ops times what agrees with the token loop, and adds up."""
+
+import functools
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from experiments.lab import ops as lab
+from experiments.lab.ops import DEVICES, Shape
+from experiments.speed import fla, ops
+
+SMALL = (1, 40, 1, 16)
+
+
+@pytest.mark.slow
+def test_every_implementation_has_both_passes(tmp_path, monkeypatch):
+    quick = functools.partial(ops.this_device, 128, 2**12)
+    monkeypatch.setattr(ops, "this_device", quick)
+    config = ops.Config(
+        ops=("trellis", "attention"),
+        shapes=(SMALL,),
+        lengths=(32,),
+        chunk_size=16,
+        repeats=1,
+        output=tmp_path / "ops",
+    )
+    assert ops.main(config) == 0
+    report = json.loads((tmp_path / "ops.json").read_text())
+    found = {(r["op"], r["implementation"], r["pass"]) for r in report["shapes"]}
+    pairs = [("trellis", "reference"), ("trellis", "xla"), ("attention", "xla")]
+    assert found == {(*pair, p) for pair in pairs for p in ("forward", "both")}
+    for row in report["shapes"]:
+        assert row["tokens_per_s"] == pytest.approx(40 / row["median_s"])
+        least = max(
+            row["flops"] / report["peaks"]["flops"],
+            row["bytes"] / report["peaks"]["bandwidth"],
+        )
+        assert row["times_roofline"] == pytest.approx(row["median_s"] / least)
+    assert report["agreement"]["trellis 16"]["xla"] < 1e-4
+    assert {row["time"] for row in report["growth"]} == {32}
+
+
+def test_implementation_that_disagrees_is_not_timed(monkeypatch):
+    config = ops.settle(ops.Config(shapes=(SMALL,), chunk_size=16))
+    real = lab.forward
+
+    def wrong(op, implementation, chunk_size):
+        run = real(op, implementation, chunk_size)
+        return (lambda *a: 1.01 * run(*a)) if implementation == "xla" else run
+
+    monkeypatch.setattr(lab, "forward", wrong)
+    shape, op = Shape(*SMALL), "linear_attention"
+    found = ops.agreement(op, shape, config)
+    assert found == {"reference": 0.0, "xla": "1.0e-02 from the token loop"}
+    calls = ops.compiled_calls(op, shape, config, found)
+    assert {name for name, _ in calls} == {"reference"}
+
+
+def test_peer_that_fails_is_named_and_ours_raises():
+    def fails():
+        raise RuntimeError("wrong on this GPU\nand more")
+
+    config = ops.settle(ops.Config(repeats=1))
+    of = ("gla", Shape(*SMALL), config, DEVICES["v5e"])
+    theirs = {
+        ("theirs", "forward"): ops.Call(lambda: jnp.zeros(()), None, False),
+        ("theirs", "both"): ops.Call(fails, None, False),
+    }
+    rows, failed = ops.measure(*of, theirs)
+    assert [(r["implementation"], r["pass"]) for r in rows] == [("theirs", "forward")]
+    assert failed[0]["pass"] == "both"
+    assert failed[0]["why"] == "RuntimeError: wrong on this GPU"
+    with pytest.raises(RuntimeError, match="wrong on this GPU"):
+        ops.measure(*of, {("xla", "both"): ops.Call(fails, None, True)})
+
+
+def test_peers_are_named_by_our_ops():
+    assert set(fla.PEERS) <= set(lab.ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ops": ("gru",)}, r"ops must be .*gru"),
+        ({"beside": ("attention",)}, r"beside must be .*attention"),
+        ({"repeats": 0}, "repeats must"),
+    ],
+)
+def test_bad_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ops.Config(**options)
