@@ -1,6 +1,6 @@
 """Sampling of a trained memory at other points, without training it again.
 
-    python -m experiments.elastic.sampling --run-dir runs/books/elastic-42
+    python -m experiments.elastic.sampling --run-dir runs/books/elastic/seed42
 
 One trained Elastic Memory is read with other samplings, decays and numbers of memory
 tokens (the paper's tables 5 and 6, and L_mem, for which it gives no value). All score
@@ -44,7 +44,7 @@ class Config:
         output: where .json goes, without the ending.
     """
 
-    run_dir: Path = Path("runs/books/elastic-42")
+    run_dir: Path = Path("runs/books/elastic/seed42")
     texts: int = 8
     memory_tokens: tuple[int, ...] = (4, 16, 64, 128)
     decays: tuple[float, ...] = (0.8, 0.9, 0.95)

@@ -1,93 +1,344 @@
-"""Does a memory help beyond the window? Trains small models on real books and shows.
-
-    python -m experiments.memories.books
-
-Three models have equal parameters, see the same batches in the same order, and are
-scored on the same held-out documents: a Transformer++ with short sliding windows; one
-whose windows are longer, so that they keep as many bytes as the memory; and Elastic
-Memory, which is the first with one of its layers reading a compressed history. An
-n-gram of the training documents says what counting alone predicts. Writes a table,
-results.json, a plot of loss by position, and a sample of text. Running it again goes on
-where it was stopped. What was measured (`experiments/results/books/`) is from
+"""Does a memory lower perplexity beyond the window, on real documents?
 
     python -m experiments.corpus.comparison --destination comparison
-    python -m experiments.memories.books --source folder:comparison --seeds 2 \\
+    python -m experiments.memories.books --source folder:comparison --seeds 42 43 \\
         --steps 8000
-    python -m experiments.memories.books --source folder:comparison --seeds 2 \\
+    python -m experiments.memories.books --source folder:comparison --seeds 42 43 \\
         --steps 2000 --window 64 --run-dir runs/books64
+
+Rows: three small models of equal parameters, trained on the same batches in the same
+order: a Transformer++ with short sliding windows; one with windows of as many bytes as
+the memory; Elastic Memory, which is the first with a compressed history in one of its
+three layers; and an n-gram of the training documents. Columns: perplexity of held-out
+documents, beyond the short window by kind; the loss difference of the memory.
+
+It does not show what larger models do with a memory: on prose, the 3-gram is ahead of
+the models with windows of 64.
 """
 
-import json
-import time
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 import tyro
 
-from experiments.memories.books_models import FAMILIES, Config, name_of, run_config
-from experiments.memories.books_report import result_of, show_tables
-from experiments.memories.books_scores import test_documents, train_and_score
-from memjax.data import load_tokenizer
+from experiments.lab import measure, study
+from experiments.lab.baselines import ORDER, NGram
+from experiments.lab.intervals import (
+    format_interval,
+    format_seeds,
+    loss_difference,
+    mean_losses,
+    select_kind,
+)
+from experiments.lab.results import Rows, figure, number, settings, table, write_report
+from memjax import evaluation
+from memjax.checks import check_sizes
+from memjax.config_io import to_record
+from memjax.data import TokenisedDocument, load_tokenizer
+from memjax.evaluation import TokenLosses, plots
+from memjax.evaluation.drawing import source_of
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.presets import TINY
+from memjax.training import LoopConfig, OptimizerConfig, run_data
 from memjax.training import pretrain as run
-from memjax.training import run_data
-from memjax.training.checkpoints.checksums import write_atomically
-from memjax.training.distributed import sharding
+
+#: The models, and the name of the last in tables.
+FAMILIES = ("window", "wide", "elastic")
+MEMORY = "Elastic Memory"
+RESULTS = ("memories/books_window8", "memories/books_window64")
+#: Seconds of an update of 1,024 tokens, on two cores.
+SECONDS_AN_UPDATE = 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Models, training and documents.
+
+    Attributes:
+        steps: of each model.
+        source: documents, as `memjax train` takes them.
+        seeds: of parameters and data order.
+        window: tokens that attention sees, and block of the memory.
+        context_length: tokens of a text.
+        batch_size: texts in an update.
+        test_texts: held-out texts of each document that are scored.
+        learning_rate: peak.
+        plan: print the missing runs, and stop.
+        run_dir: of runs, results and plots.
+    """
+
+    steps: int = 2000
+    source: str = "embedded"
+    seeds: tuple[int, ...] = (42,)
+    window: int = 8
+    context_length: int = 1024
+    batch_size: int = 1
+    test_texts: int = 32
+    learning_rate: float = 3e-3
+    plan: bool = False
+    run_dir: Path = Path("runs/books")
+
+    def __post_init__(self):
+        sizes = {"test_texts": self.test_texts, "steps": self.steps}
+        check_sizes(**sizes, seeds=len(self.seeds))
+        if self.context_length <= self.window:
+            raise ValueError(
+                f"context_length={self.context_length} must be above "
+                f"window={self.window}: there is nothing beyond it to remember"
+            )
+
+    @property
+    def edges(self) -> list[int]:
+        """Of the bins of positions; the second is the window."""
+        return evaluation.log2_bins(self.context_length, first=self.window)
+
+
+def model_config(family: str, window: int) -> ModelConfig:
+    """A model of three layers; the memory is in the middle one."""
+    middle = "elastic_memory" if family == "elastic" else "sliding_window"
+    read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
+    size = dataclasses.replace(
+        TINY, num_layers=3, window=window, options={"elastic_memory": read}
+    )
+    return size.model("sliding_window", middle, "sliding_window", vocab_size=4096)
+
+
+def wide_window(window: int) -> int:
+    """Tokens of the shortest windows with no fewer bytes than the memory."""
+    memory = state_bytes(model_config("elastic", window))
+    wide = window
+    while state_bytes(model_config("wide", wide)) < memory:
+        wide += 1
+    return wide
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of a model's state of one text."""
+    return measure.tree_bytes(
+        jax.eval_shape(
+            lambda: LanguageModel(config, key=jax.random.key(0)).init_state(1)
+        )
+    )
+
+
+def window_of(config: Config, family: str) -> int:
+    """Tokens that the attention of a model sees."""
+    return wide_window(config.window) if family == "wide" else config.window
+
+
+def name_of(config: Config, family: str) -> str:
+    """As tables and plots have it."""
+    if family == "elastic":
+        return MEMORY
+    return f"windows of {window_of(config, family)}"
+
+
+def run_config(config: Config, family: str, seed: int) -> run.RunConfig:
+    """The run of one model."""
+    return run.RunConfig(
+        model=model_config(family, window_of(config, family)),
+        data=run.DataConfig(
+            source=config.source,
+            context_length=config.context_length,
+            batch_size=config.batch_size,
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=config.learning_rate, warmup_ratio=0.05
+        ),
+        loop=LoopConfig(steps=config.steps, save_every=200, log_every=50),
+        seed=seed,
+    )
 
 
 def main(config: Config) -> None:
-    """Trains, scores and reports."""
-    began = time.monotonic()
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    # The runs compile what the timing compiled.
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        cache = config.run_dir.resolve() / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-    steps = _plan(config, began)
-    results: dict[str, list[dict]] = {family: [] for family in FAMILIES}
-    for family in FAMILIES:
-        for seed in range(config.seed, config.seed + config.seeds):
-            name = name_of(config, family)
-            print(f"\n{name}, seed {seed}: {steps} steps", flush=True)
-            results[family].append(train_and_score(config, family, steps, seed))
-    found = result_of(config, steps, results)
-    write_atomically(config.run_dir / "results.json", json.dumps(found, indent=1))
-    show_tables(found)
-    print(f"\n{found['sample']}\n\nwrote {config.run_dir}/results.json and .png")
+    """Trains and scores the missing runs, writes and prints."""
+    minutes = {"training": config.steps * SECONDS_AN_UPDATE / 60}
+    if config.plan:
+        study.plan(FAMILIES, config.seeds, config.run_dir, lambda family: minutes)
+        return
+    study.use_compile_cache(config.run_dir)
+
+    def measured(family: str, seed: int, folder: Path) -> dict[str, Any]:
+        settings = run_config(config, family, seed)
+        outcome = run.train(settings, folder)
+        if outcome.reason != "finished":
+            raise SystemExit(outcome.exit_code)
+        _, model = run.load_model(folder)
+        losses = evaluation.token_losses(
+            model,
+            test_documents(config),
+            context_length=config.context_length,
+            segment=config.context_length,
+            batch_size=8,
+        )
+        return {
+            "parameters": measure.num_parameters(model),
+            "state_bytes": state_bytes(settings.model),
+            "texts": measure.bin_losses(losses, config.edges),
+        }
+
+    rows = study.run_all(
+        FAMILIES,
+        config.seeds,
+        measured,
+        run_dir=config.run_dir,
+        identity=lambda family, seed: [
+            to_record(run_config(config, family, seed)),
+            config.test_texts,
+        ],
+    )
+    found = report(config, rows)
+    output = config.run_dir / "results"
+    question = "does a memory help beyond the window?"
+    shown = settings(config) | {"wide": wide_window(config.window)}
+    result = write_report(output, question, shown, found)
+    plot(result, Path(f"{output}.png"))
+    for base, kinds in result["gains"].items():
+        print(f"over {base}:", {k: format_interval(x, 4) for k, x in kinds.items()})
+    print(f"wrote {output}.json and .png")
 
 
-def _plan(config: Config, began: float) -> int:
-    """Steps that fit the budget, kept for reruns of the same folder."""
-    file = config.run_dir / "plan.json"
-    if file.exists():
-        return json.loads(file.read_text())["steps"]
-    steps = config.steps
-    if not steps:
-        # Scoring costs about a third of a training step a batch; compiling again,
-        # saving and sampling take about a minute.
-        per_step = config.seeds * sum(_seconds(config, each) for each in FAMILIES)
-        texts = len(test_documents(config)) * config.test_texts
-        scoring = per_step * texts / config.batch_size / 3
-        left = 60 * config.minutes - (time.monotonic() - began) - scoring - 60
-        steps = max(20, int(left / per_step))
-    write_atomically(file, json.dumps({"steps": steps}))
-    return steps
+def test_documents(config: Config) -> list[TokenisedDocument]:
+    """Held-out documents, each up to the texts that are scored of it."""
+    longest = config.test_texts * config.context_length + 1
+    return [
+        document._replace(tokens=document.tokens[:longest])
+        for document in _documents(config, "test")
+    ]
 
 
-def _seconds(config: Config, family: str) -> float:
-    """Seconds of one update, median of five after compiling."""
-    settings = run_config(config, family, 100, config.seed)
+def _documents(config: Config, split: Any) -> list[TokenisedDocument]:
+    settings = run_config(config, "window", 0)
     tokenizer = load_tokenizer(settings.data.tokenizer)
-    documents = run_data.load_split(settings, tokenizer, "train")
-    data = run_data.batches(settings, [documents])
-    state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
-    times = []
-    for _ in range(6):
-        start = time.monotonic()
-        state, metrics = step(state, next(data))
-        jax.block_until_ready(metrics)
-        times.append(time.monotonic() - start)
-    return float(np.median(times[1:]))
+    return list(run_data.load_split(settings, tokenizer, split))
+
+
+def count(config: Config) -> TokenLosses:
+    """The n-gram on the same texts, each counted from its own beginning."""
+    size = config.context_length
+    texts = [
+        document._replace(tokens=document.tokens[start : start + size + 1])
+        for document in test_documents(config)
+        for start in range(0, len(document.tokens) - 1, size)
+    ]
+    vocab_size = model_config("window", config.window).vocab_size
+    return NGram(_documents(config, "train"), ORDER, vocab_size).losses(texts)
+
+
+def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Perplexities, loss differences and losses by position; means over seeds."""
+    bins = len(config.edges) - 1
+    binned = {
+        family: [
+            measure.binned_losses(row["texts"], (0, bins))
+            for row in rows
+            if row["name"] == family
+        ]
+        for family in FAMILIES
+    }
+    sizes = ("parameters", "state_bytes")
+    models = {name_of(config, x["name"]): {k: x[k] for k in sizes} for x in rows}
+    means = {name_of(config, x): mean_losses(found) for x, found in binned.items()}
+    counted = measure.bin_losses(count(config), config.edges)
+    means[f"{ORDER}-gram"] = measure.binned_losses(counted, (0, bins))
+    for name, losses in means.items():
+        models[name] = models.get(name, {}) | _perplexities(losses)
+    return {
+        "steps": config.steps,
+        "models": models,
+        "gains": {
+            name_of(config, family): _differences(binned[family], binned["elastic"])
+            for family in FAMILIES
+            if family != "elastic"
+        },
+        "edges": config.edges,
+        "nats_by_position": {
+            name: evaluation.loss_by_position(losses, range(bins + 1))
+            for name, losses in means.items()
+        },
+    }
+
+
+def _perplexities(losses: TokenLosses) -> dict[str, Any]:
+    return {
+        "perplexity": evaluation.perplexity(losses),
+        "beyond_window": evaluation.perplexity(losses, first=1),
+        "beyond_window_by_kind": {
+            kind: evaluation.perplexity(losses, kind=kind, first=1)
+            for kind in sorted(set(losses.kinds))
+        },
+    }
+
+
+def _differences(base: list[TokenLosses], memory: list[TokenLosses]) -> dict[str, Any]:
+    """Loss difference beyond the short window by kind; of means, and by seed."""
+
+    def beyond(losses: TokenLosses) -> TokenLosses:
+        return losses._replace(nll=losses.nll[:, 1:], mask=losses.mask[:, 1:])
+
+    def saved(a: TokenLosses, b: TokenLosses, kind: str | None) -> dict[str, Any]:
+        return loss_difference(
+            select_kind(beyond(a), kind), select_kind(beyond(b), kind)
+        )
+
+    kinds = {"all": None} | {kind: kind for kind in sorted(set(memory[0].kinds))}
+    return {
+        name: saved(mean_losses(base), mean_losses(memory), kind)
+        | {
+            "by_seed": [
+                saved(a, b, kind)["nats"] for a, b in zip(base, memory, strict=True)
+            ]
+        }
+        for name, kind in kinds.items()
+    }
+
+
+@figure(*RESULTS)
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Losses by position."""
+    plots.loss_by_position(
+        result["nats_by_position"],
+        result["edges"],
+        path,
+        window=result["config"]["window"],
+        title="Held-out documents: loss by position",
+        source=source_of(result),
+    )
+
+
+@table("memories/books", *RESULTS)
+def perplexities(*results: Mapping[str, Any]) -> Rows:
+    """All models, with short windows and longer ones."""
+    for result in results:
+        window = result["config"]["window"]
+        for model, row in result["models"].items():
+            if "state_bytes" not in row and result is not results[0]:
+                continue  # The n-gram is the same in both.
+            name = f"{model}, blocks of {window}" if model == MEMORY else model
+            steps = result["steps"] if "state_bytes" in row else None
+            yield {
+                "": name,
+                "state size, bytes": number(row.get("state_bytes"), 0),
+                "updates": number(steps, 0),
+                "PPL": number(row["perplexity"], 1),
+                "PPL beyond the short window": number(row["beyond_window"], 1),
+            } | {k: number(x, 1) for k, x in row["beyond_window_by_kind"].items()}
+
+
+@table("memories/books_gain", *RESULTS)
+def differences(*results: Mapping[str, Any]) -> Rows:
+    """Loss difference of the memory beyond the short window, from each window."""
+    for result in results:
+        for base, found in result["gains"].items():
+            yield (
+                {"loss reduction by Elastic Memory, nats/token": f"over {base}"}
+                | {kind: format_interval(x) for kind, x in found.items()}
+                | {"all, with each seed": format_seeds(found["all"]["by_seed"])}
+            )
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(tyro.cli(Config, description=__doc__))

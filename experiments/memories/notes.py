@@ -1,26 +1,26 @@
 """Does a memory hold notes where a window and a text of as many bytes have lost them?
 
     python -m experiments.memories.notes
+    python -m experiments.memories.notes --plan
 
 A text of the embedded documents begins with notes: names and their numbers. It goes on
-for up to 32,768 bytes, and then the names are asked for (`task.py`). Models
-of equal parameters and equal state learn that on short texts of the training documents,
-and are asked about texts of the test documents. Beside them stand what else keeps as
-many bytes: a sliding window, which is trained alike; the text itself, which is read
-again without a mistake; and the same text compressed.
+for up to 32,768 bytes, and then the names are asked for (`notes_task`). Rows: memories
+of equal parameters and equal state, trained on short texts of the training documents;
+baselines of as many bytes: a sliding window, which is trained alike, the text itself,
+which is read again without a mistake, and the same text compressed. Columns: right
+answers by notes of a text and bytes since, on the test documents; the difference from
+the best baseline. Writes results.json and a plot to `run_dir`, below ten minutes.
 
-Prints a table and answers, and writes results.json and a plot to `run_dir`. A model
-that has its answers there is not trained again. What was measured is in
-`experiments/results/notes/notes.json`.
+It does not show language: names and numbers have ids of their own, so that the models
+are told what matters, and seeds differ by more than the intervals over texts.
 """
 
 import dataclasses
 import functools
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,35 +28,54 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from experiments.lab.results import settings, write_report
-from experiments.memories import mqar, notes_report, on_device, small_models
+from experiments.lab import study
+from experiments.lab.results import (
+    Rows,
+    figure,
+    percent,
+    settings,
+    show,
+    spread,
+    table,
+    thousands,
+    write_report,
+)
+from experiments.memories import mqar, on_device, small_models
 from experiments.memories import notes_task as notes
 from experiments.memories.recall import MODELS
 from experiments.memories.small_models import Scale
 from memjax.checks import check_sizes, require_known
+from memjax.evaluation.drawing import drawing, log_ticks, source_of
+from memjax.evaluation.statistics import interval, paired, standard_error
 from memjax.models import LanguageModel, ModelConfig
-from memjax.training.checkpoints.checksums import write_atomically
 
 #: Attention over short texts first: longer ones from the start teach nothing.
 STAGES = (mqar.SMALL.scale, Scale(2, 32, 2, 8, 1024, 6 * 1024, 600, 3e-3))
 WARMUPS = (0.3, 0.1)
-WINDOW = "sliding window"
-#: What keeps a state of constant size.
+#: Minutes of one training, on two cores.
+MINUTES = 2.5
+WINDOW, TEXT = "sliding window", "text, read again"
+COMPRESSED = "compressed text, read again"
+#: Rows with a state of constant size.
 MEMORIES = tuple(name for name in MODELS if name not in (WINDOW, "Transformer++"))
+
+# Share of right answers [distances, R] by the notes of a text.
+Shares = dict[int, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What changes the result.
+    """Rows, training and questions.
 
     Attributes:
-        models: memories, by their names in `recurrent.recall`; the window comes along.
+        models: memories, by their names in `recall`; the window is always a row.
         seeds: of parameters and training texts.
         updates: of both stages of the training.
         counts: notes of a text.
         distances: bytes of text between the notes and the questions, ascending.
         texts: of each of the test documents.
-        run_dir: where answers, results and the plot go.
+        plan: print the missing runs, and stop.
+        run_dir: of answers, results and the plot.
     """
 
     models: tuple[str, ...] = ("DeltaNet", "Trellis")
@@ -65,6 +84,7 @@ class Config:
     counts: tuple[int, ...] = (4, 16)
     distances: tuple[int, ...] = (64, 512, 2048, 8192, 16384, 32768)
     texts: int = 16
+    plan: bool = False
     run_dir: Path = Path("runs/notes")
 
     def __post_init__(self):
@@ -88,30 +108,55 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Trains what is not trained yet, asks, reports."""
+    """Trains the missing rows, asks, writes and prints."""
+    made = models(config)
+    if config.plan:
+        cost = {"training": MINUTES}
+        study.plan([*made], config.seeds, config.run_dir, lambda name: cost)
+        return
     began = time.monotonic()
     tests = {
         count: notes.draw_test(
-            *("test", config.texts, count, config.distances[-1], mqar.TEST)
+            "test", config.texts, count, config.distances[-1], mqar.TEST
         )
         for count in config.counts
     }
+
+    def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
+        trained, seconds = train(config, made[name], seed)
+        answers = {
+            str(n): answer(trained, test, config.distances).tolist()
+            for n, test in tests.items()
+        }
+        return {"seconds": seconds, "answers": answers}
+
+    asked = ("updates", "counts", "distances", "texts")
+    identity = {key: settings(config)[key] for key in asked}
+    rows = study.run_all(
+        [*made],
+        config.seeds,
+        measure,
+        run_dir=config.run_dir,
+        identity=lambda name, seed: identity,
+    )
     found = [
-        notes_report.Answered(
-            *(name, model),
-            [_answers(config, name, model, seed, tests) for seed in config.seeds],
-        )
-        for name, model in models(config).items()
+        Answered(name, model, [row for row in rows if row["name"] == name])
+        for name, model in made.items()
     ]
     question = "does a memory hold notes where as many bytes of anything else do not?"
-    report = notes_report.report(found, tests, config.distances)
-    report["minutes"] = (time.monotonic() - began) / 60
-    result = write_report(
-        config.run_dir / "results", question, settings(config), report
-    )
-    notes_report.plot(result, config.run_dir / "results.png")
-    notes_report.show(result)
-    print(f"\nwrote {config.run_dir}/results.json and .png")
+    results = report(found, tests, config.distances)
+    results["minutes"] = (time.monotonic() - began) / 60
+    output = config.run_dir / "results"
+    result = write_report(output, question, settings(config), results)
+    plot(result, config.run_dir / "results.png")
+    for name, rows_of in (
+        ("Right answers by notes of a text and bytes since", right),
+        ("Difference from the best baseline", ahead),
+    ):
+        shown = [row for row in rows_of.rows(result) if isinstance(row, Mapping)]
+        first, *columns = shown[0]
+        show(name, columns, {row[first]: [row[c] for c in columns] for row in shown})
+    print(f"wrote {output}.json and .png")
 
 
 def models(config: Config) -> dict[str, ModelConfig]:
@@ -121,45 +166,21 @@ def models(config: Config) -> dict[str, ModelConfig]:
     return small_models.equal_parameters(made, task.scale)
 
 
-def _answers(
-    config: Config,
-    name: str,
-    model: ModelConfig,
-    seed: int,
-    tests: Mapping[int, notes.Test],
-) -> dict[str, Any]:
-    """What a model answers, by the notes of a text; kept in the run folder."""
-    kept = ("updates", "counts", "distances", "texts")
-    identity = {key: value for key, value in settings(config).items() if key in kept}
-    file = config.run_dir / f"{name.replace(' ', '_')}-seed{seed}.json"
-    if file.exists() and (found := json.loads(file.read_text()))["of"] == identity:
-        return found
-    print(f"{name}, seed {seed}", flush=True)
-    trained, seconds = train(config, model, seed)
-    answered = {
-        str(n): answer(trained, x, config.distances).tolist() for n, x in tests.items()
-    }
-    found = {"of": identity, "seconds": seconds, "answers": answered}
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(found))
-    return found
-
-
 def train(config: Config, model: ModelConfig, seed: int) -> tuple[LanguageModel, float]:
     """A trained model and its seconds: short texts first, then longer ones."""
     trained, total = None, 0.0
     for scale, updates, warmup in zip(STAGES, config.updates, WARMUPS, strict=True):
         scale = scale._replace(steps=updates)
         run = small_models.run_config(scale, model, seed, warmup=warmup)
-        trained, seconds = on_device.train(run, _drawing(scale), trained)
+        trained, seconds = on_device.train(run, draw_batches(scale), trained)
         total += seconds
     assert trained is not None  # There are two stages.
     return trained, total
 
 
 @functools.lru_cache(maxsize=len(STAGES))
-def _drawing(scale: Scale):
-    """One function a stage, so that models share its text."""
+def draw_batches(scale: Scale):
+    """The function that draws a batch; one a stage, so that models share its text."""
     text, length = jnp.asarray(notes.text_of("train")), scale.context_length
     rows = scale.tokens_per_update // length
 
@@ -175,7 +196,7 @@ def answer(
 ) -> np.ndarray:
     """The likeliest number of each note [distances, R, N], asked at each distance.
 
-    The text is read once: questions are asked of the state there, which is kept.
+    The text is read once: questions are asked of a copy of the state there.
     """
     graph, params = nnx.split(model)
     state = _read(graph, params, model.init_state(len(test.first)), test.first)
@@ -202,5 +223,168 @@ def _ask(graph, params, state, questions, asked):
     return jnp.take_along_axis(likeliest, asked, axis=1) - notes.BYTES - notes.NAMES
 
 
+class Answered(NamedTuple):
+    """A model and its answers; the first is a baseline, and no memory.
+
+    Attributes:
+        name: of the mechanism.
+        model: its configuration.
+        runs: one a seed: its `seconds`, and its `answers` [distances, R, N] by the
+            notes of a text.
+    """
+
+    name: str
+    model: ModelConfig
+    runs: Sequence[Mapping[str, Any]]
+
+
+def report(
+    found: Sequence[Answered],
+    tests: Mapping[int, notes.Test],
+    distances: Sequence[int],
+) -> dict[str, Any]:
+    """Scores of all, and differences of each memory from the best baseline."""
+    window, *memories = found
+    # The largest of the states, in favour of the text.
+    budget = max(small_models.state_bytes(x.model) for x in found)
+    right = {x.name: _right(x, tests) for x in found}
+    # Mean over seeds and notes; texts are apart.
+    shares: dict[str, Shares] = {
+        name: {n: values.mean(axis=(0, 3)) for n, values in by_count.items()}
+        for name, by_count in right.items()
+    }
+    for name, holds in (
+        (TEXT, notes.fits_as_text),
+        (COMPRESSED, notes.fits_as_compressed_text),
+    ):
+        # A reader who has lost a note guesses its number.
+        shares[name] = {
+            n: np.stack(
+                [
+                    np.where(holds(test, d, budget), 1, 1 / notes.NUMBERS).mean(axis=1)
+                    for d in distances
+                ]
+            )
+            for n, test in tests.items()
+        }
+    rows: dict[str, dict[str, Any]] = {
+        x.name: {
+            "state_bytes": small_models.state_bytes(x.model),
+            "parameters": small_models.parameters(x.model),
+            "seconds": [run["seconds"] for run in x.runs],
+            "seeds": {
+                str(n): values.mean(axis=(2, 3)).tolist()
+                for n, values in right[x.name].items()
+            },
+        }
+        for x in found
+    } | {name: {"state_bytes": budget} for name in (TEXT, COMPRESSED)}
+    for name, row in rows.items():
+        row["right"] = {
+            str(n): [interval(texts)._asdict() for texts in by_distance]
+            for n, by_distance in shares[name].items()
+        }
+    baselines = {name: shares[name] for name in (window.name, TEXT, COMPRESSED)}
+    return {
+        "models": rows,
+        "ahead": {
+            x.name: {
+                str(n): _ahead(
+                    shares[x.name][n], {k: v[n] for k, v in baselines.items()}
+                )
+                for n in tests
+            }
+            for x in memories
+        },
+    }
+
+
+def _right(found: Answered, tests: Mapping[int, notes.Test]) -> Shares:
+    """By the notes of a text: right or not, [seeds, distances, R, N]."""
+    numbers = {
+        n: np.asarray(test.notes.numbers) - notes.BYTES - notes.NAMES
+        for n, test in tests.items()
+    }
+    return {
+        n: np.asarray([run["answers"][str(n)] for run in found.runs]) == right
+        for n, right in numbers.items()
+    }
+
+
+def _ahead(memory: np.ndarray, baselines: Mapping[str, np.ndarray]) -> list[dict]:
+    """One a distance: the memory's right answers minus those of the best baseline."""
+    rows = []
+    for i, own in enumerate(memory):
+        best = max(baselines, key=lambda name: baselines[name][i].mean())
+        other = baselines[best][i]
+        found = paired(own, other)._asdict() | {"error": standard_error(own - other)}
+        rows.append({"baseline": best} | found)
+    return rows
+
+
+@table("memories/notes")
+def right(result: Mapping[str, Any]) -> Rows:
+    """Right answers by the notes of a text and the bytes since."""
+    counts, distances = (result["config"][key] for key in ("counts", "distances"))
+    # Up to there all of the text fits; the plot has every distance.
+    chosen = [0, *(i for i, distance in enumerate(distances) if distance > 4096)]
+    for name, row in result["models"].items():
+        yield {"": name, "state size, bytes": thousands(row["state_bytes"])} | {
+            f"{n} notes, {distances[i]:,} later": percent(
+                row["right"][str(n)][i]["mean"]
+            )
+            for n in counts
+            for i in dict.fromkeys(chosen)
+        }
+
+
+@table("memories/notes_ahead", "memories/notes")
+def ahead(result: Mapping[str, Any]) -> Rows:
+    """Differences from the best baseline of as many bytes, at the last distance."""
+    counts, last = result["config"]["counts"], result["config"]["distances"][-1]
+    for name, found in result["ahead"].items():
+        seeds = result["models"][name]["seeds"]
+        yield (
+            {f"against the best of as many bytes, {last:,} bytes later": name}
+            | {
+                f"{n} notes": spread(
+                    found[str(n)][-1]["mean"], found[str(n)][-1]["error"], 2
+                )
+                for n in counts
+            }
+            | {
+                f"right of {n}, each seed": ", ".join(
+                    percent(by_distance[-1]) for by_distance in seeds[str(n)]
+                )
+                for n in counts
+            }
+        )
+    best = {x[str(n)][-1]["baseline"] for x in result["ahead"].values() for n in counts}
+    yield f"right answers more than {', '.join(sorted(best))} ± standard error"
+
+
+@figure("memories/notes")
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Right answers against the text since the notes, one panel a count."""
+    counts, distances = (result["config"][name] for name in ("counts", "distances"))
+    size = (2.5 + 5.0 * len(counts), 4.8)
+    with drawing(
+        path, columns=len(counts), size=size, source=source_of(result)
+    ) as drawn:
+        for axes, count in zip(drawn.grid[0], counts, strict=True):
+            last = count == counts[-1]
+            for i, (name, row) in enumerate(result["models"].items()):
+                found = row["right"][str(count)]
+                means = [x["mean"] for x in found]
+                errors = [
+                    [max(0.0, x["mean"] - x["low"]) for x in found],
+                    [max(0.0, x["high"] - x["mean"]) for x in found],
+                ]
+                drawn.line(axes, distances, means, name, i, errors=errors, named=last)
+            log_ticks(axes, distances)
+            axes.set(title=f"{count} notes", xlabel="bytes of text since the notes")
+        drawn.grid[0, 0].set_ylabel("right answers")
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(tyro.cli(Config, description=__doc__))

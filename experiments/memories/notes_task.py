@@ -1,11 +1,10 @@
-"""Notes in real text: a name and its number, asked for later (a task).
+"""The task of notes in real text: a name and its number, asked for later.
 
-Names and numbers are ids of their own between the bytes of documents, so that only the
-notes count and the text is what a memory has to get past. After a name that is asked
-for, the model's next token should be the number noted; the text never shows it again.
+Names and numbers are ids of their own between the bytes of documents: only the notes
+count, and the text is what a memory has to get past. After a name that is asked for,
+the next token should be the number noted; the text never shows it again.
 """
 
-import lzma
 from typing import NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt8
 
+from experiments.lab.baselines import compressed_bytes
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.batches.batch import Batch
 
@@ -150,7 +150,7 @@ def draw_test(split: Split, rows: int, count: int, distance: int, seed: int) -> 
     return Test(notes, _write(first, notes), text, questions)
 
 
-def kept_as_text(test: Test, distance: int, budget: int) -> Bool[np.ndarray, "R N"]:
+def fits_as_text(test: Test, distance: int, budget: int) -> Bool[np.ndarray, "R N"]:
     """Notes that the last `budget` bytes of a text still hold when it is asked about.
 
     A note counts as one byte for each of its ids, which favours this baseline.
@@ -161,18 +161,14 @@ def kept_as_text(test: Test, distance: int, budget: int) -> Bool[np.ndarray, "R 
     return since <= budget
 
 
-def kept_as_compressed_text(
+def fits_as_compressed_text(
     test: Test, distance: int, budget: int
 ) -> Bool[np.ndarray, "R N"]:
-    """The same of a text kept with LZMA: all notes of a text, or none.
+    """The same of a text in LZMA's form: all notes of a text, or none.
 
-    Only the text after the notes is counted, without LZMA's headers.
+    Only the text after the notes is counted.
     """
-    settings = [{"id": lzma.FILTER_LZMA2, "preset": lzma.PRESET_EXTREME}]
     texts = np.asarray(test.text[:, :distance], np.uint8)
-    sizes = [
-        len(lzma.compress(x.tobytes(), lzma.FORMAT_RAW, filters=settings))
-        for x in texts
-    ]
+    sizes = [compressed_bytes(x.tobytes()) for x in texts]
     fits = np.asarray(sizes)[:, None] <= budget
     return np.broadcast_to(fits, test.notes.names.shape)

@@ -6,7 +6,7 @@
 
 from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
 from experiments.lab.intervals import format_interval
-from experiments.memories.books_models import MEMORY
+from experiments.memories.books import MEMORY
 from experiments.mplus import answers
 from experiments.tables.table import (
     Table,

@@ -11,7 +11,6 @@ from flax import nnx
 from experiments.memories import (
     ablations,
     mqar,
-    needles,
     on_device,
     recall,
     small_models,
@@ -33,8 +32,6 @@ TASK = mqar.Task(
 @pytest.fixture(name="tiny")
 def _tiny(monkeypatch):
     monkeypatch.setattr(mqar, "SMALL", TASK)
-    scale = small_models.Scale(1, 16, 2, 4, 256, 256 * 3, 2, 1e-3)
-    monkeypatch.setitem(needles.SCALES, "cpu", scale)
 
 
 def options(folder, *only, **more):
@@ -85,17 +82,6 @@ def test_ablations_of_steps_read_validation_sequences(tiny, tmp_path):
     assert "accuracy" not in report
 
 
-@pytest.mark.slow
-def test_needles_run(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(needles, "TIMES", (2,))
-    needles.main(needles.Config(**options(tmp_path, "DeltaNet")))
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert {name.removesuffix(", tokens") for name in report["accuracy"]} == {
-        *("S-NIAH-PK", "S-NIAH-N", "S-NIAH-W")
-    }
-    assert [row["length"] for row in report["accuracy"]["S-NIAH-W"]] == [512]
-
-
 def test_plan_lists_missing_runs_and_trains_nothing(tmp_path, capsys):
     recall.main(recall.Config(**options(tmp_path, "Trellis", plan=True)))
     assert "0 done, 2 missing" in capsys.readouterr().out
@@ -115,17 +101,22 @@ def test_examples_depend_on_seed_and_step_alone():
 
 @pytest.mark.slow
 def test_updates_on_the_device_equal_those_of_the_training_loop(tmp_path):
-    class Batches(needles.Generated):
+    class Batches:
+        step = -1
+
         def __next__(self):
-            self._step += 1
-            return mqar.batch(TASK, 3, self._step - 1)
+            self.step += 1
+            return mqar.batch(TASK, 3, self.step)
+
+        def get_state(self):
+            return {"step": self.step}
 
     model = small_models.equal_parameters(
         {"a": mqar.model(TASK, "deltanet")}, TASK.scale
     )["a"]
     settings = small_models.run_config(TASK.scale, model, seed=3)
     state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
-    data = Batches(needles.Config(), 3)
+    data = Batches()
     expected, _ = loop.train(
         step, state, data, settings.loop, tmp_path, config_record={}, tokens_per_step=1
     )
