@@ -171,20 +171,16 @@ def _compared(
 @table("hmt/ablations", "hmt/sensory", "hmt/depth")
 def ablations(*results: dict[str, Any]) -> Rows:
     """Sizes of the sensory memory, and segments that gradients flow through."""
+    below = "nats/token below the group's first row"
     for result in results:
         for name, row in result["models"].items():
-            cells = {
+            first = name == result["base"]
+            yield {
                 "": name,
                 "PPL, causal": number(row["perplexity"]["causal"], 1),
-                "against": "",
-                "nats/token below": "",
-                "with each seed": "",
+                below: "" if first else format_interval(row["gain"]),
+                "with each seed": "" if first else format_seeds(row["gain_by_seed"]),
             }
-            if name != result["base"]:
-                cells["against"] = result["base"]
-                cells["nats/token below"] = format_interval(row["gain"])
-                cells["with each seed"] = format_seeds(row["gain_by_seed"])
-            yield cells
 
 
 if __name__ == "__main__":

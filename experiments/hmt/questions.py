@@ -20,7 +20,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import tyro
@@ -177,13 +177,12 @@ def _models(
         w for w in range(1, total + 1) if total % w == 0 and w >= min(window, total)
     )
     tuned = trained(training.window_stage(stages, wide))
-    assert isinstance(tuned.model, LanguageModel)
     wide = max(wide, window)
     return {
         "HMT": hmt,
         "RMT": trained(training.recurrent_stage(stages)),
         "window of no less memory": tuned._replace(
-            model=limit_attention(tuned.model, wide)
+            model=limit_attention(cast(LanguageModel, tuned.model), wide)
         ),
         "the same, not fine-tuned": Answering(limit_attention(backbone, wide), 0.0),
     }

@@ -8,7 +8,7 @@ share models, and a call that was stopped continues.
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -20,10 +20,9 @@ from memjax.checks import check_seed
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import TokenLosses
-from memjax.models import LanguageModel, ReReadWindow
+from memjax.models import LanguageModel
 from memjax.models.adapters import merge_lora
 from memjax.models.base import Model
-from memjax.models.hmt.model import HMT
 from memjax.training import LoopConfig, StepConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
@@ -53,8 +52,7 @@ class Scale(NamedTuple):
 
 def _stages(base: str, depth: int, steps: tuple[int, int], **sizes: int) -> HMTStages:
     """Both stages of a preset of `memjax finetune`, with other sizes."""
-    two = presets()[base]
-    assert isinstance(two, HMTStages)
+    two = cast(HMTStages, presets()[base])
 
     def stage(config: SegmentStage, depth: int, steps: int) -> SegmentStage:
         loop = LoopConfig(steps=steps, save_every=50, log_every=4, keep=1)
@@ -222,11 +220,9 @@ def _train_stage(
     return spent(folder).seconds
 
 
-def load(folder: Path) -> HMT | LanguageModel | ReReadWindow:
+def load(folder: Path) -> Model:
     """A model of `train`, adapters merged."""
-    _, model = finetune.load(folder)
-    assert isinstance(model, HMT | LanguageModel | ReReadWindow), type(model)
-    return merge_lora(model)
+    return merge_lora(finetune.load(folder)[1])
 
 
 def recurrent_stage(stages: HMTStages, sensory: int = 0) -> SegmentStage:

@@ -25,6 +25,7 @@ from memjax.data import Tokenizer
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.windowed import limit_attention, set_capacity
 from memjax.models.mplus.model import MPlus
+from memjax.models.mplus.read import ReadOptions, read_closed
 
 #: Methods with M+'s parameters, and methods of the backbone alone.
 Memory = Literal["M+", "M+ (attention)", "MemoryLLM"]
@@ -78,7 +79,7 @@ class Method(Protocol):
 
 
 class Reader:
-    """A language model, which reads what is injected.
+    """A language model, which reads injected text.
 
     Args:
         model: the model.
@@ -87,6 +88,11 @@ class Reader:
 
     def __init__(self, model: LanguageModel, chunk: int):
         self.model, self.chunk = model, chunk
+
+    @staticmethod
+    def features(model, memory, tokens, prompt):
+        """Features of a text that is read after the memory."""
+        return model.features(memory, tokens)[1]
 
     def start(self, batch):
         return self.model.init_state(batch)
@@ -140,6 +146,12 @@ class LatentMemory:
 
     def __init__(self, model: MPlus):
         self.model = model
+
+    @staticmethod
+    def features(model, memory, tokens, prompt):
+        """Features of a text, of which the prompt alone selects what is retrieved."""
+        options = ReadOptions(prompt_length=prompt)
+        return read_closed(model.weights, memory, tokens, options)[1]
 
     def start(self, batch):
         return self.model.init_state(batch)

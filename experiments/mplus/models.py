@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 
@@ -25,7 +25,7 @@ from memjax.models.mplus.model import MPlus
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
-from memjax.training.finetune.mplus_stage import MPlusStage
+from memjax.training.finetune.mplus_stage import MPLUS, MPlusStage
 from memjax.training.finetune.run import later_stage, read_run
 from memjax.training.run_folder import CHECKPOINTS
 
@@ -35,9 +35,7 @@ PASSAGE = 1_700
 
 def stage(preset: str, number: int) -> MPlusStage:
     """A stage of a preset of `memjax finetune`."""
-    found = presets()[f"{preset}-stage{number}"]
-    assert isinstance(found, MPlusStage)
-    return found
+    return cast(MPlusStage, presets()[f"{preset}-stage{number}"])
 
 
 #: Sizes that `memjax finetune mplus-smollm2-135m` trains.
@@ -51,12 +49,12 @@ def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
         ValueError: if the folder has another model.
     """
     described, model = finetune.load_model(folder)
-    if not isinstance(model, MPlus):
+    if getattr(described, "memory_name", None) != MPLUS:
         raise ValueError(
             f"{name}={str(folder)!r} must be a fine-tuned M+ or MemoryLLM, "
             f"got {type(model).__name__}"
         )
-    return model, load_tokenizer(described.data.tokenizer)
+    return cast(MPlus, model), load_tokenizer(described.data.tokenizer)
 
 
 def load_facts_of(split: str) -> list[Question]:
@@ -172,11 +170,11 @@ def recipe(folder: Path) -> list[dict[str, Any]]:
 
 def _training(folder: AnyPath) -> dict[str, Any]:
     run = read_run(folder)
-    stage = run.config
-    if not isinstance(stage, MPlusStage):
+    if (name := run.memory_name) != MPLUS:
         raise ValueError(
-            f"{folder} must be a run of M+ or MemoryLLM, got one of {stage.memory_name}"
+            f"{folder} must be a run of M+ or MemoryLLM, got one of {name}"
         )
+    stage = cast(MPlusStage, run.config)
     steps = open_folder(folder / CHECKPOINTS).steps()
     if not steps:
         raise ValueError(f"{folder} has no checkpoint yet")

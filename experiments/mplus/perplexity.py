@@ -45,7 +45,7 @@ from experiments.lab.results import (
     write_report,
 )
 from experiments.mplus import adapters, models
-from experiments.mplus.methods import SINKS, LatentMemory, Method, Reader, StateBytes
+from experiments.mplus.methods import SINKS, LatentMemory, Reader, StateBytes
 from memjax.checks import check_sizes
 from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.evaluation.drawing import drawing, source_of
@@ -55,7 +55,6 @@ from memjax.models.language_model.windowed import limit_attention, set_capacity
 from memjax.models.loss import target_nll
 from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.read import ReadOptions, read_closed
 from memjax.training.finetune import finetune
 
 STAGES = {
@@ -65,8 +64,11 @@ STAGES = {
 }
 #: The lines of the plot.
 PLOTTED = (
-    *("MemoryLLM, stage 2", "M+, stage 3", "M+, untrained"),
-    *("backbone, told nothing", "backbone, full attention"),
+    "MemoryLLM, stage 2",
+    "M+, stage 3",
+    "M+, untrained",
+    "backbone, told nothing",
+    "backbone, full attention",
     "backbone, the last 1,024 tokens read again",
 )
 
@@ -132,17 +134,15 @@ class Config:
 
 
 class Row(NamedTuple):
-    """A model, and how its memory is filled.
+    """A memory that is filled and scored.
 
     Attributes:
-        model: that is scored.
         method: that injects.
         state: size after the longest text.
         last: the most tokens that are injected; None is all.
     """
 
-    model: LanguageModel | MPlus
-    method: Method
+    method: Reader | LatentMemory
     state: StateBytes
     last: int | None = None
 
@@ -241,7 +241,7 @@ def build(
     rows, sizes = {}, []
     for name, model in memories.items():
         method = LatentMemory(with_room(model, config.longest))
-        rows[name] = Row(method.model, method, method.state_bytes())
+        rows[name] = Row(method, method.state_bytes())
         sizes.append(model.config.pool_size + model.config.num_retrieved)
     size = max(row.state.total for row in rows.values())
     window = equal_window(backbone, size) - SINKS
@@ -257,15 +257,13 @@ def build(
         text = StateBytes(0, 4 * min(last, config.longest))
         label = f"backbone, window of {window:,} tokens and {SINKS} sinks"
         rows |= {
-            f"backbone, told nothing{tuned}": Row(whole, reader, StateBytes(0, 0), 0),
+            f"backbone, told nothing{tuned}": Row(reader, StateBytes(0, 0), 0),
             f"backbone, full attention{tuned}": Row(
-                whole, reader, reader.state_bytes(config.longest)
+                reader, reader.state_bytes(config.longest)
             ),
-            f"{label}{tuned}": Row(
-                sliding.model, sliding, sliding.state_bytes(config.longest)
-            ),
+            f"{label}{tuned}": Row(sliding, sliding.state_bytes(config.longest)),
             f"backbone, the last {last:,} tokens read again{tuned}": Row(
-                whole, reader, text, last
+                reader, text, last
             ),
         }
     return rows
@@ -340,13 +338,13 @@ def score(config: Config, row: Row, texts: Sequence[Excerpt]) -> Nats:
             for at in range(end - injected, end, config.chunk):
                 chunk = tokens[batch, at : at + config.chunk]
                 memory = row.method.inject(memory, chunk)
-            nats = losses(row.model, memory, tokens[batch, end:], config.prompt)
+            nats = losses(row.method, memory, tokens[batch, end:], config.prompt)
             found[i, batch] = nats.mean(axis=1, dtype=np.float64)
     return found
 
 
 def losses(
-    model: LanguageModel | MPlus,
+    method: Reader | LatentMemory,
     memory: Any,
     tokens: Int32[np.ndarray, "B T"],
     prompt: int,
@@ -354,26 +352,21 @@ def losses(
     """Nats of the tokens after the prompt; the memory is not changed.
 
     Args:
-        model: of the memory.
+        method: of the memory.
         memory: its state; of M+ without an open chunk.
         tokens: the prompt and the targets.
         prompt: P in [1, T); of M+ the first P tokens alone select what is retrieved.
     """
-    given = (memory, jnp.asarray(tokens), prompt)
-    return np.asarray(_losses(*nnx.split(model), *given))
+    graph, params = nnx.split(method.model)
+    found = _losses(method.features, graph, params, memory, jnp.asarray(tokens), prompt)
+    return np.asarray(found)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _losses(graph, params, memory, tokens, prompt):
+@functools.partial(jax.jit, static_argnums=(0, 1, 5))
+def _losses(features, graph, params, memory, tokens, prompt):
     model = nnx.merge(graph, params)
-    inputs, targets = tokens[:, :-1], tokens[:, prompt:]
-    if isinstance(model, MPlus):
-        options = ReadOptions(prompt_length=prompt)
-        _, features, _ = read_closed(model.weights, memory, inputs, options)
-    else:
-        _, features = model.features(memory, inputs)
-    scored = features[:, prompt - 1 :]
-    return target_nll(model.logits, scored, targets, model.vocab_size)
+    scored = features(model, memory, tokens[:, :-1], prompt)[:, prompt - 1 :]
+    return target_nll(model.logits, scored, tokens[:, prompt:], model.vocab_size)
 
 
 def compare(

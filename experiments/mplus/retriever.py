@@ -9,6 +9,7 @@ are enough. `--retriever` of `experiments.mplus.retrieval` takes the result.
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,12 +51,12 @@ def main(config: Config) -> None:
     """Fits a retriever and writes it."""
     model, tokenizer = models.load_trained("model", config.model)
     run = read_run(config.model)
-    if not isinstance(run.config, MPlusStage) or not model.config.has_retriever:
+    if not model.config.has_retriever:
         raise ValueError(
             f"model={str(config.model)!r} must be a run of M+ with a retriever"
         )
     documents = run_data.load_split(run, tokenizer, "train")
-    bank = run.config.retriever_bank(
+    bank = cast(MPlusStage, run.config).retriever_bank(
         model, documents, tokenizer, config.documents, config.seed, config.ask
     )
     save(start_by_similarity(model, bank), config.output)

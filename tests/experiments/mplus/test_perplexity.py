@@ -61,9 +61,10 @@ def direct(tokens, skip):
 @pytest.mark.slow
 def test_losses_are_of_the_logits_and_do_not_leak():
     model = memory_model()
+    method = methods.LatentMemory(model)
     memory, tokens = injected(model), TEXT[:, 8 * CHUNK :]
     before = jax.tree.map(np.asarray, memory)
-    found = perplexity.losses(model, memory, tokens, PROMPT)
+    found = perplexity.losses(method, memory, tokens, PROMPT)
     assert found.shape == (2, SCORED)
     options = ReadOptions(prompt_length=PROMPT)
     read = jax.jit(lambda s, x: model.read(s, x, options))
@@ -76,12 +77,14 @@ def test_losses_are_of_the_logits_and_do_not_leak():
     # Later targets change neither retrieval nor earlier losses.
     other = tokens.copy()
     other[:, -4:] = (other[:, -4:] + 101) % 256
-    again = perplexity.losses(model, memory, other, PROMPT)
+    again = perplexity.losses(method, memory, other, PROMPT)
     np.testing.assert_array_equal(found[:, :-4], again[:, :-4])
     # A store with room for the text alone changes nothing.
     small = perplexity.with_room(model, 8 * CHUNK)
     assert small.config.store_size == 8 * 8 - 16 and model.config.store_size == 1024
-    less = perplexity.losses(small, injected(small), tokens, PROMPT)
+    less = perplexity.losses(
+        methods.LatentMemory(small), injected(small), tokens, PROMPT
+    )
     np.testing.assert_array_equal(found, less)
 
 
@@ -131,7 +134,7 @@ def test_last_chunks_are_injected_and_the_same_tokens_scored(monkeypatch):
     length = 3 * CHUNK + PROMPT + SCORED
     texts = [perplexity.Excerpt("a", np.arange(length, dtype=np.int32))] * 2
     none = methods.StateBytes(0, 0)
-    row = perplexity.Row(backbone(), Transcript(), none)  # pyright: ignore
+    row = perplexity.Row(Transcript(), none)  # pyright: ignore
     nats = perplexity.score(config, row, texts)
     assert nats.tolist() == [[0, 0], [CHUNK, CHUNK], [3 * CHUNK, 3 * CHUNK]]
     end = tuple(range(3 * CHUNK, length))
