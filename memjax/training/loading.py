@@ -129,7 +129,7 @@ def is_run(path: AnyPath) -> bool:
     """Whether a folder is of a run, trained from scratch or fine-tuned."""
     if (path / CHECKPOINTS).is_dir() or later_stage(path) is not None:
         return True
-    # Before its first checkpoint a run has its configuration alone.
+    # Before its first checkpoint a run has only its configuration.
     file = path / CONFIG
     text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else ""
     return '"loop"' in text and '"model_type"' not in text

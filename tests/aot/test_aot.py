@@ -1,8 +1,6 @@
 """The command aot: statistics of the compiler, and the search."""
 
-import contextlib
 import importlib.util
-import io
 import json
 
 import pytest
@@ -15,9 +13,9 @@ from memjax.aot.collectives import collectives
 from memjax.aot.compile import Compiled, Request
 from memjax.aot.report import exhausted, lines, report
 from memjax.aot.search import Probe, largest
-from memjax.cli import main as cli
 from memjax.training.config import presets
 from memjax.training.monitoring.device_peaks import GIB
+from tests.cli.commands import refused
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -146,17 +144,6 @@ def test_linear_memory_needs_few_compilations():
     assert (found.fits, found.fails) == (2257, 2258) and len(found.probes) <= 5
 
 
-def refused(*words):
-    """The one line of a refusal."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["aot", *words])
-    assert stop.value.code == 2
-    (line,) = err.getvalue().splitlines()
-    return line
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -168,22 +155,22 @@ def refused(*words):
 def test_bad_input_is_refused_before_anything_is_compiled(words, message, monkeypatch):
     monkeypatch.setattr(libtpu, "run", lambda *_, **__: pytest.fail("compiled"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert message in refused("transformer-tiny", *words.split())
+    assert message in refused("aot", "transformer-tiny", *words.split())
 
 
 def test_missing_libtpu_names_the_install_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    said = refused("transformer-tiny", "--topology", "v5e:2x2")
+    said = refused("aot", "transformer-tiny", "--topology", "v5e:2x2")
     assert "pip install libtpu" in said
 
 
 def test_fine_tuning_needs_the_backbones_sizes(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     words = ("hmt-tiny", "--topology", "v5e:2x2")
-    assert "must be a preset of `memjax train`" in refused(*words)
-    assert "no config.json" in refused(*words, "--backbone", str(tmp_path))
+    assert "must be a preset of `memjax train`" in refused("aot", *words)
+    assert "no config.json" in refused("aot", *words, "--backbone", str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    assert "model_type" in refused(*words, "--backbone", str(tmp_path))
+    assert "model_type" in refused("aot", *words, "--backbone", str(tmp_path))
 
 
 @pytest.mark.parametrize(("temporaries", "fits"), [(14, True), (16, False)])

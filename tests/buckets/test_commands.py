@@ -17,7 +17,7 @@ from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
 from tests import tiny
 from tests.buckets.stores import Store
-from tests.cli.test_main import MODEL, SIZES, command, refused
+from tests.cli.commands import ELASTIC, SIZES, command, refused
 from tests.training.finetune.backbone import backbone_run
 from tests.training.idle import idle_updates
 
@@ -28,7 +28,7 @@ def _words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for i in range(4):
         (folder / f"{i}.txt").write_text("memory window block state " * (6 + i))
     data = ["--data.source", f"folder:{folder}", "--data.cache-dir", f"{folder}/cache"]
-    return ["elastic-tiny", *data, *SIZES, *MODEL]
+    return [*ELASTIC, *data, *SIZES]
 
 
 @pytest.mark.slow

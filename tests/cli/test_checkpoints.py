@@ -1,7 +1,5 @@
 """The commands import and export, called in this process."""
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
@@ -11,37 +9,15 @@ import pytest
 from flax import nnx
 
 import memjax
-from memjax.cli import main as cli
 from memjax.data import load_tokenizer
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.training import pretrain as run
 from tests import tiny
+from tests.cli.commands import TRANSFORMER, command, refused
 
 pytest.importorskip("safetensors", reason="needs the optional package safetensors")
 
 LLAMA = Path(__file__).parents[1] / "models" / "golden" / "families" / "llama3"
-TINY = """
-    --model.model-dim 16 --model.hidden-dim 16 --model.num-layers 1
-    --model.mechanisms.0.model-dim 16 --model.mechanisms.0.num-heads 2
-    --model.mechanisms.0.num-kv-heads 1 --model.mechanisms.0.head-dim 8
-    --model.mechanisms.0.window 8 --data.context-length 16 --data.batch-size 2
-    --loop.steps 1
-""".split()
-
-
-def command(*words):
-    """Exit code, stdout and stderr of one command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(word) for word in words])
-    return stop.value.code or 0, out.getvalue(), err.getvalue()
-
-
-def refused(*words):
-    code, out, err = command(*words)
-    assert code == 2 and out == "" and err.count("\n") == 1, (code, out, err)
-    return err
 
 
 @pytest.fixture(scope="module", name="trained")
@@ -51,9 +27,10 @@ def _trained(tmp_path_factory):
     for i in range(4):
         (folder / f"{i}.txt").write_text("memory window block state " * 30)
     source = ["--data.source", f"folder:{folder}", "--data.cache-dir", folder / "cache"]
-    words = ["train", "--run-dir", folder / "one", "transformer-tiny", *source, *TINY]
+    words = ["train", "--run-dir", folder / "one", *TRANSFORMER, *source]
+    words += "--data.context-length 16 --data.batch-size 2 --loop.steps 1".split()
     code, _, err = command(*words)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, [])
     return folder / "one"
 
 
@@ -63,7 +40,7 @@ def assert_same(one, other):
 
 def test_import_writes_a_folder_that_loads(tmp_path):
     code, out, err = command("import", LLAMA, tmp_path / "a")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, [])
     assert "(llama): memjax and transformers load it" in out
     seen = []
     loaded = memjax.load(LLAMA, progress=lambda *counts: seen.append(counts))
@@ -84,7 +61,7 @@ def test_import_in_half_precision(tmp_path):
 @pytest.mark.slow
 def test_export_writes_what_was_trained(trained, tmp_path):
     code, out, err = command("export", trained, tmp_path / "a")
-    assert (code, err) == (0, "") and "(mistral)" in out
+    assert (code, err) == (0, []) and "(mistral)" in out
     config, model = run.load_model(trained)
     loaded = memjax.load(tmp_path / "a")
     found, there = loaded.model, loaded.tokenizer
@@ -110,14 +87,14 @@ def test_folder_of_another_program_is_generated_from_and_scored(tmp_path):
     tiny.llama().save(folder, text, origin="owner/name@abc")
     words = ["generate", folder, "--prompt", "abc", "--tokens", "3"]
     code, out, err = command(*words, "--temperature", "0")
-    assert (code, err) == (0, "") and out.startswith("abc") and len(out) > 4
+    assert (code, err) == (0, []) and out.startswith("abc") and len(out) > 4
     texts.mkdir()
     for i in range(4):
         (texts / f"{i}.txt").write_text("abcdefgh" * 3)
     words = ["eval", folder, "--source", f"folder:{texts}", "--segment", "8"]
     words += ["--split", "train", "--output", tmp_path / "scores"]
     code, out, err = command(*words)
-    assert (code, err) == (0, "") and (tmp_path / "scores/eval-train.png").exists()
+    assert (code, err) == (0, []) and (tmp_path / "scores/eval-train.png").exists()
     scores = json.loads((tmp_path / "scores/eval-train.json").read_text())
     assert 1 < scores["perplexity"]["all"]["perplexity"] < 1e4
     assert command("export", folder, tmp_path / "b", "--backbone-only")[0] == 0

@@ -7,57 +7,50 @@ import signal
 import pytest
 
 from memjax.cli import conversation as cli
-from memjax.cli.main import main
 from memjax.conversation import MemoryFolder
 from memjax.models.checkpoints.memory_state import read_note
 from memjax.models.checkpoints.text_interface import TextInterface
 from tests import tiny
-
-
-def run(*argv: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(argv))
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+from tests.cli.commands import command, refused
 
 
 def saved(folder) -> str:
-    """Where the newest memory lies, and what it says."""
+    """The newest save and its record."""
     memory = MemoryFolder(folder)
     return f"{memory.newest()} {memory.load(read_note)}"
 
 
 @pytest.mark.slow
-def test_tell_ask_and_chat(tmp_path, monkeypatch, capsys):
+def test_tell_ask_and_chat(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny.llama().save(tmp_path / "model", TextInterface(tiny.tokenizer()))
     (tmp_path / "book.txt").write_text("a short book")
     options = ["--memory", "memory", "--dtype", "float32"]
-    assert run("tell", "model", "book.txt", *options) == 0
-    assert capsys.readouterr().out == "book.txt: 10 tokens; the memory has read 10\n"
+    assert command("tell", "model", "book.txt", *options) == (
+        0,
+        "book.txt: 10 tokens; the memory has read 10\n",
+        [],
+    )
     before = saved(tmp_path / "memory")
-    assert run("ask", "model", "who", *options, "--tokens", "2") == 0
-    assert capsys.readouterr().out.strip() and saved(tmp_path / "memory") == before
+    assert command("ask", "model", "who", *options, "--tokens", "2")[1].strip()
+    assert saved(tmp_path / "memory") == before
 
     typed = "/help\n\nwho\n/what\n" + "x" * 60 + "\n/exit\nnot read\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    assert run("chat", "model", *options, "--tokens", "2") == 0
-    out, err = capsys.readouterr()
+    _, out, err = command("chat", "model", *options, "--tokens", "2")
     assert "Ctrl-C ends an answer" in out and "/what is not known" in out
     # What does not fit is one line, and the conversation goes on.
-    assert "full attention has room for" in err and len(err.splitlines()) == 1
+    assert "full attention has room for" in err[0] and len(err) == 1
     assert saved(tmp_path / "memory") != before
 
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert run("chat", "model", *options) == 0
-    assert "1 answers so far\n> who\n" in capsys.readouterr().out
+    out = command("chat", "model", *options)[1]
+    assert "1 answers so far\n> who\n" in out
 
     other = tiny.drawn(tiny.llama)
     other.save(tmp_path / "other", TextInterface(tiny.tokenizer()))
-    assert run("ask", "other", "who", *options) == 2
-    err = capsys.readouterr().err
+    err = refused("ask", "other", "who", *options)
     assert "is the memory of 'model', and not of 'other'" in err
-    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,11 +66,9 @@ def test_tell_ask_and_chat(tmp_path, monkeypatch, capsys):
         (["tell", "m", "--memory", "x"], "files"),
     ],
 )
-def test_bad_input_is_one_line(argv, message, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(*argv) == 2
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
+    assert message in refused(*argv)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,5 @@
 """The command line, called in this process: output, refusals, exit codes."""
 
-import contextlib
-import io
 import json
 import sys
 from pathlib import Path
@@ -9,44 +7,10 @@ from typing import Any
 
 import pytest
 
-from memjax.cli import main as cli
-from memjax.mechanisms import ElasticMemoryConfig
+from memjax.mechanisms import SlidingWindowConfig
 from memjax.models.generation import _draw
 from memjax.training import pretrain as run
-
-# The tiny preset has its Elastic Memory in the third of four layers.
-MODEL = """
-    --model.vocab-size 256 --model.model-dim 16 --model.hidden-dim 16
-    --model.mechanisms.2.block 8 --model.mechanisms.2.order 4
-    --model.mechanisms.2.memory-tokens 4 --model.mechanisms.2.bank-blocks 0
-    --model.mechanisms.0.window 8 --model.mechanisms.1.window 8
-    --model.mechanisms.3.window 8
-""".split()
-for i in range(4):
-    at = f"--model.mechanisms.{i}"
-    MODEL += f"{at}.model-dim 16 {at}.num-heads 2 {at}.num-kv-heads 1".split()
-    MODEL += f"{at}.head-dim 8".split()
-SIZES = """
-    --data.tokenizer bytes --data.context-length 16 --data.batch-size 2
-    --loop.steps 2
-""".split()
-
-
-def command(*words):
-    """Exit code, stdout and the lines of stderr of one command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(word) for word in words])
-    return stop.value.code or 0, out.getvalue(), err.getvalue().splitlines()
-
-
-def refused(*words):
-    """The one line of a refusal."""
-    code, out, err = command(*words)
-    assert code == 2 and len(err) == 1 and out == "", (code, out, err)
-    assert err[0].startswith("memjax: ")
-    return err[0]
+from tests.cli.commands import ELASTIC, SIZES, TRANSFORMER, command, refused
 
 
 @pytest.fixture(scope="module", name="texts")
@@ -59,18 +23,9 @@ def _texts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", name="train")
 def _train(texts):
-    def words(run_dir, *more, source=f"folder:{texts}"):
+    def words(run_dir, *more, source=f"folder:{texts}", preset=TRANSFORMER):
         data = ["--data.source", source, "--data.cache-dir", texts / "cache"]
-        return (
-            "train",
-            "--run-dir",
-            run_dir,
-            "elastic-tiny",
-            *data,
-            *SIZES,
-            *MODEL,
-            *more,
-        )
+        return ("train", "--run-dir", run_dir, *preset, *data, *SIZES, *more)
 
     return words
 
@@ -101,14 +56,14 @@ def test_same_command_on_a_finished_run_does_nothing(trained, train):
 
 
 def test_another_configuration_on_the_same_folder_names_the_field(trained, train):
-    line = refused(*train(trained[0], "--model.mechanisms.1.window", "4"))
-    assert "model.mechanisms.1.window was 8 and is now 4" in line
+    line = refused(*train(trained[0], "--model.mechanisms.0.window", "4"))
+    assert "model.mechanisms.0.window was 8 and is now 4" in line
 
 
 def test_the_written_configuration_reads_back(trained):
     config, _ = run.load_model(trained[0])
-    memory = config.model.mechanisms[2]
-    assert isinstance(memory, ElasticMemoryConfig) and memory.order == 4
+    (window,) = config.model.mechanisms
+    assert isinstance(window, SlidingWindowConfig) and window.tokens_per_call == 8
     assert config.loop.steps == 2
 
 
@@ -127,12 +82,13 @@ def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
 
 
 @pytest.mark.slow
-def test_another_sampling_gives_other_numbers(trained):
+def test_another_sampling_gives_other_numbers(train, tmp_path):
+    assert command(*train(tmp_path, preset=ELASTIC))[0] == 0
     results = []
     for words in ([], ["--sampling", "exponential", "--decay", "0.5"]):
-        code, _, _ = command("eval", trained[0], *words)
+        code, _, _ = command("eval", tmp_path, *words)
         assert code == 0
-        results.append(json.loads((trained[0] / "eval-test.json").read_text()))
+        results.append(json.loads((tmp_path / "eval-test.json").read_text()))
     one, other = (result["perplexity"]["all"]["perplexity"] for result in results)
     assert one != other and abs(one - other) < 50
 

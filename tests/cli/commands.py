@@ -1,0 +1,49 @@
+"""Commands called in this process, and sizes of a tiny model."""
+
+import contextlib
+import io
+
+import pytest
+
+from memjax.cli import main as cli
+
+TRANSFORMER = """
+    transformer-tiny --model.model-dim 16 --model.hidden-dim 16 --model.num-layers 1
+    --model.mechanisms.0.model-dim 16 --model.mechanisms.0.num-heads 2
+    --model.mechanisms.0.num-kv-heads 1 --model.mechanisms.0.head-dim 8
+    --model.mechanisms.0.window 8
+""".split()
+# Elastic Memory is the third of four layers.
+ELASTIC = """
+    elastic-tiny --model.vocab-size 256 --model.model-dim 16 --model.hidden-dim 16
+    --model.mechanisms.2.block 8 --model.mechanisms.2.order 4
+    --model.mechanisms.2.memory-tokens 4 --model.mechanisms.2.bank-blocks 0
+    --model.mechanisms.0.window 8 --model.mechanisms.1.window 8
+    --model.mechanisms.3.window 8
+""".split()
+for i in range(4):
+    at = f"--model.mechanisms.{i}"
+    ELASTIC += f"{at}.model-dim 16 {at}.num-heads 2 {at}.num-kv-heads 1".split()
+    ELASTIC += f"{at}.head-dim 8".split()
+# TensorBoard takes a second to import.
+SIZES = """
+    --loop.writers --data.tokenizer bytes --data.context-length 16 --data.batch-size 2
+    --loop.steps 2
+""".split()
+
+
+def command(*words: object) -> tuple[int, str, list[str]]:
+    """Exit code, stdout and the lines of stderr of one command."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(word) for word in words])
+    return stop.value.code or 0, out.getvalue(), err.getvalue().splitlines()
+
+
+def refused(*words: object) -> str:
+    """The one line of a refusal."""
+    code, out, err = command(*words)
+    assert code == 2 and len(err) == 1 and out == "", (code, out, err)
+    assert err[0].startswith("memjax: ")
+    return err[0]
