@@ -1,4 +1,4 @@
-"""Fixtures for GPU kernels: the interpreter, and compiling for GPUs that are absent."""
+"""Fixtures for GPU kernels: the interpreter, and compilation without a GPU."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""How far results are from others, leaf by leaf."""
+"""Relative distances between trees, leaf by leaf."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What tests of TPU kernels share: interpreting, and compiling without a TPU."""
+"""TPU kernels in tests: interpreted, and compiled without a TPU."""
 
 import functools
 import importlib.util

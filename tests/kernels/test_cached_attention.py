@@ -1,4 +1,4 @@
-"""Attention to a cache: the formula, the kernel, and what is refused."""
+"""Attention to a cache: the formula, the kernel, refused arguments."""
 
 import functools
 
@@ -27,7 +27,7 @@ def draw(seed, slots, heads, groups, width, dtype=jnp.float32, queries=2):
     return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(seen)
 
 
-def test_it_is_softmax_attention_of_groups_of_heads():
+def test_equals_grouped_softmax_attention():
     q, k, v, seen = draw(0, 9, 6, 2, 4)
     found, mass = cached_attention(q, k, v, seen)
     q, k, v, seen = (np.asarray(x, np.float64) for x in (q, k, v, seen))
@@ -46,7 +46,7 @@ def test_it_is_softmax_attention_of_groups_of_heads():
     sizes=st.sampled_from([(4, 2, 64), (2, 2, 128), (20, 4, 32), (9, 3, 64)]),
     queries=st.integers(1, 3),
 )
-def test_the_kernel_computes_what_xla_does(slots, sizes, queries):
+def test_kernel_equals_xla(slots, sizes, queries):
     q, k, v, seen = draw(slots, slots, *sizes, queries=queries)
     assert pallas_tpu.unsupported(q, k) == ""
     found, expected = jax.jit(KERNEL)(q, k, v, seen), attend(q, k, v, seen)
@@ -55,7 +55,7 @@ def test_the_kernel_computes_what_xla_does(slots, sizes, queries):
 
 
 @pytest.mark.parametrize("form", [attend, pytest.param(KERNEL, marks=pytest.mark.slow)])
-def test_a_query_that_sees_nothing_has_no_mass(form):
+def test_fully_masked_query_has_no_mass(form):
     q, k, v, seen = draw(1, 128, 2, 2, 64)
     # One beside another that sees something, and two alone.
     nothing = seen.at[0, 1].set(False).at[1].set(False)
@@ -66,7 +66,7 @@ def test_a_query_that_sees_nothing_has_no_mass(form):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_near_to_float32_as_that_of_xla():
+def test_bfloat16_error_is_no_larger_than_xla():
     q, k, v, seen = draw(2, 256, 4, 2, 64, jnp.bfloat16)
 
     def single(x):
@@ -125,7 +125,7 @@ def test_bad_input_is_refused(change, message):
         ((128, 40, 40, 128), jnp.float32, "more than 2097152"),
     ],
 )
-def test_what_the_kernel_does_not_take(sizes, dtype, reason):
+def test_unsupported_reasons(sizes, dtype, reason):
     slots, heads, groups, width = sizes
     q, k, _, _ = draw(0, slots, heads, groups, width, dtype)
     assert reason in pallas_tpu.unsupported(q, k)

@@ -1,4 +1,4 @@
-"""Causal attention in one kernel: the formula, its blocks, what it does not take."""
+"""Causal attention in one kernel: the formula, its blocks, unsupported shapes."""
 
 import functools
 
@@ -55,7 +55,7 @@ def test_outputs_and_gradients_are_those_of_softmax_attention(time, heads, windo
 
 
 @pytest.mark.slow
-def test_in_bfloat16_it_is_as_far_from_float32_as_xla():
+def test_bfloat16_error_is_no_larger_than_xla():
     tokens = draw(256, 2, jnp.bfloat16)
     exact = with_gradients(plain, None, tokens.astype(jnp.float32))
     for ours, xla, true in zip(
@@ -86,7 +86,7 @@ def test_scores_far_from_zero_do_not_overflow():
     | st.builds(lambda n, more: 128 * n + more, st.integers(1, 12), st.integers(-1, 2)),
     by_key=st.booleans(),
 )
-def test_steps_are_the_blocks_in_which_some_query_sees_a_key(number, window, by_key):
+def test_grid_steps_are_the_visible_blocks(number, window, by_key):
     time = 128 * number
     plan = blocks.plan(time, window, by_key)
     at = np.arange(time)
@@ -103,7 +103,7 @@ def test_steps_are_the_blocks_in_which_some_query_sees_a_key(number, window, by_
         assert (first is None) == tiles[i, j].all()
         assert first in (None, (i - j) * plan.block)
     outer = steps.key if by_key else steps.query
-    # What is added up is begun once, and written once, at its ends.
+    # Each sum starts and is written once.
     assert list(outer[steps.first == 1]) == list(outer[steps.last == 1])
     assert sorted(outer[steps.first == 1]) == sorted(set(outer))
     assert sorted(steps.query[steps.fresh == 1]) == sorted(set(steps.query))

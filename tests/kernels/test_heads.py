@@ -1,4 +1,4 @@
-"""Heads turned by their positions and laid out for attention's kernels."""
+"""Rotary embeddings, and layouts of heads for attention kernels."""
 
 import functools
 import inspect
@@ -40,7 +40,7 @@ def with_gradients(form, x):
     return form(x), once(x), twice(x)
 
 
-def test_pairs_of_channels_turn_as_complex_numbers():
+def test_rotation_multiplies_complex_pairs():
     x, cos, sin = heads_and_angles(0, 5, 2, 6)
     x = np.asarray(x, np.float32)
     turned = (x[..., :3] + 1j * x[..., 3:]) * np.asarray(cos + 1j * sin)[:, None]
@@ -54,7 +54,7 @@ def test_pairs_of_channels_turn_as_complex_numbers():
     ("sizes", "rows"),
     [((32, 4, 64), None), ((528, 8, 32), 1), ((48, 3, 128), 2), ((16, 18, 64), 2)],
 )
-def test_the_kernel_turns_as_xla_does(sizes, rows):
+def test_rotation_kernel_equals_xla(sizes, rows):
     x, cos, sin = heads_and_angles(1, *sizes, rows=rows)
     assert rotate_tpu.unsupported(x, cos) == ""
 
@@ -69,7 +69,7 @@ def test_the_kernel_turns_as_xla_does(sizes, rows):
     ("sizes", "scale"),
     [((32, 4, 64), 1.0), ((528, 8, 32), 0.125), ((48, 3, 128), 1.0)],
 )
-def test_layouts_are_exchanged_axes(sizes, scale):
+def test_layout_kernels_equal_swapaxes(sizes, scale):
     x = heads_and_angles(2, *sizes)[0]
 
     def exchanged(x):
@@ -106,9 +106,11 @@ def test_bad_input_is_refused(change, message):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
-def test_gradients_compile_for_two_devices_that_exchange_nothing(chip, axis):
+@pytest.mark.parametrize(
+    ("chip", "axis"),
+    [("v5e:2x2", "data"), ("v5p:2x2x1", "tensor"), ("v6e:2x2", "sequence")],
+)
+def test_gradients_compile_on_two_devices_without_exchange(chip, axis):
     x, cos, sin = heads_and_angles(3, 64, 4, 64)
     spec = P("data") if axis == "data" else P(None, None, axis)
     specs = [spec, P(), P()]

@@ -159,7 +159,7 @@ def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements(form):
     "in_step,names",
     [(True, ["end of the bank", "inside a block"]), (False, ["ragged"])],
 )
-def test_in_step_says_at_trace_time_whether_matrices_are_shared(in_step, names):
+def test_in_step_shares_matrices_at_trace_time(in_step, names):
     def call(start, count, in_step=in_step):
         return op.hippo(
             FEATURES,
@@ -186,7 +186,7 @@ def test_in_step_says_at_trace_time_whether_matrices_are_shared(in_step, names):
     assert (branches(None), branches(True), branches(False)) == (2, 1, 0)
 
 
-def test_nothing_given_is_an_empty_memory_and_all_blocks():
+def test_defaults_are_empty_memory_and_all_blocks():
     state, memory = op.hippo(FEATURES, jnp.asarray(READ, jnp.float32), bank=BANK)
     close((state, memory), oracle(FEATURES, STATE, [0] * B, [BLOCKS] * B))
     assert np.all(np.asarray(memory[:, 0]) == 0)
@@ -201,7 +201,7 @@ def test_the_state_is_that_of_the_papers_recurrence():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 1, 100, 1_000_003, 123_456_789, 2**31 - 64])
-def test_matrices_on_demand_equal_the_float64_bank_however_late(start):
+def test_on_demand_matrices_equal_bank_at_any_offset(start):
     order, length = 64, 32
     stop = start + length
     kernel = on_demand.kernel(order, int32([start]), int32([stop]), length)[0]
@@ -214,11 +214,15 @@ def test_matrices_on_demand_equal_the_float64_bank_however_late(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order,length", [(64, 64), (64, 256), (540, 2048)])
-@pytest.mark.parametrize("start", [0, 1, 2048, 1_000_003, 2**30])
-def test_a_block_written_through_its_nodes_is_its_kernel_however_late(
-    order, length, start
-):
+@pytest.mark.parametrize(
+    ("order", "length", "start"),
+    [
+        *((64, 64, start) for start in (0, 1, 2048, 1_000_003, 2**30)),
+        (64, 256, 2**30),
+        (540, 2048, 1_000_003),
+    ],
+)
+def test_block_at_nodes_equals_kernel_at_any_offset(order, length, start):
     eye = jnp.eye(length)[None]
     written = op.hippo_update(eye, jnp.zeros((1, order, length)), int32([start]))[0]
     expected = bank.block_kernel(order, start, start + length)
@@ -243,8 +247,10 @@ def test_the_kernel_of_polynomials_has_the_precision_of_float64(order, count):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("chip", "shared"),
+    [("v5e:2x2", True), ("v5p:2x2x1", False), ("v6e:2x2", True)],
+)
 def test_matrices_compile_for_a_mesh_with_the_kernel_in_them(chip, shared):
     devices = topologies.get_topology_desc(chip, "tpu").devices[:4]
     kinds = (jax.sharding.AxisType.Auto,) * 2
@@ -274,7 +280,7 @@ def test_matrices_compile_for_a_mesh_with_the_kernel_in_them(chip, shared):
 
 
 @pytest.mark.slow
-def test_a_million_tokens_on_time_still_passes():
+def test_on_demand_matrices_change_after_a_million_tokens():
     """300 blocks late in a stream: rounding the ratio to float32 would lose 1%."""
     order, length, steps, begin = 64, 4, 300, 1_000_000
     state, signal = draw(order, X), draw(steps * length, X, seed=1)
@@ -301,7 +307,7 @@ def absorb_padded(features, state, start, count):
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(cuts=st.sets(st.integers(1, 39), min_size=2, max_size=12))
-def test_any_cuts_give_the_coefficients_of_one_block(cuts):
+def test_any_cuts_give_coefficients_of_one_block(cuts):
     signal, size = draw(40, X, seed=5), 40
     state, edges = jnp.zeros((1, N, X)), [0, *sorted(cuts), 40]
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
@@ -312,7 +318,7 @@ def test_any_cuts_give_the_coefficients_of_one_block(cuts):
     close(state[0], bank.block_kernel(N, 0, 40) @ np.float64(signal))
 
 
-def test_a_batch_element_that_absorbs_nothing_keeps_its_state():
+def test_zero_count_leaves_state_unchanged():
     features = FEATURES[:2, 0]
     after = op.hippo_update(features, STATE[:2], int32([0, 9]), int32([0, L]))
     np.testing.assert_array_equal(after[0], STATE[0])
@@ -346,7 +352,7 @@ def test_operations_counted_by_hand():
         ((8640, 2048, 2048, 16, 24_576, True), "scan"),
     ],
 )
-def test_each_size_has_its_cheapest(sizes, cheapest):
+def test_cheapest_form_by_size(sizes, cheapest):
     assert op.cheapest(*sizes) == cheapest
 
 
@@ -389,7 +395,7 @@ def test_the_default_runs_the_cheapest(monkeypatch):
         (dict(bank=op.build_hippo_bank(N, L + 1, 1)), "build it for these"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, message):
+def test_mismatched_arguments_are_refused(options, message):
     sizes = dict[str, Any](features=FEATURES) | options
     unchecked = inspect.unwrap(op.hippo)  # without the annotations' own check
     with pytest.raises(ValueError, match=message):

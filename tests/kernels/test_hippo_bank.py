@@ -29,7 +29,7 @@ def test_nodes_are_those_of_numpy(order):
     np.testing.assert_allclose(ours, weights / 2, rtol=1e-11, atol=1e-15)
 
 
-def test_writing_into_the_nodes_leaves_later_calls_alone():
+def test_cached_nodes_are_not_aliased():
     nodes, weights = bank.gauss_legendre(5)
     nodes[:], weights[:] = 0, 0
     assert bank.gauss_legendre(5)[1].sum() == pytest.approx(1)
@@ -69,7 +69,7 @@ def test_block_equals_the_unrolled_recurrence(order):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_whole_history_equals_the_recurrence(order):
+def test_full_history_equals_the_recurrence(order):
     signal = np.random.default_rng(order).normal(size=(20, 3))
     state = bank.block_kernel(order, 0, 20) @ signal
     assert largest(state - hippo_recurrence.compress(signal, order)) <= BOUND
@@ -115,7 +115,7 @@ def test_kernel_columns_are_integrals_of_the_basis():
 @hypothesis.given(
     st.integers(1, 48), st.lists(st.integers(1, 40), min_size=1, max_size=6)
 )
-def test_any_split_gives_the_same_state(order, lengths):
+def test_state_is_split_invariant(order, lengths):
     total = sum(lengths)
     signal = np.random.default_rng(total).normal(size=(total, 2))
     state, start = np.zeros((order, 2)), 0
@@ -150,7 +150,7 @@ def test_bank_holds_every_block():
     assert bank.hippo_bank_bytes(6, 9, 4) == held
 
 
-def test_large_bank_carries_a_document():
+def test_large_bank_reads_a_document():
     order, length, blocks = 540, 256, 4
     built = bank.build_hippo_bank(order, length, blocks)
     signal = np.random.default_rng(0).normal(size=(blocks, length, 2))
@@ -181,7 +181,7 @@ def test_exponential_points_ascend_and_are_the_papers():
     st.sampled_from(["uniform", "exponential"]),
     st.floats(0.01, 0.999),
 )
-def test_points_lie_in_the_history(count, sampling, decay):
+def test_sample_points_are_in_the_history(count, sampling, decay):
     points = bank.hippo_sample_points(count, sampling, decay)
     assert points.shape == (count,) and points[0] == 0
     assert np.all(np.diff(points) >= 0) and points[-1] <= 1

@@ -1,4 +1,4 @@
-"""What the keys of a chunk leave of each other's steps: the formula and the kernels."""
+"""Overlap of a chunk's keys: the formula and the kernels."""
 
 import functools
 
@@ -44,7 +44,7 @@ def with_gradients(form, chunk_size, k, gamma):
     return form(k, gamma, chunk_size=chunk_size), jax.grad(loss, (0, 1))(k, gamma)
 
 
-def test_it_is_the_product_over_the_chunk():
+def test_overlap_equals_product_over_chunk():
     k, gamma = draw(0, 7, 2, 3)
     found = overlap(k, gamma, chunk_size=3)
     expected = np.ones(gamma.shape)
@@ -62,7 +62,7 @@ def test_it_is_the_product_over_the_chunk():
     heads=st.sampled_from([(2, 64), (4, 32), (2, 128)]),
     chunk_size=st.sampled_from([2, 4, 16, 64]),
 )
-def test_kernels_compute_what_xla_does(time, heads, chunk_size):
+def test_kernels_equal_xla(time, heads, chunk_size):
     tokens = draw(time, time, *heads)
     assert pallas_tpu.unsupported(tokens[0], chunk_size) == ""
 
@@ -120,7 +120,7 @@ def test_bad_input_is_refused(change, message):
         ((64, 3, 64), jnp.float32, 16, "no number of 3 heads of 64 fills 128 lanes"),
     ],
 )
-def test_what_the_kernels_do_not_take(sizes, dtype, chunk_size, reason):
+def test_unsupported_reasons(sizes, dtype, chunk_size, reason):
     k = jax.ShapeDtypeStruct((2, *sizes), dtype)
     assert reason in pallas_tpu.unsupported(k, chunk_size)
 

@@ -125,7 +125,7 @@ def test_values_and_gradients_agree_with_xla(name, drawn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ssd", "gla", "gated_delta_rule"])
-def test_gates_that_forget_all_leave_nothing_and_no_gradient(name, monkeypatch):
+def test_gates_of_minus_infinity_clear_memory_and_gradient(name, monkeypatch):
     """Two groups of packs; mild gates behind strong ones keep their digits."""
     monkeypatch.setattr(pack_blocks, "PACKS", 1)
     kernels, chunks, place = OPS[name]
@@ -158,7 +158,7 @@ def test_ops_without_log_gates_agree_with_xla(kernels, op, place):
 @pytest.mark.parametrize(
     ("name", "alike"), [*((name, False) for name in OPS), ("gated_delta_rule", True)]
 )
-def test_half_precision_is_as_exact_as_that_of_xla(name, alike):
+def test_bfloat16_error_is_no_larger_than_xla(name, alike):
     """Keys that are all alike leave the delta rule the hardest systems."""
     kernels, chunks, place = OPS[name]
     low = list(draw(name, 3, 1, 100, 2, 64, 64, jnp.bfloat16))
@@ -191,7 +191,7 @@ def test_gradients_of_gradients_differentiate_the_same_function():
 
 @pytest.mark.slow
 @OF_OPS
-def test_a_head_that_fills_no_lanes_runs_without_a_kernel(name):
+def test_single_head_of_64_runs_in_xla(name):
     """As on a device of a mesh; gradients of gradients take the same form."""
     kernels, chunks, _ = OPS[name]
     arguments = draw(name, 5, 1, 70, 1, 64, 64)
@@ -199,7 +199,7 @@ def test_a_head_that_fills_no_lanes_runs_without_a_kernel(name):
     close(jax.jit(kernels)(*arguments, None), jax.jit(chunks)(*arguments, None), 3e-6)
 
 
-def test_unsupported_arguments_say_why():
+def test_unsupported_reasons():
     def shape(t, h, d, dtype="bfloat16"):
         return jnp.zeros((1, t, h, d), dtype)
 

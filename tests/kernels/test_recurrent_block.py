@@ -1,4 +1,4 @@
-"""The short convolution and the gated norm: the kernels compute what XLA does."""
+"""The short convolution and the gated norm: formulas, kernels, refused arguments."""
 
 import functools
 import inspect
@@ -73,7 +73,7 @@ def test_the_convolution_is_the_sum_over_taps_with_unit_norm():
         np.testing.assert_allclose(found[:, t], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_document_sees_nothing_of_the_one_before():
+def test_convolution_does_not_cross_documents():
     x, filters, before = convolution_inputs(1, 1, 9, 2, 3, dtype=jnp.float32)
     packed = short_convolution(x, filters, before, positions_of(9, [3, 6]))
     for begin, end in ((0, 3), (3, 6), (6, 9)):
@@ -98,7 +98,7 @@ def test_the_gated_norm_is_its_equation():
     heads=st.sampled_from([(2, 64), (4, 32), (3, 128), (18, 64)]),
     packed=st.booleans(),
 )
-def test_kernels_compute_what_xla_does(blocks, heads, packed):
+def test_kernels_equal_xla(blocks, heads, packed):
     time = 16 * blocks
     x, filters, before = convolution_inputs(blocks, 2, time, *heads)
     positions = positions_of(time, [time // 3, time // 2]) if packed else None
@@ -135,14 +135,14 @@ def test_kernels_compute_what_xla_does(blocks, heads, packed):
         close(run_plain(form(UNIT), y), run_plain(form(l2_normalize), y), NEAR)
 
 
-def test_heads_have_the_norm_that_is_asked_for():
+def test_heads_have_requested_norm():
     (y,) = tokens(3, (2, 5, 3, 7), dtype=jnp.float32)
     norms = jnp.linalg.norm(l2_normalize(y, norm=3.0), axis=-1)
     np.testing.assert_allclose(norms, 3.0, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_segment_split_in_two_is_the_same():
+def test_convolution_is_split_invariant():
     x, filters, before = convolution_inputs(4, 1, 96, 2, 64)
     whole = CONVOLUTION(x, filters, before, None)
     first = CONVOLUTION(x[:, :32], filters, before, None)
@@ -203,15 +203,17 @@ def test_bad_input_is_refused(op, arguments, message):
         ((32, 2, 192), jnp.bfloat16, "2 heads of 192 do not fill 128 lanes"),
     ],
 )
-def test_what_the_kernels_do_not_take(sizes, dtype, reason):
+def test_unsupported_reasons(sizes, dtype, reason):
     x, filters = jax.ShapeDtypeStruct((2, *sizes), dtype), jnp.ones((4, 1, 1))
     assert convolution_tpu.unsupported(x, filters) == reason
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("axis", ["data", "tensor", "sequence"])
-def test_gradients_compile_for_two_devices_that_exchange_no_tokens(chip, axis):
+@pytest.mark.parametrize(
+    ("chip", "axis"),
+    [("v5e:2x2", "data"), ("v5p:2x2x1", "tensor"), ("v6e:2x2", "sequence")],
+)
+def test_gradients_compile_on_two_devices_without_exchange_of_tokens(chip, axis):
     x, filters, before = convolution_inputs(6, 2, 64, 4, 64)
     y, scale = tokens(7, x.shape)[0], jnp.ones(64)
 

@@ -1,4 +1,4 @@
-"""Scores of keys by all queries: the formula, the kernel, and what is refused."""
+"""Scores of keys by all queries: the formula, the kernel, refused arguments."""
 
 import functools
 
@@ -27,7 +27,7 @@ def draw(seed, queries, keys, width, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("keys", [5, 1024, 1500])
-def test_it_is_the_mean_of_sigmoids_over_the_queries_that_count(keys):
+def test_mean_of_sigmoids_over_masked_queries(keys):
     q, mask, k = draw(0, 7, keys, 3)
     mask = mask.at[1].set(False)
     found = jax.jit(sigmoid_scores)(q, mask, k)
@@ -44,7 +44,7 @@ def test_it_is_the_mean_of_sigmoids_over_the_queries_that_count(keys):
     keys=st.sampled_from([1, 300, 2049]),
     width=st.sampled_from([16, 256]),
 )
-def test_the_kernel_computes_what_xla_does(queries, keys, width):
+def test_kernel_equals_xla(queries, keys, width):
     q, _, k = draw(queries, queries, keys, width)
     q = q / width**0.5
     found = jax.jit(KERNEL)(q, k)
@@ -75,7 +75,7 @@ def test_bad_input_is_refused(change, message):
         sigmoid_scores(**({"queries": q, "query_mask": mask, "keys": k} | change))
 
 
-def test_what_the_kernel_does_not_take():
+def test_unsupported_reasons():
     def like(dtype, width):
         return jax.ShapeDtypeStruct((2, 5, width), dtype)
 

@@ -41,7 +41,7 @@ def draw(length=LENGTH, seed=0) -> Any:
     return (q, k, v, eta, scale, bias), memory
 
 
-def begun(memory, positions=POSITIONS):
+def open_state(memory, positions=POSITIONS):
     """A state of these matrices, in the middle of a mini-batch."""
     start, now, bias_start, bias = map(jnp.asarray, memory)
     return TTTLinearState(start, now, bias_start, bias, jnp.asarray(positions), C)
@@ -63,7 +63,7 @@ EMPTY = other_start()
 @functools.cache
 def forward(how):
     def call(tokens, memory, positions, reset):
-        state = begun(memory, positions)
+        state = open_state(memory, positions)
         return ttt_linear(
             *tokens, state, chunk_size=C, reset=reset, empty=EMPTY, implementation=how
         )
@@ -140,7 +140,7 @@ def close(actual, expected, tolerance=1e-5):
         assert error(a, b) <= tolerance
 
 
-def test_the_slope_is_that_of_the_loss():
+def test_loss_gradient_equals_autodiff():
     rng = np.random.default_rng(3)
     x, target, scale, bias = rng.normal(size=(4, D))
 
@@ -185,13 +185,13 @@ def split_tokens(tokens, split):
 
 
 @pytest.mark.slow
-def test_any_split_gives_the_same():
+def test_split_invariance():
     tokens, memory = draw(6)
     expected = numpy_loop(tokens, memory)
     run = jax.jit(functools.partial(ttt_linear, chunk_size=C))
     for split in range(1, 6):
         first, second = split_tokens(tokens, split)
-        middle, before = run(*first, begun(memory))
+        middle, before = run(*first, open_state(memory))
         last, after = run(*second, middle)
         close((leaves(last), np.concatenate([before, after], axis=1)), expected)
 
@@ -202,7 +202,7 @@ def test_a_split_has_the_same_gradients():
     weights = draw(6, seed=1)[1]
 
     def run(tokens, memory, split):
-        state, reads = begun(memory), []
+        state, reads = open_state(memory), []
         for part in split_tokens(tokens, split) if split else (tokens,):
             state, y = ttt_linear(*part, state, chunk_size=C)
             reads.append(y)
@@ -218,7 +218,7 @@ def test_steps_are_the_recurrence():
     tokens, memory = draw(6)
     run, state, reads = (
         jax.jit(functools.partial(step, chunk_size=C)),
-        begun(memory),
+        open_state(memory),
         [],
     )
     for t in range(6):
@@ -252,7 +252,7 @@ def test_the_default_is_the_fast_form():
     assert jaxpr(None) == jaxpr("xla") != jaxpr("reference")
 
 
-def test_a_misplaced_reset_is_refused_or_gives_nan():
+def test_misplaced_reset_raises_or_gives_nan():
     tokens, memory = draw()
     reset = np.array(WHOLE)
     reset[1, [1, 7]] = True  # A mini-batch of batch element 1 starts at 1, none at 7.
@@ -268,14 +268,14 @@ def test_a_misplaced_reset_is_refused_or_gives_nan():
             close(leaf[0], right[0])
             assert np.isnan(leaf[1]).all()
     message = "of 4 starts, got one in batch element 1 before token 7, 2 into it"
-    known = [*map(jnp.asarray, tokens), begun(memory)]
+    known = [*map(jnp.asarray, tokens), open_state(memory)]
     with pytest.raises(ValueError, match=message):
         ttt_linear(*known, chunk_size=C, reset=jnp.asarray(reset))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["reference", "xla"])
-def test_half_precision_tokens_keep_a_float32_memory(how):
+def test_bfloat16_tokens_have_float32_memory(how):
     tokens, memory = draw()
     low = [jnp.asarray(x, jnp.bfloat16) for x in tokens[:3]]
     after, reads = forward(how)((*low, *tokens[3:]), memory, POSITIONS, WHOLE)
@@ -287,8 +287,8 @@ def test_half_precision_tokens_keep_a_float32_memory(how):
     close(reads, right, 5e-3)
 
 
-def test_states_are_pytrees_that_know_their_chunk_size():
-    state = begun(draw()[1])
+def test_states_are_pytrees_with_static_chunk_size():
+    state = open_state(draw()[1])
     shapes = jax.tree.map(lambda x: x.shape, state)
     assert shapes.bias == (B, H, D) and shapes.chunk_size == C
     mapped = jax.vmap(lambda s: s.weights.sum() + s.position)(state)
@@ -301,7 +301,7 @@ def test_states_are_pytrees_that_know_their_chunk_size():
 def test_bad_input_is_refused_by_name():
     tokens, memory = draw(3)
     q, k, v, eta, scale, bias = map(jnp.asarray, tokens)
-    good, state = (q, k, v, eta, scale, bias), begun(memory)
+    good, state = (q, k, v, eta, scale, bias), open_state(memory)
 
     replace = dataclasses.replace
     bad: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [

@@ -1,4 +1,4 @@
-"""What every op refuses before any compute, in words that name it."""
+"""Checks of arguments, shared by all ops."""
 
 import inspect
 
@@ -16,7 +16,7 @@ check_mask = inspect.unwrap(arguments.check_mask)
 check_float32 = inspect.unwrap(arguments.check_float32)
 
 
-def test_letters_are_bound_and_none_is_passed_over():
+def test_shape_letters_bind_and_none_is_skipped():
     q, v = jnp.ones((2, 3, 4)), jnp.ones((2, 3, 5), jnp.bfloat16)
     sizes = check_shapes(q=(q, "B T K"), g=(None, "B X"), v=(v, "B T V"))
     assert sizes == {"B": 2, "T": 3, "K": 4, "V": 5}
@@ -32,13 +32,13 @@ def test_letters_are_bound_and_none_is_passed_over():
         ((2, 3, 4), "?", "k must be floating, got bool"),
     ],
 )
-def test_what_does_not_fit_the_letters_is_refused(shape, dtype, message):
+def test_mismatched_shapes_are_refused(shape, dtype, message):
     q, k = jnp.ones((2, 3, 4)), jnp.ones(shape, dtype)
     with pytest.raises(ValueError, match=message):
         check_shapes(q=(q, "B T K"), k=(k, "B T K"))
 
 
-def test_letters_without_a_size_stand_for_themselves_and_no_axis_is_empty():
+def test_unbound_letters_and_empty_axes_in_errors():
     with pytest.raises(ValueError, match=r"q must have shape \[B, T\] = \[B, T\]"):
         check_shapes(q=(jnp.ones(2), "B T"))
     with pytest.raises(ValueError, match=r"no axis empty, got \[2, 0\]"):
@@ -55,7 +55,7 @@ def test_known_values_out_of_range_are_refused(dtype):
     check_range("g", jnp.asarray([-jnp.inf, 0], dtype), -float("inf"), 0.0)
 
 
-def test_values_inside_jit_are_the_callers_promise():
+def test_ranges_are_not_checked_inside_jit():
     def run(x):
         check_range("beta", x, 0.0, 1.0)
         return x
@@ -63,7 +63,7 @@ def test_values_inside_jit_are_the_callers_promise():
     assert jax.jit(run)(2.0) == 2
 
 
-def test_a_choice_lists_what_is_allowed():
+def test_choice_error_lists_allowed_values():
     check_choice("phi", None, (None, "silu"))
     with pytest.raises(ValueError, match=r"phi must be one of \('silu',\), got None"):
         check_choice("phi", None, ("silu",))

@@ -32,7 +32,7 @@ def test_split_puts_tokens_at_their_positions_and_join_returns_them(time, places
     np.testing.assert_array_equal(back, x)
 
 
-def test_no_position_needs_more_chunks_than_counted_and_one_needs_all():
+def test_chunk_count_is_the_maximum_over_positions():
     for time in range(1, 14):
         needed = [-(-(place + time) // SIZE) for place in range(SIZE)]
         assert chunks.count_chunks(time, SIZE, aligned=False) == max(needed)
@@ -56,7 +56,7 @@ def test_padding_gets_no_gradient_and_tokens_get_theirs():
 
 
 @pytest.mark.parametrize("time", [1, 4, 6])
-def test_a_chunk_is_complete_where_tokens_reach_its_end(time):
+def test_chunk_is_full_where_tokens_reach_its_end(time):
     count = chunks.count_chunks(time, SIZE, aligned=False)
     completed = jax.jit(chunks.completed, static_argnums=(0, 1, 2, 4))
     done = completed(count, SIZE, time, positions(0, 3), 2)
@@ -70,7 +70,7 @@ def test_a_chunk_is_complete_where_tokens_reach_its_end(time):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 3, 8])
-def test_scan_is_a_scan_whatever_it_keeps(every):
+def test_rematerialised_scan_equals_lax_scan(every):
     xs = jnp.linspace(0.1, 0.8, 7)
 
     def body(carry, x):
@@ -94,7 +94,7 @@ def test_scan_is_a_scan_whatever_it_keeps(every):
 
 
 @pytest.mark.slow
-def test_scan_keeps_fewer_memories_the_further_apart():
+def test_residuals_shrink_with_remat_every():
     """What crosses from the forward to the backward pass, by its leading axis."""
 
     def kept(every):
@@ -126,7 +126,7 @@ STRONG = np.array([-0.1, -1e6, -1e-3, -1e-3, -30, -0.5, -np.inf, -1e-3], np.floa
 
 
 @pytest.mark.parametrize("size", [1, 5, 8])
-def test_decay_is_what_the_gates_between_leave(size):
+def test_decay_is_product_of_gates_between(size):
     gates = -np.random.default_rng(0).exponential(size=(2, 3, size)).astype("f4")
     gates[1, 2] = STRONG[:size]
 
@@ -176,7 +176,7 @@ def test_channels_need_a_power_of_two():
         decays.decays(jnp.zeros((1, 1, 6, 2)), None, 6)
 
 
-def test_a_reset_is_misplaced_but_at_a_chunks_start():
+def test_resets_off_chunk_starts_are_misplaced():
     reset = np.zeros((2, 9), bool)
     reset[0, [0, 4, 8]] = reset[1, [2, 6]] = True
     position = positions(0, 2)

@@ -1,4 +1,4 @@
-"""Shared values: the CPU's form is the plain one, and so are its gradients."""
+"""CPU forms of broadcasts: values and gradients of the plain form."""
 
 import chex
 import jax
@@ -40,13 +40,13 @@ def test_scaling_keeps_the_dtype(dtype):
     chex.assert_type([scale_channels(x, scale), scale_rows(x, row)], dtype)
 
 
-def test_a_product_with_the_identity_changes_no_bit():
+def test_product_with_identity_is_exact():
     angles = jnp.arange(1000.0)[:, None] * jnp.linspace(1e-4, 1, 33)[None]
     np.testing.assert_array_equal(computed_once(jnp.cos(angles)), jnp.cos(angles))
 
 
 @pytest.mark.parametrize("function", [scale_channels, scale_rows, computed_once])
-def test_another_device_gets_the_plain_form(function):
+def test_other_platforms_lower_the_plain_form(function):
     arguments = draws((4, 6), (6,) if function is scale_channels else (4, 1))
     arguments = arguments[: 1 if function is computed_once else 2]
     traced = jax.jit(function).trace(*arguments)

@@ -1,4 +1,4 @@
-"""Gradients of an op of kernels: any order, with the kernels called as seldom."""
+"""Gradients of every order of an op of kernels, and the number of kernel calls."""
 
 import jax
 import jax.numpy as jnp

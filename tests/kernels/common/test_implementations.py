@@ -1,4 +1,4 @@
-"""The choice of the code that runs: never wrong in silence."""
+"""The choice of an implementation."""
 
 import functools
 import logging
@@ -27,7 +27,7 @@ def test_none_is_xla_where_no_kernel_takes_the_arguments(caplog):
     assert implementations.choose("gla", None, without)() == "xla"
 
 
-def test_an_array_that_is_given_twice_stays_one():
+def test_shared_array_stays_shared():
     """Trellis's kernels leave out what a chunk with one memory does not need."""
 
     def same(tree, z):
@@ -64,7 +64,7 @@ def test_a_kernel_runs_where_jax_does(monkeypatch):
     assert implementations.needs("gpu") == "it needs a gpu, jax runs on tpu"
 
 
-def test_on_a_cpu_small_memories_are_looped_over_unless_differentiated():
+def test_cpu_loops_over_small_memories_unless_differentiated():
     forms = {"xla": lambda x, reset: 2 * x, "reference": lambda x, reset: 3 * x}
     small, large = (jnp.zeros((n, 2**19)) for n in (1, 2))
     x, reset = jnp.ones(()), jnp.ones(2, bool)
@@ -131,7 +131,7 @@ def on_gpu(function, tokens) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
-def test_on_a_hopper_gpu_its_kernels_are_chosen(op, on_hopper):
+def test_hopper_kernels_are_default_on_hopper(op, on_hopper):
     function, tokens = draw_half(op)
     traced = jax.jit(gradient(function, tokens)).trace(*tokens)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -175,7 +175,7 @@ def test_gpu_kernels_under_transformations(op, size, on_hopper):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis", "lattice"])
-def test_the_choice_at_lowering_is_xla_on_a_cpu_under_every_transformation(op):
+def test_default_lowers_to_xla_on_cpu_under_transformations(op):
     """Bit for bit: vmap, scan, checkpoint, shard_map and the gradient of them."""
     function, tokens = draw(op)
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,))

@@ -54,7 +54,7 @@ for name, op in ops.items():
 """
 
 
-def test_a_memory_that_is_given_twice_stays_one_on_a_mesh():
+def test_shared_array_stays_shared_on_a_mesh():
     def form(tokens, start, running):
         return running, tokens + (1.0 if start is running else 2.0)
 
@@ -103,7 +103,7 @@ def trellis_loss(q, k, v, gamma):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [lattice_loss, trellis_loss])
-def test_a_program_compiled_for_a_pod_holds_the_kernels(loss, pod, uncached):
+def test_program_for_a_pod_contains_kernels(loss, pod, uncached):
     """Compiled from here for four chips, gradient and all."""
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     place = NamedSharding(pod, P("data", None, "tensor"))

@@ -1,4 +1,4 @@
-"""Products of matrices: what their operands and sums are rounded to."""
+"""Products of matrices: rounding of operands and sums."""
 
 import jax
 import jax.numpy as jnp

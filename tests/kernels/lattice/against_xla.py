@@ -1,4 +1,4 @@
-"""The TPU kernels of Lattice beside the XLA form: inputs, results, gradients."""
+"""The TPU kernels of Lattice against the XLA form: inputs, results, gradients."""
 
 import functools
 from typing import Any

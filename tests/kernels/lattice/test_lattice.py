@@ -215,7 +215,7 @@ def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
 
 
 @pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
-def test_every_split_point_and_rows_out_of_phase(case):
+def test_split_invariance_with_rows_out_of_phase(case):
     """Tokens one by one up to any place of a chunk, then five at once, then one."""
     whole = jax.tree.map(np.asarray, draw(14, forget=case[3]))
     reads, _ = column_loop(whole, memory(case).start, case)
@@ -269,7 +269,7 @@ def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
 
 
 @pytest.mark.slow
-def test_a_reset_is_a_new_call():
+def test_reset_equals_new_call():
     tokens = draw(10)
     reset = jnp.zeros((B, 10), bool).at[:, 4].set(True)
     for name in ("reference", "xla"):
@@ -283,7 +283,7 @@ def test_a_reset_is_a_new_call():
             close(y[:, part], expected)
 
 
-def test_a_reset_inside_a_chunk_is_refused_or_shows():
+def test_reset_inside_chunk_raises_or_gives_nan():
     tokens = draw(6)[:4]
     reset = jnp.zeros((B, 6), bool).at[1, 3].set(True)
     with pytest.raises(ValueError, match="reset"):
@@ -296,7 +296,7 @@ def test_a_reset_inside_a_chunk_is_refused_or_shows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 4])
-def test_half_precision_tokens_keep_a_float32_memory(size):
+def test_bfloat16_tokens_have_float32_memory(size):
     case = (size, "dec", True, None)
     tokens = draw(9, dtype=jnp.bfloat16)
     state, y = run_jit(*tokens, memory(case), chunk_size=size)
@@ -320,7 +320,7 @@ def test_norms_stay_one_over_a_hundred_thousand_tokens(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dec", "enc", "sim"])
-def test_a_write_is_the_gradient_of_the_objective_across_the_slot(variant):
+def test_write_is_tangential_gradient_of_objective(variant):
     """Equations 7, 10 and 12 are half the gradients of 6, 9 and 11."""
     objectives = {
         "dec": lambda phi, k, v: jnp.sum((k @ phi - v) ** 2) / 2,
@@ -346,7 +346,7 @@ def test_a_write_is_the_gradient_of_the_objective_across_the_slot(variant):
 
 
 @pytest.mark.slow
-def test_a_slot_that_the_threshold_empties_is_filled_by_the_next_write():
+def test_zeroed_slot_is_filled_by_next_write():
     q, k, v, gamma, _ = draw(2)
     g = jnp.zeros((B, 2, H)).at[:, 0].set(-10.0)
     once = {"chunk_size": 1, "forget": "l1", "implementation": "xla"}

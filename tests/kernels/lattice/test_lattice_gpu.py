@@ -168,7 +168,7 @@ def test_the_gradient_compiles(gpu, uncached, variant, chunk_size):
     assert "memjax_lattice_backward" in text
 
 
-def test_unsupported_arguments_say_why():
+def test_unsupported_reasons():
     def why(dtype=jnp.bfloat16, width=64, chunk_size=16, **options):
         q, k, v, _ = draw(1, 2, 1, dtype)
         return unsupported(q, k, v[..., :width], chunk_size, Rule(**options))
@@ -182,6 +182,6 @@ def test_unsupported_arguments_say_why():
     assert "1 or a multiple of 8 up to 64" in why(chunk_size=12)
 
 
-def test_asking_for_it_without_a_gpu_says_why():
+def test_explicit_choice_without_gpu_raises():
     with pytest.raises(ValueError, match="pallas_gpu.*needs a gpu"):
         lattice(*draw(1, 2, 1, jnp.bfloat16), implementation="pallas_gpu")

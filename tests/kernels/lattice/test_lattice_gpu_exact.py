@@ -139,7 +139,7 @@ def test_the_gradient_compiles(gpu, uncached, variant):
     assert "memjax_lattice_exact_backward" in text
 
 
-def test_unsupported_arguments_say_why():
+def test_unsupported_reasons():
     def why(width=64, dtype=jnp.float32, **options):
         q, k, v = draw(1, 2, 1, dtype)[:3]
         return unsupported(q, k, v[..., :width], 1, Rule(**options))

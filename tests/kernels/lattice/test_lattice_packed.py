@@ -43,7 +43,7 @@ def chunks(draw):
 @pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=WITHOUT_SHRINKING)
 @given(chunks())
-def test_a_chunk_and_its_gradient_agree_with_one_head_at_a_time(drawn):
+def test_packed_chunk_and_gradient_equal_single_heads(drawn):
     sizes, seed, variant = drawn
     number, heads, size, slots, width = sizes.values()
     random = np.random.default_rng(seed)
@@ -121,7 +121,7 @@ def calls(draw):
 
 @pytest.mark.slow
 @settings(max_examples=2, deadline=None, derandomize=True, phases=WITHOUT_SHRINKING)
-# Chunks begun and not complete; two groups of heads, and several batch elements.
+# Open chunks; two groups of heads, and several batch elements.
 @example(("dec", (2, 40, 4, 64, 128, 16), [0, 5], [16, 27], 1))
 @example(("enc", (4, 40, 2, 64, 64, 16), [0, 5, 10, 15], [16, 27, 0, 39], 8))
 @given(calls())
@@ -140,7 +140,7 @@ def test_values_and_gradients_agree_with_xla(call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", LATTICE_VARIANTS)
-def test_half_precision_is_as_exact_as_that_of_xla(variant):
+def test_bfloat16_error_is_no_larger_than_xla(variant):
     b, t, h, d, c = 1, 100, 2, 64, 64
     state = lattice_init_state(b, h, d, d, c)
     low = draw(b, t, h, d, d, jnp.bfloat16)

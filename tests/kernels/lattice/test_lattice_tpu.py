@@ -1,4 +1,4 @@
-"""The TPU kernels of Lattice: interpreted, and compiled for TPUs that are not here."""
+"""The TPU kernels of Lattice: interpreted, and compiled without a TPU."""
 
 import functools
 from typing import Any
@@ -85,7 +85,7 @@ def test_chunks_of_one_token_agree_with_xla():
     assert all(np.abs(x).max() > 1e-3 for x in leaves)
 
 
-def test_unsupported_arguments_say_why():
+def test_unsupported_reasons():
     low, high = (jnp.zeros((1, 2, 1, 4), t) for t in ("bfloat16", "float32"))
     assert unsupported(high, high, high, 1, Rule("sim")) == ""
     assert unsupported(low, low, low, 64, Rule()) == ""
@@ -101,7 +101,7 @@ def test_unsupported_arguments_say_why():
     ("size", "chunk", "fits"),
     [(768, 1, True), (896, 1, False), (1280, 16, True), (1408, 16, False)],
 )
-def test_a_memory_is_refused_where_no_chip_would_hold_it(size, chunk, fits):
+def test_memory_beyond_vmem_is_refused(size, chunk, fits):
     """Compiled for a v5e, both sizes that fit do, and the others run out of VMEM."""
     wide = jnp.zeros((1, 32, 1, size), jnp.bfloat16)
     why = unsupported(wide, wide, wide, chunk, Rule())

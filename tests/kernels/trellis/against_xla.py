@@ -1,4 +1,4 @@
-"""The TPU kernels of Trellis beside the XLA form: inputs, results, gradients."""
+"""The TPU kernels of Trellis against the XLA form: inputs, results, gradients."""
 
 import functools
 from typing import Any
@@ -55,7 +55,7 @@ def perturbed(state, seed):
     )
 
 
-def begun_state(sizes, place):
+def open_state(sizes, place):
     """A state whose batch elements are `place` tokens into their chunks."""
     state = perturbed(trellis_init_state(*sizes), 1)
     place = jnp.array(place, jnp.int32)

@@ -198,7 +198,7 @@ def test_values(implementation, phi, activation, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_half_precision_tokens_keep_a_float32_memory(implementation):
+def test_bfloat16_tokens_have_float32_memory(implementation):
     tokens, state = draw(9, dtype=jnp.bfloat16), draw_state()
     after, y = jitted(chunk_size=C, implementation=implementation)(*tokens, state)
     assert {x.dtype.name for x in memories(after)} == {"float32"}
@@ -251,7 +251,7 @@ def test_step_is_one_token():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_reset_is_a_call_of_its_own(implementation):
+def test_reset_equals_new_call(implementation):
     tokens = draw(11)
     run = jitted(chunk_size=C, implementation=implementation)
     _, first = run(*(x[:, :8] for x in tokens))
@@ -260,7 +260,7 @@ def test_a_reset_is_a_call_of_its_own(implementation):
     close(actual, (state, jnp.concatenate([first, second], 1)))
 
 
-def test_a_misplaced_reset_is_refused_or_gives_nan():
+def test_misplaced_reset_raises_or_gives_nan():
     tokens = draw(9)
     with pytest.raises(ValueError, match="reset must be where a chunk of 4 starts"):
         trellis(*tokens, reset=mask(9, (1, 5)), chunk_size=C)
@@ -301,7 +301,7 @@ def test_shared_gates_and_none():
         close(one, run(q, k, v, alpha, gamma, 0 * g))
 
 
-def test_strong_gates_forget_and_leave_the_rest_exact():
+def test_strong_gates_clear_memory_and_later_tokens_stay_exact():
     q, k, v, alpha, gamma, g = draw(9)
     g = g.at[:, 2].set(-jnp.inf).at[:, 5].set(-1e5)
     tokens = (q, k, v, alpha, gamma, g)
@@ -368,7 +368,7 @@ def test_sizes_of_a_state_are_positive():
 
 
 @pytest.mark.slow
-def test_several_strong_gates_in_a_chunk_cost_no_digits():
+def test_mild_gates_stay_exact_next_to_strong_ones():
     """Sums of 62 gates of -104 lose four digits of the mild gates after them."""
     q, k, v, alpha, gamma, g = draw(64, gates=())
     strong = jnp.array([-104.0, -30.0, -np.inf])[jnp.arange(64) % 3]

@@ -188,7 +188,7 @@ def test_wider_values_compile(gpu, uncached):
     assert "memjax_trellis_forward" in text
 
 
-def test_unsupported_arguments_say_why():
+def test_unsupported_reasons():
     def why(dtype=jnp.bfloat16, width=64, slots=64, chunk_size=64):
         q = jnp.zeros((1, 2, 1, width), dtype)
         alpha = jnp.zeros((1, 2, 1, slots), jnp.bfloat16)
@@ -203,7 +203,7 @@ def test_unsupported_arguments_say_why():
     assert "KiB of shared memory" in why(width=256, slots=256)
 
 
-def test_asking_for_it_without_a_gpu_says_why():
+def test_explicit_choice_without_gpu_raises():
     tokens = draw(1, 2, 1, jnp.bfloat16)
     with pytest.raises(ValueError, match="pallas_gpu.*needs a gpu"):
         trellis(*tokens, implementation="pallas_gpu")

@@ -19,9 +19,9 @@ from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.trellis.against_xla import (
     INTERPRETED,
-    begun_state,
     both,
     draw,
+    open_state,
     perturbed,
 )
 
@@ -76,7 +76,7 @@ def chunks(draw):
 @pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=WITHOUT_SHRINKING)
 @given(chunks())
-def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
+def test_packed_chunk_and_gradient_equal_unpacked(drawn):
     sizes, seed, phi, activation, shared = drawn
     size, slots, heads = sizes["C"], sizes["M"], sizes["heads"]
     paired = functools.partial(pack_heads, heads)
@@ -149,7 +149,7 @@ def test_a_chunk_and_its_gradient_agree_with_slots_along_the_lanes(drawn):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_diagonal_keeps_each_heads_own_lanes(dtype):
+def test_block_diagonal_and_its_inverse(dtype):
     x = jax.random.normal(jax.random.key(0), (2, 16, 96)).astype(dtype)
     wide = jax.jit(packs.block_diagonal, static_argnums=1)(x, 3)
     assert wide.shape == (2, 48, 96) and wide.dtype == dtype
@@ -174,7 +174,7 @@ def calls(draw):
 
 @pytest.mark.slow
 @settings(max_examples=2, deadline=None, derandomize=True, phases=WITHOUT_SHRINKING)
-# Chunks begun and not complete, another width of values, two groups of heads.
+# Open chunks, another width of values, two groups of heads.
 @example(((2, 40, 4, 64, 128, 64, 16), [0, 5], [16, 27]))
 # Four chunks in a block, of two batch elements.
 @example(((2, 22, 4, 64, 64, 64, 4), [0, 3], [8, 1]))
@@ -184,7 +184,7 @@ def calls(draw):
 def test_values_and_gradients_agree_with_xla(call):
     (b, t, h, k, v, m, c), place, resets = call
     tokens = draw(b, t, h, k, v, m)
-    state = begun_state((b, h, m, k, v, c), place)
+    state = open_state((b, h, m, k, v, c), place)
     empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
     reset = jax.nn.one_hot(jnp.asarray(resets), t, dtype=bool)
     arguments = (tokens, state, empty)
@@ -206,7 +206,7 @@ def test_small_chunks_from_an_empty_memory_agree_with_xla(c):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("c,t", [(64, 100), (4, 30)])
-def test_half_precision_is_as_exact_as_that_of_xla(c, t):
+def test_bfloat16_error_is_no_larger_than_xla(c, t):
     b, h, d = 1, 2, 64
     low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=())
     empty = trellis_init_state(b, h, d, d, d, c)

@@ -1,4 +1,4 @@
-"""The TPU kernels of Trellis: interpreted, and compiled for TPUs that are not here."""
+"""The TPU kernels of Trellis: interpreted, and compiled without a TPU."""
 
 import functools
 import re
@@ -20,10 +20,10 @@ from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import needs_libtpu
 from tests.kernels.trellis.against_xla import (
     INTERPRETED,
-    begun_state,
     both,
     draw,
     in_chunks,
+    open_state,
     perturbed,
 )
 
@@ -33,7 +33,7 @@ def test_values_and_gradients_agree_with_xla():
     """Nine heads, so that a program of eight and one of one run them."""
     b, t, h, k, v, m, c = 3, 7, 3, 16, 24, 8, 4
     tokens = draw(b, t, h, k, v, m)
-    state = begun_state((b, h, m, k, v, c), [3, 0, 1])
+    state = open_state((b, h, m, k, v, c), [3, 0, 1])
     empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
     reset = jnp.zeros((b, t), bool).at[0, 1].set(True).at[1, 4].set(True)
     arguments = (tokens, state, empty)
@@ -60,7 +60,7 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 
 
 @pytest.mark.slow
-def test_half_precision_is_as_exact_as_that_of_xla():
+def test_bfloat16_error_is_no_larger_than_xla():
     b, t, h, k, m, c = 1, 19, 2, 16, 8, 8
     low = draw(b, t, h, k, k, m, jnp.bfloat16, gates=())
     empty = trellis_init_state(b, h, m, k, k, c)
@@ -122,7 +122,7 @@ def test_vmap_compiles():
 @pytest.mark.parametrize(
     "names, runs", [((), 2), (("trellis_chunk_states", "trellis_reads"), 1)]
 )
-def test_a_policy_can_keep_what_the_backward_kernel_needs(names, runs):
+def test_remat_policy_saves_residuals(names, runs):
     tokens = draw(1, 4, 1, 8, 8, 8)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -136,7 +136,7 @@ def test_a_policy_can_keep_what_the_backward_kernel_needs(names, runs):
     assert len(re.findall(r"custom-call\(.*trellis_backward", text)) == 1
 
 
-def test_unsupported_arguments_say_why():
+def test_unsupported_reasons():
     def why(dtype, alpha_dtype, width):
         q = jnp.zeros((1, 2, 1, width), dtype)
         return unsupported(q, q, q.astype("float32"), q.astype(alpha_dtype), 64)
