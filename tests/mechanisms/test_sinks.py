@@ -1,4 +1,4 @@
-"""A sliding window that keeps the first tokens, as StreamingLLM does."""
+"""Attention sinks of a sliding window: StreamingLLM."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from memjax.mechanisms.sliding_window import SlidingWindowConfig, apply, init_st
 from memjax.mechanisms.sliding_window import whole as read_whole
 
 B, T, W, S = 2, 13, 4, 2
+compiled = jax.jit(apply, static_argnums=0)
 CONFIG = SlidingWindowConfig(8, 4, 2, 4, rope_theta=100.0, window=W, sinks=S)
 
 
@@ -48,7 +49,7 @@ def test_the_cache_is_that_of_streaming_llm():
     params = projections.init_params(CONFIG, jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (B, T, 8))
     expected = streaming_llm(params, x)
-    _, y = jax.jit(apply, static_argnums=0)(CONFIG, params, init_state(CONFIG, B), x)
+    _, y = compiled(CONFIG, params, init_state(CONFIG, B), x)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     # Short enough that nothing is left out: full attention.
     short = read_whole(CONFIG, params, x[:, : W + S])
@@ -59,10 +60,10 @@ def test_padding_is_no_sink():
     params = projections.init_params(CONFIG, jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (B, T, 8))
     lengths = jnp.array([1, T - 3])
-    state, _ = apply(CONFIG, params, init_state(CONFIG, B), x, None, lengths)
+    state, _ = compiled(CONFIG, params, init_state(CONFIG, B), x, None, lengths)
     for row, length in enumerate(lengths):
         one = init_state(CONFIG, 1)
-        alone, _ = apply(CONFIG, params, one, x[row : row + 1, : int(length)])
+        alone, _ = compiled(CONFIG, params, one, x[row : row + 1, : int(length)])
         pairs = zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True)
         for found, expected in pairs:
             np.testing.assert_allclose(found[row], expected[0], atol=1e-6)
