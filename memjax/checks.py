@@ -9,9 +9,9 @@ SHOWN_CHARACTERS, SHOWN_NAMES = 200, 10
 
 
 def short(value: Any) -> str:
-    """A value as a message shows it: its beginning, where it is long.
+    """A value for a message, truncated if long.
 
-    Strings and other plain values are quoted; errors say what they say.
+    Plain values are quoted, as `repr` does; exceptions give their message.
     """
     try:
         text = str(value) if isinstance(value, BaseException) else repr(value)
@@ -21,7 +21,7 @@ def short(value: Any) -> str:
 
 
 def listed(names: Iterable[Any]) -> str:
-    """Names as a message lists them: the first ten, and how many more there are."""
+    """Names for a message: the first ten, and the number of the others."""
     names = list(names)
     shown = ", ".join(map(short, names[:SHOWN_NAMES]))
     more = len(names) - SHOWN_NAMES
@@ -29,7 +29,7 @@ def listed(names: Iterable[Any]) -> str:
 
 
 def joined(faults: Sequence[str]) -> str:
-    """Faults as a message lists them: the first ten, and how many more there are."""
+    """Faults for a message: the first ten, and the number of the others."""
     more = len(faults) - SHOWN_NAMES
     rest = (f"and {more:,} more",) if more > 0 else ()
     return "; ".join((*map(_cut, faults[:SHOWN_NAMES]), *rest))
@@ -41,8 +41,8 @@ def _cut(text: str) -> str:
     return f"{text[:SHOWN_CHARACTERS]}... ({len(text):,} characters)"
 
 
-#: The largest sizes by name. Beyond them programs are built or run for hours, or die
-#: for lack of memory, before anything says why.
+#: Largest sizes by name. Beyond them a program compiles or runs for hours, or runs out
+#: of memory, without a message.
 LARGEST = {
     "num_layers": 1024,
     "order": 4096,  # of HiPPO, whose matrix is order by order
@@ -68,7 +68,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_positive(*, most: float = 1e38, **values: float) -> None:
-    """Raises ValueError for a number that is not above 0 (NaN is not), naming it.
+    """Raises ValueError, with its name, for a number that is not above 0, or NaN.
 
     Nor may it be above `most`; beyond 1e38 it would be infinite in float32.
     """
@@ -86,13 +86,13 @@ def check_seed(seed: int) -> None:
 
 
 def nearest(value: Any, known: Sequence[str]) -> str:
-    """The hint of a message: the name that may have been meant; "" if none is near."""
+    """Hint for a message: the most similar name; "" if none is similar."""
     near = difflib.get_close_matches(str(value)[:SHOWN_CHARACTERS], known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def require_known(name: str, value: str | None, allowed: Sequence[str | None]) -> None:
-    """Raises ValueError unless `value` is allowed, with the nearest that is."""
+    """Raises ValueError unless `value` is allowed, with the most similar that is."""
     if value in allowed:
         return
     words = [word for word in allowed if isinstance(word, str)]

@@ -1,4 +1,4 @@
-"""Configurations to JSON and back; nothing but data is read.
+"""Configurations to JSON and back, without executing code.
 
 A field whose type is a Protocol has a function in its metadata that returns the
 dataclasses it may hold, `field(metadata={TYPES: function})`. Each is written with its
@@ -30,9 +30,9 @@ MAX_JSON = 2**28
 def parse_json(
     text: str | bytes, where: str, *, pairs: Callable[[list], Any] | None = None
 ) -> Any:
-    """What JSON says; `where` begins the message of an error.
+    """The values of a JSON text; `where` begins the message of an error.
 
-    Every file of JSON that comes from outside is read here.
+    All JSON from outside is parsed here.
 
     Args:
         text: JSON, in UTF-8 where it is bytes.
@@ -53,7 +53,7 @@ def parse_json(
 
 
 def read_json(file: AnyPath) -> Any:
-    """What a file of JSON says.
+    """The values of a JSON file.
 
     Raises:
         ValueError: as `read_bounded` and `parse_json`.
@@ -63,7 +63,7 @@ def read_json(file: AnyPath) -> Any:
 
 
 def read_bounded(file: AnyPath) -> bytes:
-    """The bytes of a file of JSON that came from outside.
+    """The bytes of a JSON file from outside.
 
     Raises:
         ValueError: no regular file, or one of more than `MAX_JSON` bytes.
@@ -79,7 +79,7 @@ def read_bounded(file: AnyPath) -> bytes:
 
 def require_regular(file: AnyPath) -> None:
     """Raises ValueError for what exists and is no regular file, or a link to one."""
-    # A pipe would be waited on for ever, and a device has no end.
+    # Reading a pipe may never return, and a device has no end.
     if file.exists() and not file.is_file():
         raise ValueError(f"{file} is not a regular file")
 
@@ -95,7 +95,7 @@ def to_record(config: Any) -> dict[str, Any]:
 
 
 def from_record(kind: type, record: Any, where: str = "config") -> Any:
-    """Builds the dataclass `kind` from what `to_record` gave.
+    """Builds the dataclass `kind` from a record of `to_record`.
 
     Raises:
         ValueError: naming the field, if one is unknown, missing or of another type.
@@ -142,7 +142,7 @@ def _plain(value: Any, typed: bool) -> Any:
 
 
 def _from_typed(allowed: Sequence[type], value: Any, where: str) -> Any:
-    """The dataclass, one of those allowed, that the record says it is."""
+    """The dataclass that the record names, one of those allowed."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ValueError(f"{where} must be an object with a type, got {short(value)}")
     kinds = {kind.__name__: kind for kind in allowed}
@@ -153,7 +153,7 @@ def _from_typed(allowed: Sequence[type], value: Any, where: str) -> Any:
 
 
 def _kind_of(value: Any, kinds: list[Any]) -> Any:
-    """Of several dataclasses the one that has all of the record's fields."""
+    """The first dataclass that has all of the record's fields."""
     if not isinstance(value, dict):
         return kinds[0]
 

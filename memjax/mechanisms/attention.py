@@ -1,4 +1,4 @@
-"""Full causal attention over a key-value cache: the memory that forgets nothing.
+"""Full causal attention over a key-value cache.
 
     y_t = Σ_{s<=t} softmax_s(q_tᵀ k_s / √K) v_s        (RoPE on q and k)
 
@@ -35,8 +35,8 @@ class AttentionConfig(HeadsConfig, MechanismDefaults):
 
     Attributes:
         capacity: longest history in tokens.
-        initial_slots: tokens that an empty cache has room for; None is the capacity.
-            A language model adds slots as texts grow: `LanguageModel.reserve`.
+        initial_slots: slots of an empty cache; None is the capacity. A language model
+            adds slots as texts grow: `LanguageModel.reserve`.
     """
 
     name: ClassVar[str] = "attention"
@@ -55,7 +55,7 @@ class AttentionConfig(HeadsConfig, MechanismDefaults):
 
     @property
     def slots(self) -> int:
-        """Tokens that an empty cache has room for."""
+        """Slots of an empty cache."""
         return self.capacity if self.initial_slots is None else self.initial_slots
 
     @property
@@ -100,7 +100,7 @@ class AttentionConfig(HeadsConfig, MechanismDefaults):
         )
 
     def param_axes(self) -> AttentionParams:
-        """How the projections are divided among devices."""
+        """Sharding axes of the projections."""
         return projections.AXES
 
 
@@ -113,7 +113,7 @@ class AttentionState(NamedTuple):
     keys: Float[Array, "B S J"]
     values: Float[Array, "B S J"]
     visible: Bool[Array, "B S"]  # False at masked tokens and beyond the length
-    length: Int[Array, " B"]  # tokens read; beyond the capacity it stays at 2**30
+    length: Int[Array, " B"]  # tokens read; saturates at 2**30
 
 
 def init_state(
@@ -134,7 +134,7 @@ def init_state(
 
 
 def resize(state: AttentionState, slots: int) -> AttentionState:
-    """The same cache with `slots` slots, at least those that it has."""
+    """The same cache with `slots` slots, no fewer than before."""
     more = slots - state.keys.shape[1]
 
     def pad(x):
@@ -164,8 +164,7 @@ def apply(
 ) -> tuple[AttentionState, Float[Array, "B T D"]]:
     """Caches a segment and attends causally; see `ApplyMasked` for mask and lengths.
 
-    A history beyond the slots of the state cannot be kept and must not pass unseen:
-    from the first token that does not fit, the outputs are NaN.
+    From the first token beyond the slots of the state, the outputs are NaN.
 
     Raises:
         ValueError: if the segment alone has more tokens than the state has slots.
@@ -210,7 +209,7 @@ def apply(
         y = jax.lax.cond(empty, lambda: attend.causal(q, k, v), from_cache)
     else:
         y = from_cache()
-    # NaN and no exception, because the length of the history is not known inside jit.
+    # NaN instead of an exception: inside jit the length of the history is unknown.
     fits = (positions < room)[..., None]
     return state, jnp.where(fits, projections.output_projection(params, y), jnp.nan)
 
@@ -224,7 +223,7 @@ def whole(
     """Causal attention inside one sequence, without a cache.
 
     Tokens at which `mask` is False keep their position and are never attended to;
-    outputs there, and before the first visible token, have no meaning.
+    outputs there, and before the first visible token, are undefined.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
@@ -239,8 +238,7 @@ def packed(
 ) -> Float[Array, "B T D"]:
     """Causal attention inside each document of a row; see `PackedWhole`."""
     documents.check_starts(starts, x)
-    # Distances are what RoPE depends on; from its own start a document has the angles
-    # that it has alone.
+    # Positions from the document's own start give it the angles that it has alone.
     positions = documents.positions(starts)
     q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
     y = attend.causal(q, k, v, first=documents.first_tokens(starts))

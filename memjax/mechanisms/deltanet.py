@@ -30,7 +30,7 @@ class DeltaNetConfig(RecurrentConfig):
     name: ClassVar[str] = "deltanet"
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -42,7 +42,7 @@ class DeltaNetConfig(RecurrentConfig):
         )
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
@@ -93,7 +93,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     return delta_rule(
         q, k, v, beta, memory, reset=reset, implementation=config.implementation

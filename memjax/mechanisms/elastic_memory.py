@@ -6,9 +6,8 @@
 
 Song et al. (2026), "Towards Compressive and Scalable Recurrent Memory", Algorithm 1.
 C holds the first N Legendre coefficients of everything before the current block;
-queries see all memory tokens and, causally, their own block. No parameter is added
-to a plain attention layer, and the sampling belongs to reading alone: parameters
-and state of `elastic_memory(config)` serve the same config with another sampling.
+queries see all memory tokens and, causally, their own block. Parameters are those of
+plain attention, and parameters and state do not depend on the sampling.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
 L block, N order, M memory tokens, n blocks, X = 2 G K channels.
@@ -50,10 +49,10 @@ class ElasticMemoryConfig(HeadsConfig, MechanismDefaults):
     """Sizes of an Elastic Memory layer.
 
     Attributes:
-        block: L, tokens that attend to each other exactly; the paper's 2048.
+        block: L, tokens with exact attention to each other; the paper's 2048.
         order: N, coefficients per channel; the paper's 540 is its 1x memory.
         memory_tokens: M, points at which the memory is read; None is min(N, L).
-        sampling: where they lie in the history, "uniform" or "exponential".
+        sampling: their positions in the history, "uniform" or "exponential".
         decay: of the exponential sampling, in (0, 1): the distance to the present
             shrinks by it from one point to the next.
         positions: "block" restarts RoPE in each block, so that neither cost nor
@@ -120,7 +119,7 @@ class ElasticMemoryConfig(HeadsConfig, MechanismDefaults):
         )
 
     def param_axes(self) -> AttentionParams:
-        """How the projections are divided among devices."""
+        """Sharding axes of the projections."""
         return projections.AXES
 
 
@@ -129,15 +128,15 @@ class ElasticMemoryState(NamedTuple):
 
     keys: Float[Array, "B G N K"]
     values: Float[Array, "B G N K"]
-    length: Int[Array, " B"]  # tokens in the coefficients; stays at 2**30
+    length: Int[Array, " B"]  # tokens in the coefficients; saturates at 2**30
     # J = G K channels of a token; zero beyond `open_length`.
-    open_keys: Float[Array, "B L J"]  # with RoPE of their places in the block
+    open_keys: Float[Array, "B L J"]  # with RoPE of their positions in the block
     open_values: Float[Array, "B L J"]
     open_length: Int[Array, " B"]
 
 
 def init_state(config: ElasticMemoryConfig, batch: int) -> ElasticMemoryState:
-    """Returns a memory of nothing."""
+    """Returns the empty memory."""
     heads, width = config.num_kv_heads, config.head_dim
     numbers = (batch, heads, config.order, width)
     tokens = (batch, config.block, heads * width)
@@ -216,7 +215,7 @@ def apply(
 ) -> tuple[ElasticMemoryState, Float[Array, "B T D"]]:
     """Attends block by block, each batch element at its own position in its block."""
     check_input(x, config.model_dim, state)
-    # The rule in training: whole blocks, the same position in all.
+    # In training: full blocks, at the same position in all rows.
     in_step = jnp.all((state.open_length == 0) & (state.length == state.length[0]))
     ways = sequence_ways(x.shape[1])
     fixed = (params, state)
@@ -245,7 +244,7 @@ def read(
     v: Float[Array, "B T G K"],
     lengths: Int[Array, " B"] | None = None,
 ) -> tuple[ElasticMemoryState, Float[Array, "B T H K"]]:
-    """`apply` between the projections, wherever batch elements are in their blocks.
+    """`apply` between the projections, for any positions in the blocks.
 
     With `lengths`, batch element b has `lengths[b]` tokens, and zeros behind them.
     """
@@ -274,12 +273,12 @@ def read(
 
 
 def flush(config: ElasticMemoryConfig, state: ElasticMemoryState) -> ElasticMemoryState:
-    """Compresses the open block as it stands, however short; the next starts anew."""
+    """Compresses the open block, however short, and begins a new one."""
     return _compress(config, state, state.open_length > 0)
 
 
 def _between_projections(read, config, fixed, x):
-    """`apply` with one of the ways to read; `fixed` are params and state."""
+    """`apply` by one of the functions that read; `fixed` are params and state."""
     params, state = fixed
     q, k, v = projections.qkv_projection(config, params, x)
     state, y = read(config, state, q, k, v)
@@ -290,12 +289,9 @@ def _read_share(config, state, q, k, v):
     """`_read_whole` of this device's tokens, `state` before those of all devices."""
     basis, bank = _tables(config)
     channels = coefficients.to_channels(_split(config, k), _split(config, v))
+    chosen = config.implementation
     own, _ = hippo(
-        channels,
-        jnp.asarray(basis),
-        in_step=True,
-        bank=bank,
-        implementation=config.implementation,
+        channels, jnp.asarray(basis), in_step=True, bank=bank, implementation=chosen
     )
     now = coefficients.of_state(state.keys, state.values)
     before, length = coefficients.before_share(own, now, state.length, q.shape[1])
@@ -307,7 +303,7 @@ def _read_share(config, state, q, k, v):
 def _read_whole(config, state, q, k, v):
     """`read` of whole blocks with none open before, all batch elements in step.
 
-    Tokens are blocks as they lie: nothing is moved.
+    Tokens are already in blocks: nothing is moved.
     """
     tokens = prefix_causal.Tokens(*(_split(config, x) for x in (q, k, v)))
     count = jnp.full(q.shape[0], tokens.query.shape[1], jnp.int32)

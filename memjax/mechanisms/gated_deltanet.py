@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the delta rule on a memory that forgets first.
+"""Gated DeltaNet: the delta rule on a decaying memory.
 
     S = exp(g_t) S_{t-1}        S_t = S + β_t k_t (v_t - Sᵀ k_t)ᵀ        y_t = S_tᵀ q_t
 
@@ -40,7 +40,7 @@ class GatedDeltaNetConfig(RecurrentConfig):
     name: ClassVar[str] = "gated_deltanet"
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -61,7 +61,7 @@ class GatedDeltaNetConfig(RecurrentConfig):
         return params._replace(decay=decay_of_half_lives(params.decay, half_lives))
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
@@ -117,7 +117,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
     _, g = decay(params.decay, x)
     return gated_delta_rule(

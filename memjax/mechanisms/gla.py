@@ -1,4 +1,4 @@
-"""Gated linear attention: every key channel forgets at its own pace.
+"""Gated linear attention: a decay per key channel and token.
 
     g_t = log sigmoid(W₂ W₁ x) / 16
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_tᵀ        y_t = S_tᵀ q_t / √K
@@ -24,7 +24,7 @@ from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import gla as gla_op
 from memjax_kernels import gla_init_state, gla_step
 
-# The gates of all channels come from so few numbers a token, which saves parameters.
+# Width between the two matrices of the gates, which saves parameters.
 RANK = 16
 # Divides the log gates, which keeps the gates near 1.
 DAMPING = 16.0
@@ -37,7 +37,7 @@ class GLAConfig(RecurrentConfig):
     name: ClassVar[str] = "gla"
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -64,7 +64,7 @@ class GLAConfig(RecurrentConfig):
         )
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
@@ -116,7 +116,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     g = _log_gates(params, x)
     q = q * config.key_dim**-0.5
     return gla_op(q, k, v, g, memory, reset=reset, implementation=config.implementation)

@@ -1,4 +1,4 @@
-"""Memories of a fixed number of slots, each a weighted mean or sum of tokens.
+"""Slot memories: each slot is a weighted mean or sum of tokens.
 
 Gated slot attention (GSA): every slot forgets at its own pace.
 
@@ -64,7 +64,7 @@ class GSAConfig(RecurrentConfig):
         check_sizes(slots=self.slots)
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -86,7 +86,7 @@ class GSAConfig(RecurrentConfig):
         return GSAParams(params.forget + constant[:, None, None] * logits[None, None])
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return GSA_AXES
 
 
@@ -107,7 +107,7 @@ class ABCConfig(RecurrentConfig):
         check_sizes(slots=self.slots)
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -119,11 +119,11 @@ class ABCConfig(RecurrentConfig):
         )
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return ABC_AXES
 
 
-# Two types of parameters, by which `_gates` tells the mechanisms apart.
+# `_gates` distinguishes the mechanisms by the types of their parameters.
 class GSAParams(NamedTuple):
     """Learned gates."""
 
@@ -180,7 +180,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     q, alpha, g = _gates(params, x, q)
     return gated_slots(
         q,
@@ -206,7 +206,7 @@ def apply_share(
 ) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """`apply` of this device's tokens; see `divided_sequence`.
 
-    Writes do not depend on the memory: reads alone wait for what came before.
+    Writes do not depend on the memory; only reads need the tokens of other devices.
     """
     q, alpha, g = _gates(params, x, q)
     options = {"reset": reset, "implementation": config.implementation}
@@ -215,21 +215,21 @@ def apply_share(
         return gated_slots(q, k, v, alpha, g, memory, **options)
 
     added, _ = read(None)
-    kept = jnp.ones_like(alpha[:, 0]) if g is None else jnp.exp(jnp.sum(g, axis=1))
+    decay = jnp.ones_like(alpha[:, 0]) if g is None else jnp.exp(jnp.sum(g, axis=1))
     if reset is not None:
-        kept = jnp.where(jnp.any(reset, axis=1)[:, None, None], 0.0, kept)
+        decay = jnp.where(jnp.any(reset, axis=1)[:, None, None], 0.0, decay)
 
     def join(before, share):
-        kept, added = share
-        return jax.tree.map(lambda s, new: kept[..., None] * s + new, before, added)
+        decay, added = share
+        return jax.tree.map(lambda s, new: decay[..., None] * s + new, before, added)
 
     first = init_state(config, q.shape[0]) if memory is None else memory
-    after, before = join_shares(join, first, (kept, added))
+    after, before = join_shares(join, first, (decay, added))
     return after, read(before)[1]
 
 
 def _gates(params, x, q):
-    """Scaled queries, α [*B, H, M] and g, which is None where nothing is forgotten."""
+    """Scaled queries, α [*B, H, M] and g, None without forgetting."""
     if isinstance(params, GSAParams):
         # A slot is a mean of unit keys: unscaled scores would lie in [-1, 1] and hardly
         # choose.

@@ -91,7 +91,7 @@ class HybridConfig(MechanismDefaults):
         for name, sizes in allowed.items():
             if getattr(memory, name) not in sizes:
                 raise ValueError(
-                    f"memory.{name} must be {' or '.join(map(str, sizes))} beside "
+                    f"memory.{name} must be {' or '.join(map(str, sizes))} with "
                     f"this window, got {getattr(memory, name)}"
                 )
 
@@ -130,7 +130,7 @@ class HybridConfig(MechanismDefaults):
         )
 
     def param_axes(self) -> "HybridParams":
-        """How the parameters are divided among devices."""
+        """Sharding axes of the parameters."""
         maps = FeatureParams(*(axes("heads") for _ in FeatureParams._fields))
         return HybridParams(
             attention=projections.AXES,
@@ -141,7 +141,7 @@ class HybridConfig(MechanismDefaults):
 
 
 class FeatureParams(NamedTuple):
-    """φ, between the attention's heads and the memory's; biases are flat."""
+    """φ, from the attention's heads to the memory's and back; biases are flat."""
 
     query: Float[Array, "H K F"]
     key: Float[Array, "M K F"]
@@ -152,7 +152,7 @@ class FeatureParams(NamedTuple):
 
 
 class BalanceParams(NamedTuple):
-    """α, w and β: how far an output is the memory's and not the window's."""
+    """α, w and β of the mixture of window and memory."""
 
     amount: Float[Array, " H"]
     weight: Float[Array, "D H"]
@@ -160,7 +160,7 @@ class BalanceParams(NamedTuple):
 
 
 class HybridParams(NamedTuple):
-    """The attention layer's own projections, and what is new beside them."""
+    """The attention layer's projections, and the parameters of the memory."""
 
     attention: AttentionParams
     features: FeatureParams | None  # None where the memory reads heads as they are
@@ -169,14 +169,14 @@ class HybridParams(NamedTuple):
 
 
 class HybridState(NamedTuple):
-    """The window, and the memory of all that has left it."""
+    """The window, and the memory of all earlier tokens."""
 
     window: SlidingWindowState
     memory: PyTree
 
 
 def init_params(config: HybridConfig, key: PRNGKeyArray) -> HybridParams:
-    """Draws the projections and the cell; the layer starts as its window."""
+    """Draws the projections and the cell; the layer equals its window at first."""
     attention_key, memory_key = jax.random.split(key)
     attention = projections.init_params(config.window, attention_key)
     return init_memory(config, attention, memory_key)
@@ -194,7 +194,7 @@ def init_memory(
         features=init_features(config, feature_key) if cell.unit_norm else None,
         memory=cell.init_params(memory_key),
         balance=BalanceParams(
-            # At α = 0 the memory has no part in the output, and α has a gradient.
+            # At α = 0 the output is the window's, and α has a gradient.
             amount=jnp.zeros(heads),
             weight=jnp.zeros((config.model_dim, heads)),
             bias=jnp.zeros(heads),
@@ -203,7 +203,7 @@ def init_memory(
 
 
 def init_features(config: HybridConfig, key: PRNGKeyArray) -> FeatureParams:
-    """Maps that start as the identity, or as random ones between other widths."""
+    """Identity maps, or random ones between different widths."""
     width, heads, memories = _sizes(config)
     key_dim, value_dim = config.memory.key_dim, config.memory.value_dim
     _, key_key, value_key, read_key = jax.random.split(key, 4)
@@ -215,8 +215,8 @@ def init_features(config: HybridConfig, key: PRNGKeyArray) -> FeatureParams:
 
     keys = draw(key_key, memories, width, key_dim)
     return FeatureParams(
-        # Query and key start alike, so that a query finds the keys that are like it.
-        # Each a buffer of its own, so that all can be donated.
+        # Equal for query and key, so that a query finds similar keys. Each a buffer of
+        # its own, so that all can be donated.
         query=jnp.array(jnp.repeat(keys, heads // memories, axis=0)),
         key=keys,
         value=draw(value_key, memories, width, value_dim),
@@ -246,7 +246,7 @@ def step(
     state: HybridState,
     x: Float[Array, "B D"],
 ) -> tuple[HybridState, Float[Array, "B D"]]:
-    """Slides the window by one token, and writes the one that leaves it."""
+    """Slides the window by one token and writes the one that leaves it."""
     check_input(x, config.model_dim, state)
     segment = x[:, None]
     q, k, v = projections.qkv_projection(config.window, params.attention, segment)
@@ -266,7 +266,7 @@ def apply(
     state: HybridState,
     x: Float[Array, "B T D"],
 ) -> tuple[HybridState, Float[Array, "B T D"]]:
-    """What T steps give, faster."""
+    """Equal to T steps, computed faster."""
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(config.window, params.attention, x)
     oldest = left_window(config.window, state.window, k, v)
@@ -280,7 +280,7 @@ def apply(
 
 
 class Left(NamedTuple):
-    """The token that leaves the window at each of T, zeros before there is one."""
+    """Tokens that leave the window as T new ones arrive; zeros before the first."""
 
     keys: Float[Array, "B T G K"]
     values: Float[Array, "B T G K"]
@@ -293,7 +293,7 @@ def left_window(
     k: Float[Array, "B T G K"],
     v: Float[Array, "B T G K"],
 ) -> Left:
-    """What T new tokens push out of the window."""
+    """The tokens that T new ones push out of the window."""
     length = k.shape[1]
     new = (k, v, jnp.ones(k.shape[:2], bool))
 
@@ -307,7 +307,7 @@ def left_window(
 def memory_inputs(
     config: HybridConfig, params: HybridParams, q: Float[Array, "B T H K"], left: Left
 ) -> tuple[Array, Array, Array, Array]:
-    """q, k, v and x of the cell, in the dtype of q."""
+    """Inputs q, k, v and x of the cell, in the dtype of q."""
     k, v = left.keys.astype(q.dtype), left.values.astype(q.dtype)
     written = left.written[..., None]
     if params.features is None:
@@ -327,7 +327,7 @@ def memory_inputs(
     keys = unit(of_heads(k), maps.key, maps.key_bias)
     return (
         unit(q, maps.query, maps.query_bias),
-        # A key of zeros writes nothing; the bias would make one of norm 1 of it.
+        # A key of zeros writes nothing; with the bias it would have norm 1.
         jnp.where(written[..., None], keys, 0),
         into(of_heads(v), maps.value),
         x,
@@ -341,12 +341,12 @@ def balance(
     read: Float[Array, "B T H V"],
     written: Bool[Array, "B T"],
 ) -> Float[Array, "B T H K"]:
-    """a + m (φ_r(r) - a); the window's output alone while nothing is written."""
+    """a + m (φ_r(r) - a); only the window's output while the memory is empty."""
     amount, weight, bias = params.balance
     read = read.astype(x.dtype)
     if params.features is not None:
         high = read.astype(jnp.float32)
-        # Some memories grow with the text; small reads stay as they are.
+        # Reads of some memories grow with the text; small ones are unchanged.
         scale = jax.lax.rsqrt(1 + (high**2).mean(axis=-1, keepdims=True))
         read = jnp.einsum(
             "bthv,hvk->bthk",

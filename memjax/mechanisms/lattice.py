@@ -1,4 +1,4 @@
-"""Lattice: slots on the unit sphere, written only by what is new to them.
+"""Lattice: slots on the unit sphere, updated orthogonally to themselves.
 
     γ_t = sigmoid(w_γ x + b_γ)        λ_t = sigmoid(w_λ x + b_λ)
     s_i ← s_i - γ_t c_i (h_t - s_i ⟨s_i, h_t⟩), divided by its norm
@@ -13,9 +13,9 @@ Karami & Mirrokni (2025), https://arxiv.org/abs/2504.05646, eqs. 6 to 18;
 `memjax_kernels.lattice` is the recurrence. q and k are two convolutions of one
 projection (appendix A), of unit norm, one channel a slot. Forgetting scales the slots
 by 1 - γ λ ("l2", eq. 16) or draws their entries towards 0 by γ λ ("l1", eq. 18). What
-the paper leaves open: γ starts at 0.05 and λ at 0.01; the slots' start, orthonormal
-rows, is learned, and divided by its norm before use; "enc" divides values by their
-norm, for they are what it predicts from, and a step of γ |v|² > 2 would diverge.
+the paper leaves open: γ is initialised to 0.05 and λ to 0.01; the initial slots,
+orthonormal rows, are learned, and normalised before use; "enc" normalises values, from
+which it predicts, because a step of γ |v|² > 2 would diverge.
 
 Shapes: B batch, T time, D model, H heads, M = K slots, V value, C chunk.
 """
@@ -73,8 +73,8 @@ class LatticeConfig(RecurrentConfig):
         normalize: whether slots stay on the unit sphere (eq. 14); without, their
             directions are read by the objective and they themselves by the query.
         forget: None, "l2", or "l1", which needs chunk_size=1.
-        initial: the start of training: "orthonormal" slots, which must not be more
-            than `value_dim`, or "normalised", random ones of unit norm.
+        initial: slots before training: "orthonormal", at most `value_dim`, or
+            "normalised", random ones of unit norm.
     """
 
     name: ClassVar[str] = "lattice"
@@ -112,7 +112,7 @@ class LatticeConfig(RecurrentConfig):
         return recurrent_block.mechanism(self, self.cell(), shared_projection=True)
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -123,35 +123,35 @@ class LatticeConfig(RecurrentConfig):
         )
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
 class LatticeParams(NamedTuple):
-    """Learned gates, and slots to start from."""
+    """Learned gates and initial slots."""
 
     step: Gate
     forget: Gate | None
-    start: Float[Array, "H M V"]
+    slots: Float[Array, "H M V"]
 
 
-AXES = LatticeParams(step=gates.AXES, forget=gates.AXES, start=axes("heads"))
+AXES = LatticeParams(step=gates.AXES, forget=gates.AXES, slots=axes("heads"))
 
 
 def init_params(config: LatticeConfig, key: PRNGKeyArray) -> LatticeParams:
-    """Draws the gates' weights; slots start as `initial` says."""
+    """Draws the gates' weights and the initial slots."""
     step_key, forget_key = jax.random.split(key)
     gate = (config.model_dim, config.num_heads)
     forget = None
     if config.forget is not None:
         forget = gates.init_gate(forget_key, gate, 0.01)
-    # The op's own empty memory, so that an untrained layer starts as the op does.
+    # The op's own empty memory: an untrained layer equals the op.
     slots = lattice_init_state(1, *_sizes(config), initial=config.initial).start[0]
     return LatticeParams(gates.init_gate(step_key, gate, 0.05), forget, slots)
 
 
 def init_state(config: LatticeConfig, batch: int) -> LearnedInit:
-    """Slots that wait for their learned start."""
+    """Slots to be initialised by the first call."""
     return uninitialised(batch, lattice_init_state(batch, *_sizes(config)))
 
 
@@ -188,7 +188,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     initial = _initial(config, params, x.shape[0])
     slots = None if memory is None else initialise(memory, initial)
     gamma, g = _gates(config, params, x)
@@ -211,29 +211,27 @@ def apply(
 
 
 def _sizes(config):
-    """H, M, V and C, as the op counts them."""
+    """H, M, V and C, in the op's order."""
     return config.num_heads, config.key_dim, config.value_dim, config.chunk_size
 
 
 def _initial(config, params, batch):
     """The learned slots of a batch, at the start of a chunk."""
-    # Training moves the learned slots off the unit sphere, on which the recurrence must
-    # start.
-    slots = for_batch(params.start, batch)
+    # Training moves the learned slots off the unit sphere, where the recurrence begins.
+    slots = for_batch(params.slots, batch)
     return lattice_state(
         l2_normalize(slots) if config.normalize else slots, config.chunk_size
     )
 
 
 def _values(config, v):
-    """Values, of unit norm where they are what the objective predicts from."""
-    # In "enc" values are what the slots predict from, and a step of γ |v|² > 2 would
-    # diverge.
+    """Values, of unit norm in "enc"."""
+    # "enc" predicts from the values, and a step of γ |v|² > 2 would diverge.
     return l2_normalize_heads(v) if config.variant == "enc" else v
 
 
 def _gates(config, params, x):
-    """γ, and the log of what is kept: log(1 - γ λ) for "l2", -γ λ for "l1"."""
+    """γ, and the log decay: log(1 - γ λ) for "l2", -γ λ for "l1"."""
     gamma = jax.nn.sigmoid(gates.gate_logits(params.step, x))
     if config.forget is None:
         return gamma, None

@@ -1,4 +1,4 @@
-"""Linear attention: a memory that adds up outer products and forgets nothing.
+"""Linear attention: a sum of outer products of keys and values.
 
     S_t = S_{t-1} + k_t v_tᵀ        y_t = S_tᵀ q_t / √K
 
@@ -32,7 +32,7 @@ class LinearAttentionConfig(RecurrentConfig):
     name: ClassVar[str] = "linear_attention"
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -44,12 +44,12 @@ class LinearAttentionConfig(RecurrentConfig):
         )
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
 class LinearAttentionParams(NamedTuple):
-    """No gates: nothing is learned."""
+    """No parameters."""
 
 
 AXES = LinearAttentionParams()
@@ -58,7 +58,7 @@ AXES = LinearAttentionParams()
 def init_params(
     config: LinearAttentionConfig, key: PRNGKeyArray
 ) -> LinearAttentionParams:
-    """Nothing to draw."""
+    """No parameters."""
     del config, key
     return LinearAttentionParams()
 
@@ -96,7 +96,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     del params, x
     q = q * config.key_dim**-0.5
     return linear_attention_op(

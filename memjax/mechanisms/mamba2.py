@@ -1,4 +1,4 @@
-"""Mamba-2: linear attention whose heads forget at a pace that the token sets.
+"""Mamba-2: linear attention with a decay per head and token.
 
     Δ_t = softplus(w x + b)        g_t = -exp(log A) Δ_t
     S_t = exp(g_t) S_{t-1} + k_t (Δ_t v_t)ᵀ        y_t = S_tᵀ q_t / √K + s v_t
@@ -35,7 +35,7 @@ class Mamba2Config(RecurrentConfig):
     name: ClassVar[str] = "mamba2"
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -60,12 +60,12 @@ class Mamba2Config(RecurrentConfig):
         )
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
 class DecayParams(NamedTuple):
-    """What sets the pace of forgetting, of Mamba-2 and Gated DeltaNet."""
+    """Decay of Mamba-2 and Gated DeltaNet."""
 
     pace: Gate
     log_rate: Float[Array, " H"]
@@ -108,7 +108,7 @@ def step(
     # The gate is float32 and would promote values of half precision.
     write = (v * pace[..., None]).astype(v.dtype)
     memory, y = ssd_step(q * config.key_dim**-0.5, k, write, g, memory)
-    # The skip weights v itself, not Δ v: it passes the token by the memory.
+    # The skip weights v itself, not Δ v: it bypasses the memory.
     return memory, y + (params.skip[None, :, None] * v).astype(v.dtype)
 
 
@@ -122,7 +122,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     pace, g = decay(params.decay, x)
     write = (v * pace[..., None]).astype(v.dtype)
     q = q * config.key_dim**-0.5

@@ -1,4 +1,4 @@
-"""Attention to the last W tokens, and to the first few: the memory-free baseline.
+"""Attention to the last W tokens and to the first few.
 
     y_t = Σ_s softmax_s(q_tᵀ k_s / √K) v_s        over t-W < s <= t and s < S
 
@@ -47,7 +47,7 @@ class SlidingWindowConfig(HeadsConfig, MechanismDefaults):
 
     Attributes:
         window: tokens that a query sees, its own included.
-        sinks: first tokens of the sequence that it sees beside them; 4 in the paper.
+        sinks: first tokens of the sequence that it sees too; 4 in the paper.
     """
 
     name: ClassVar[str] = "sliding_window"
@@ -99,7 +99,7 @@ class SlidingWindowConfig(HeadsConfig, MechanismDefaults):
         )
 
     def param_axes(self) -> AttentionParams:
-        """How the projections are divided among devices."""
+        """Sharding axes of the projections."""
         return projections.AXES
 
 
@@ -109,7 +109,7 @@ class Sinks(NamedTuple):
     keys: Float[Array, "B S G K"]
     values: Float[Array, "B S G K"]
     visible: Bool[Array, "B S"]  # False at masked tokens and those not read yet
-    length: Int[Array, " B"]  # stays at 2**30
+    length: Int[Array, " B"]  # saturates at 2**30
 
 
 class SlidingWindowState(NamedTuple):
@@ -128,7 +128,7 @@ class SlidingWindowState(NamedTuple):
 def init_state(
     config: SlidingWindowConfig, batch: int, dtype: DTypeLike = jnp.float32
 ) -> SlidingWindowState:
-    """Returns a window with nothing in it."""
+    """Returns an empty window."""
 
     def empty(slots, *channels):
         keys, values = (jnp.zeros((batch, slots, *channels), dtype) for _ in range(2))
@@ -182,7 +182,7 @@ def read(
     """`apply` between the projections, of queries and keys without RoPE."""
     tokens = q.shape[1]
     new = (k, v, jnp.ones(k.shape[:2], bool) if mask is None else mask)
-    after = _written(config, state, *new, lengths)
+    after = _slide(config, state, *new, lengths)
     if tokens == 1:
         y, mass = _to_ring(config, after, q)
     else:
@@ -194,12 +194,12 @@ def read(
     times = jnp.arange(tokens, dtype=jnp.int32)[None]
     positions = state.sinks.length[:, None] + times
     sinks = _keep_first(config, state.sinks, new, positions, lengths)
-    # A sink is outside of the window of every query that sees it here.
+    # Queries see a sink here only when it has left their window.
     y = attend.join((y, mass), _to_sinks(config, sinks, q, positions))
     return after._replace(sinks=sinks), y
 
 
-def _written(config, state, k, v, visible, lengths):
+def _slide(config, state, k, v, visible, lengths):
     """The ring with the last W of the new tokens."""
     window, tokens = config.window, k.shape[1]
     # Where all have one length, the others need not be rotated.
@@ -238,7 +238,7 @@ def in_order(
 
     keys, values, visible = (jax.vmap(turn)(leaf, state.slot) for leaf in state[:3])
     slots = state.slot[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
-    return *_apart(config, keys, values, slots % window), visible
+    return *_unrotated(config, keys, values, slots % window), visible
 
 
 def oldest(
@@ -250,11 +250,11 @@ def oldest(
         return jax.lax.dynamic_slice_in_dim(ring, slot, 1)
 
     keys, values, visible = (jax.vmap(at)(leaf, state.slot) for leaf in state[:3])
-    return *_apart(config, keys, values, state.slot[:, None]), visible
+    return *_unrotated(config, keys, values, state.slot[:, None]), visible
 
 
-def _apart(config, keys, values, slots):
-    """Keys, turned back by their slots, and values, with heads apart."""
+def _unrotated(config, keys, values, slots):
+    """Keys without the RoPE of their slots, and values, by heads."""
     heads = (*slots.shape, config.num_kv_heads, config.head_dim)
     keys = projections.remove_rope(config, keys.reshape(heads), slots)
     return keys, values.reshape(heads)
@@ -275,7 +275,7 @@ def _to_ring(config, state, q):
 
 
 def _keep_first(config, sinks, new, positions, lengths):
-    """The sinks with those of the new tokens that are among the first S."""
+    """The sinks with the new tokens among the first S."""
     keys, values, visible = new
     count, tokens = config.sinks, positions.shape[1]
     if lengths is not None:
@@ -295,7 +295,7 @@ def _to_sinks(config, sinks, q, positions):
     """Attention of the queries [B, T, H, K] to the sinks that left their window."""
     window, count = config.window, config.sinks
     places = jnp.arange(count, dtype=jnp.int32)
-    # From here on a query stands still, and its window pushes the sinks before it.
+    # From this position on, sinks stay directly before the window.
     last = jnp.minimum(positions, window + count - 1)
     left = places[None, None] <= positions[..., None] - window
     return attend.masked_with_mass(
@@ -312,7 +312,7 @@ def whole(
     x: Float[Array, "B T D"],
     mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """A whole sequence, without a state; full attention if all of it is seen."""
+    """Outputs of a full sequence; full attention where the window sees all of it."""
     # No window and no state to build: full attention sees the same keys.
     if x.shape[1] <= config.window + config.sinks:
         return whole_attention(config, params, x, mask)
@@ -366,7 +366,7 @@ def packed(
 
 
 def _no_kernel(config, x):
-    """Why no kernel on a TPU takes the queries of x; "" if one does."""
+    """The reason why no TPU kernel takes the queries of x; "" if one does."""
     heads = (*x.shape[:2], config.num_heads, config.head_dim)
     query = jax.ShapeDtypeStruct(heads, x.dtype)
     return on_tpu.unsupported(query, query)

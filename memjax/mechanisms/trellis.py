@@ -11,8 +11,8 @@ values are divided by their norm, for they are the keys of the second pass, in w
 step of γ |v|² > 2 would diverge; targets are divided by their root mean square, for a
 step multiplies a small change of z = M' k by 1 - γ (φ'² + (φ - a) φ''), and where large
 targets make that large, gradients explode; steps are bounded by what the keys of a
-chunk have in common (`layers.overlap`); both memories start from learned weights; a
-memory begins to forget with exp(g) = 0.99.
+chunk have in common (`layers.overlap`); both initial memories are learned; exp(g) is
+initialised to 0.99.
 
 Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
@@ -39,10 +39,10 @@ from memjax.mechanisms.cells.learned_init import (
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
 from memjax.mechanisms.layers.overlap import (
-    Written,
+    OpenChunk,
     bounded_step,
     bounded_steps,
-    nothing_written,
+    empty_chunk,
 )
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
 from memjax_kernels import (
@@ -68,8 +68,8 @@ class TrellisConfig(RecurrentConfig):
         slots: M, of each head.
         chunk_size: C, tokens whose gradients are taken at one memory; 1 is the fully
             nonlinear recurrence. Part of what is computed.
-        phi: φ, what bends a prediction before it is compared with its target. Those
-            that divide by a norm have gradients without bound where it is near 0.
+        phi: φ, the nonlinearity of a prediction before the comparison with its target.
+            Those that divide by a norm have unbounded gradients where it is near 0.
         activation: f, between the passes.
         forget: whether the memories forget; without, g = 0.
         shared_gates: whether both passes have the same γ and g; else each its own.
@@ -106,7 +106,7 @@ class TrellisConfig(RecurrentConfig):
         return self.step_size is None and self.chunk_size > 1
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -131,12 +131,12 @@ class TrellisConfig(RecurrentConfig):
         return params._replace(forget=params.forget._replace(bias=bias))
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
 class TrellisParams(NamedTuple):
-    """Learned target, gates, and memories to start from."""
+    """Learned target, gates and initial memories."""
 
     target: Float[Array, "D H M"]
     step: Gate
@@ -175,14 +175,14 @@ def init_params(config: TrellisConfig, key: PRNGKeyArray) -> TrellisParams:
 
 
 class Memory(NamedTuple):
-    """Both memories, and the open chunk's keys of both passes where steps need them."""
+    """Both memories, and the open chunks of both passes, None without bounded steps."""
 
     slots: TrellisState
-    written: tuple[Written, Written] | None
+    open_chunk: tuple[OpenChunk, OpenChunk] | None
 
 
 def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
-    """Memories that wait for their learned start."""
+    """Memories to be initialised by the first call."""
     heads, slots = config.num_heads, config.slots
     memory = trellis_init_state(
         batch,
@@ -192,7 +192,7 @@ def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
         config.value_dim,
         chunk_size=config.chunk_size,
     )
-    return uninitialised(batch, Memory(memory, _nothing_written(config, batch)))
+    return uninitialised(batch, Memory(memory, _empty_chunks(config, batch)))
 
 
 def step(
@@ -205,17 +205,17 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Writes one token into both memories and reads with its query."""
-    slots, written = memory.memory
+    slots, open_chunk = memory.memory
     # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
     # diverge.
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
-    if written is not None:
+    if open_chunk is not None:
         position = jnp.where(memory.uninitialised, 0, slots.position)
-        none = _nothing_written(config, x.shape[0])
-        written = initialise(LearnedInit(written, memory.uninitialised), none)
-        given = (written, position, k, v, gamma)
-        written, k, v, gamma = _bounded(bounded_step, *given)
+        none = _empty_chunks(config, x.shape[0])
+        open_chunk = initialise(LearnedInit(open_chunk, memory.uninitialised), none)
+        given = (open_chunk, position, k, v, gamma)
+        open_chunk, k, v, gamma = _bounded(bounded_step, *given)
     slots, y = initialised_step(
         trellis_step,
         (q, k, v, target, gamma, g),
@@ -224,7 +224,7 @@ def step(
         phi=config.phi,
         activation=config.activation,
     )
-    return initialised(Memory(slots, written)), y
+    return initialised(Memory(slots, open_chunk)), y
 
 
 def apply(
@@ -237,17 +237,17 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     initial = _initial(config, params, x.shape[0])
-    slots, written = initial if memory is None else initialise(memory, initial)
-    # None says that all begin a chunk, which saves shifting the tokens.
+    slots, open_chunk = initial if memory is None else initialise(memory, initial)
+    # None: all rows are at the start of a chunk, and tokens need no shift.
     before, position = (None, None) if memory is None else (slots, slots.position)
     # Values are normalised, as in `step`.
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
-    if written is not None:
-        given = (written, position, k, v, gamma)
-        written, k, v, gamma = _bounded(bounded_steps, *given)
+    if open_chunk is not None:
+        given = (open_chunk, position, k, v, gamma)
+        open_chunk, k, v, gamma = _bounded(bounded_steps, *given)
     slots, y = trellis_op(
         q,
         k,
@@ -263,40 +263,38 @@ def apply(
         reset=reset,
         implementation=config.implementation,
     )
-    return initialised(Memory(slots, written)), y
+    return initialised(Memory(slots, open_chunk)), y
 
 
 def _initial(config, params, batch):
     """The learned memories of a batch, at the start of a chunk."""
     keys, values = for_batch((params.keys, params.values), batch)
-    # Position 0 is the start of a chunk, where the running memories are those in which
-    # gradients are taken.
+    # At position 0, the start of a chunk, the running memories equal the chunk-start
+    # memories, in which gradients are taken.
     position = jnp.zeros(batch, jnp.int32)
     slots = TrellisState(keys, keys, values, values, position, config.chunk_size)
-    return Memory(slots, _nothing_written(config, batch))
+    return Memory(slots, _empty_chunks(config, batch))
 
 
-def _nothing_written(config, batch):
-    """The keys of both passes in a chunk that begins, None where nobody asks."""
+def _empty_chunks(config, batch):
+    """Empty open chunks of both passes; None where steps need none."""
     if not config.bounded:
         return None
-    empty = functools.partial(
-        nothing_written, batch, config.chunk_size, config.num_heads
-    )
+    empty = functools.partial(empty_chunk, batch, config.chunk_size, config.num_heads)
     return empty(config.key_dim), empty(config.value_dim)
 
 
-def _bounded(bound, written, position, k, v, gamma):
-    """The chunk's keys; k and v; γ [*B, H, 2] of both passes, bounded by what came."""
+def _bounded(bound, open_chunk, position, k, v, gamma):
+    """The open chunks; k and v; γ [*B, H, 2] of both passes, bounded."""
     shared = gamma.ndim == k.ndim - 1
     of_each = (gamma, gamma) if shared else (gamma[..., 0], gamma[..., 1])
-    keys, k, of_keys = bound(written[0], position, k, of_each[0])
-    values, v, of_values = bound(written[1], position, v, of_each[1])
+    keys, k, of_keys = bound(open_chunk[0], position, k, of_each[0])
+    values, v, of_values = bound(open_chunk[1], position, v, of_each[1])
     return (keys, values), k, v, jnp.stack([of_keys, of_values], axis=-1)
 
 
 def _target_and_gates(config, params, x):
-    """a, γ and g of the tokens x; g is None where nothing is forgotten."""
+    """a, γ and g of the tokens x; g is None without forgetting."""
     used = [params.step, *([] if params.forget is None else [params.forget])]
     step_logits, *forget_logits = gates.logits_of_gates(used, x)
     gamma = jax.nn.sigmoid(step_logits)

@@ -1,4 +1,4 @@
-"""TTT-linear: the memory is a linear layer that is trained while it reads.
+"""TTT-linear: the memory is a linear layer, trained on the tokens it reads.
 
     η_t = rate / C · sigmoid(w x)
     ℓ_t(W, b) = ½ |LN(k_tᵀ W + b) - (v_t - k_t)|²
@@ -68,7 +68,7 @@ class TTTLinearConfig(RecurrentConfig):
             )
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -79,12 +79,12 @@ class TTTLinearConfig(RecurrentConfig):
         )
 
     def cell_axes(self) -> PyTree:
-        """How its weights are divided among devices."""
+        """Sharding axes of its parameters."""
         return AXES
 
 
 class TTTParams(NamedTuple):
-    """Learned gate, layer norm, and weights that the memory starts from.
+    """Learned gate, layer norm and initial weights of the memory.
 
     The layer norm's are flat, because weight decay passes over vectors.
     """
@@ -106,7 +106,7 @@ AXES = TTTParams(
 
 
 def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> TTTParams:
-    """Draws the weights of the rate, and the memory's start."""
+    """Draws the weights of the rate and of the initial memory."""
     rate_key, weights_key = jax.random.split(key)
     heads, width = config.num_heads, config.key_dim
     # Keys have norm 1 here and √K in the official code: W starts √K times as large.
@@ -121,7 +121,7 @@ def init_params(config: TTTLinearConfig, key: PRNGKeyArray) -> TTTParams:
 
 
 def init_state(config: TTTLinearConfig, batch: int) -> LearnedInit:
-    """A memory that waits for its learned start."""
+    """A memory to be initialised by the first call."""
     memory = ttt_linear_init_state(
         batch, config.num_heads, config.key_dim, config.chunk_size
     )
@@ -159,7 +159,7 @@ def apply(
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
-    """What T steps give, a mini-batch at a time."""
+    """Equal to T steps, computed by mini-batches."""
     initial = _initial(config, params, x.shape[0])
     layer = None if memory is None else initialise(memory, initial)
     eta, scale, shift = _rate_and_norm(config, params, x)

@@ -1,4 +1,4 @@
-"""Methods of modules whose eager calls run as one compiled program.
+"""Compiled methods of modules.
 
 Without it an eager call compiles every loop and branch inside anew, each time.
 """
@@ -23,7 +23,7 @@ def compiled(method: Method, /) -> Method: ...
 @overload
 def compiled(*, check: Callable[..., None]) -> Callable[[Method], Method]: ...
 def compiled(method: Any = None, /, *, check: Callable[..., None] | None = None) -> Any:
-    """A method that is compiled once for each shape of what it is given.
+    """A method that is compiled once for each shape of its arguments.
 
     The module's parameters are arguments of the program; its other attributes and all
     arguments that are no arrays are constants of it, and must be hashable. The method

@@ -1,4 +1,4 @@
-"""Any mechanism as a layer of a flax model."""
+"""A mechanism as a layer of a flax model."""
 
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree

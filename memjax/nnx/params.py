@@ -35,12 +35,12 @@ def as_arrays(tree: Any) -> Any:
 
 
 def copy(module: Module) -> Module:
-    """The same module with variables of its own, which share the arrays."""
+    """A copy of the module with separate variables that share the arrays."""
     return nnx.clone(module)
 
 
 def replace(module: Module, **attributes: Any) -> Module:
-    """A copy of a module with other attributes; the module stays as it is.
+    """A copy of a module with other attributes.
 
     Args:
         module: any; the copy shares its arrays.
@@ -55,7 +55,7 @@ def replace(module: Module, **attributes: Any) -> Module:
 
 
 def params_key(key: PRNGKeyArray | None, rngs: nnx.Rngs | None) -> PRNGKeyArray:
-    """The key that a module draws its parameters by: `key`, or the next of `rngs`.
+    """The key of a module's parameters: `key`, or the next of `rngs`.
 
     Raises:
         ValueError: on both, or neither.

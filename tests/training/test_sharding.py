@@ -193,7 +193,7 @@ INTENDED = {
     "cell/widen": P(None, "tensor"),
     "cell/keys": P("tensor"),
     "cell/values": P("tensor"),
-    "cell/start": P("tensor"),
+    "cell/slots": P("tensor"),
     "cell/weights": P("tensor"),
     "cell/bias": P("tensor"),
     "cell/scale": P(None),

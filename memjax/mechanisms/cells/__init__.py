@@ -1,1 +1,1 @@
-"""Memory cells that are no layer by themselves: they stand beside a window."""
+"""Cells: memories of keys and values without a layer around them."""

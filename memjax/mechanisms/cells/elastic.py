@@ -1,10 +1,10 @@
-"""Elastic Memory without a layer around it, to stand beside a window (`beside.py`).
+"""Elastic Memory as a cell, for hybrids.
 
     y_t = softmax(q_t [K_mem, K_open]ᵀ / √K) [V_mem, V_open]
 
-K_mem and V_mem are sampled from the coefficients of all complete blocks of what has
-left the window, K_open and V_open the tokens of the block that is being filled; no
-position is added to either. `elastic_memory.py` has the equations. Query heads of a
+K_mem and V_mem are sampled from the coefficients of all full blocks of the tokens that
+have left the window, K_open and V_open are those of the open block; no position is
+added to either. `elastic_memory.py` has the equations. Query heads of a
 group read one memory.
 
 Shapes: B batch, T time, H query heads, G key-value heads, K head width, N order, L
@@ -41,7 +41,7 @@ class ElasticCellConfig(CellDefaults):
         order: N, coefficients per channel.
         block: L, tokens that are compressed together.
         memory_tokens: M, points at which the memory is read; None is N.
-        sampling: where they lie in the history; see `ElasticMemoryConfig`.
+        sampling: their positions in the history; see `ElasticMemoryConfig`.
         decay: of the exponential sampling.
         bank_blocks: blocks whose matrices are built ahead.
     """
@@ -95,7 +95,7 @@ class ElasticCellConfig(CellDefaults):
         return self.head_dim
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -106,21 +106,21 @@ class ElasticCellConfig(CellDefaults):
         )
 
     def cell_axes(self) -> "ElasticCellParams":
-        """Nothing to divide."""
+        """No parameters."""
         return ElasticCellParams()
 
 
 class ElasticCellParams(NamedTuple):
-    """Nothing is learned."""
+    """No parameters."""
 
 
 def init_params(config: ElasticCellConfig, key: PRNGKeyArray) -> ElasticCellParams:
-    """Nothing: the memory reads the attention's own heads."""
+    """No parameters: the memory reads the attention's own heads."""
     return ElasticCellParams()
 
 
 def init_state(config: ElasticCellConfig, batch: int) -> ElasticMemoryState:
-    """A memory of nothing."""
+    """The empty memory."""
     return init_memory(config.memory(), batch)
 
 
@@ -147,17 +147,17 @@ def apply(
     v: Float[Array, "B T G K"],
     x: Float[Array, "B T 1"],
 ) -> tuple[ElasticMemoryState, Float[Array, "B T H K"]]:
-    """What T steps give, a block at a time; x is 0 before the first token alone."""
+    """Equal to T steps, block by block; x is 0 only before the first token."""
     count = (x[..., 0] > 0).sum(axis=1, dtype=jnp.int32)
     empty = q.shape[1] - count
-    # Written tokens come first, and zeros behind them: these count as none.
+    # Written tokens come first; the zeros behind them are not counted.
     q, k, v = (_shifted(leaf, empty) for leaf in (q, k, v))
     memory, y = read(config.memory(), memory, q, k, v, count)
     return memory, _shifted(y, -empty)
 
 
 def _shifted(x: Array, by: Array) -> Array:
-    """x [B, T, ...] moved to the left by `by` tokens [B], zeros in their place."""
+    """x [B, T, ...] shifted left by `by` tokens [B], with zeros behind."""
     length = x.shape[1]
     padded = jnp.pad(x, ((0, 0), (length, 0)) + ((0, 0),) * (x.ndim - 2))
     return places.take(padded, length + by, length)

@@ -1,8 +1,8 @@
 """One memory for several query heads, as grouped-query attention shares keys.
 
 The heads of a group write the same token and read the same memory with queries of their
-own. Its bytes are those of one head, its work is that of all: queries of a group lie
-along the batch, each beside a copy of the memory that it reads.
+own. It has the bytes of one head and the work of all: the queries of a group become
+batch elements, each with a copy of the memory that it reads.
 
 Shapes: B batch, T time, H query heads, G memories, N = H / G queries of each, K key,
 V value.
@@ -18,7 +18,7 @@ from memjax.mechanisms.cells.base import Cell
 
 
 def grouped_queries(cell: Cell, queries: int) -> Cell:
-    """The same cell, read by `queries` heads for each of its own.
+    """The same cell with `queries` query heads for each memory head.
 
     Args:
         cell: of G heads, whose q and k come with unit norm.
@@ -48,12 +48,12 @@ def _shared(
 
 
 def copies(tree: PyTree, queries: int) -> PyTree:
-    """What is [B, ...] as [B N, ...], a copy for each head of a group."""
+    """Arrays [B, ...] as [B N, ...], a copy for each head of a group."""
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, queries, axis=0), tree)
 
 
 def first_copy(memory: PyTree, queries: int) -> PyTree:
-    """Undoes `copies` where all were written alike."""
+    """Inverse of `copies`, for equal copies."""
 
     # Not every N-th, which devices that share the batch might have to exchange.
     def first(leaf):

@@ -5,9 +5,9 @@
 
 u_t is 0 with update="linear", and M_{t-1}ᵀ σ(k_t) / (σ(k_t)ᵀ z_{t-1}), what the memory
 holds for the key already, with "delta". Munkhdalai et al. (2024),
-https://arxiv.org/abs/2404.07143, eqs. 3 to 5. Beside a window (`beside.py`) it is
-Infini-attention (eq. 6); the paper writes a segment at a time, here each token is
-written when it leaves the window. Query heads of a group read one memory.
+https://arxiv.org/abs/2404.07143, eqs. 3 to 5. In a hybrid it is Infini-attention
+(eq. 6); the paper writes a segment at a time, here each token is written when it leaves
+the window. Query heads of a group read one memory.
 
 Shapes: B batch, T time, H query heads, G key-value heads, K key, V value.
 """
@@ -67,7 +67,7 @@ class InfiniConfig(CellDefaults):
         return 1
 
     def cell(self) -> Cell:
-        """The memory of these sizes."""
+        """The cell of these sizes."""
         return bind(
             self,
             init_params=init_params,
@@ -78,23 +78,23 @@ class InfiniConfig(CellDefaults):
         )
 
     def cell_axes(self) -> "InfiniParams":
-        """Nothing to divide."""
+        """No parameters."""
         return InfiniParams()
 
 
 class InfiniParams(NamedTuple):
-    """Nothing is learned."""
+    """No parameters."""
 
 
 class InfiniMemory(NamedTuple):
-    """What has been written, and the sum of its keys."""
+    """The sum of outer products, and of keys."""
 
     matrix: Float[Array, "B G K V"]
     norm: Float[Array, "B G K"]
 
 
 def init_params(config: InfiniConfig, key: PRNGKeyArray) -> InfiniParams:
-    """Nothing: the memory reads the attention's own heads."""
+    """No parameters: the memory reads the attention's own heads."""
     return InfiniParams()
 
 
@@ -129,7 +129,7 @@ def apply(
     v: Float[Array, "B T G V"],
     x: Float[Array, "B T 1"],
 ) -> tuple[InfiniMemory, Float[Array, "B T H V"]]:
-    """What T steps give, a chunk at a time."""
+    """Equal to T steps, computed chunk by chunk."""
     group = q.shape[2] // config.num_kv_heads
     # Exact 0 where nothing is written, and in float32: z sums over the whole text.
     keys = _features(k) * x[..., None].astype(jnp.float32)

@@ -1,1 +1,1 @@
-"""What mechanisms are made of: projections, gates, RoPE and attention."""
+"""Parts of mechanisms: projections, gates, RoPE and attention."""

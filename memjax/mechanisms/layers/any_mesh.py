@@ -13,9 +13,9 @@ from memjax_kernels._src.common.partition import mesh_of
 
 
 def on_any_mesh(function: Callable, has_state: bool = True) -> Any:
-    """(params, [state], x, ...), whose inside never sees an Explicit axis.
+    """A function of (params, [state], x, ...) with Explicit axes made Auto inside.
 
-    There every indexing and reshape would have to say how its result is divided.
+    Otherwise every indexing and reshape would have to name its result's sharding.
     """
 
     @functools.wraps(function)
@@ -34,6 +34,6 @@ def on_any_mesh(function: Callable, has_state: bool = True) -> Any:
 
 
 def _sharding(mesh: AbstractMesh, leaf: Array) -> NamedSharding:
-    """How an array lies on the mesh; one that lies elsewhere is on all devices."""
+    """Sharding of an array on the mesh; replicated if it has another mesh."""
     own = jax.typeof(leaf).sharding
     return NamedSharding(mesh, P() if own.mesh.empty else own.spec)

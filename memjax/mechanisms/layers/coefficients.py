@@ -1,4 +1,4 @@
-"""How Elastic Memory's arrays lie, and how devices join what each has compressed.
+"""Layouts of Elastic Memory's arrays, and the join of several devices' coefficients.
 
 Keys and values follow the same recurrence: they are channels of one signal.
 
@@ -89,7 +89,7 @@ def as_rows(
     values: Float[Array, "B T G K"],
     at: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T J"], Float[Array, "B T J"]]:
-    """Keys with RoPE of their places, and values, a token a row, in float32."""
+    """Keys with RoPE of their positions, and values, one row a token, in float32."""
     if at is None:
         at = jnp.arange(keys.shape[1], dtype=jnp.int32)
     keys, values = (x.astype(jnp.float32) for x in (keys, values))

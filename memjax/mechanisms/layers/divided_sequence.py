@@ -1,4 +1,4 @@
-"""Linear recurrences whose tokens are divided among n devices.
+"""Linear recurrences over tokens divided among n devices.
 
 A segment maps the memory before it by S -> P S + U. A device reads its own tokens from
 an empty memory, which gives U, and without values from the identity, which gives P. The
@@ -33,12 +33,12 @@ def on_shares(
     fixed: PyTree,
     tokens: PyTree,
 ) -> tuple[PyTree, Array]:
-    """read(fixed, tokens), run by each device on the tokens that it has.
+    """read(fixed, tokens), run by each device on its share of the tokens.
 
     Args:
         read: gives a state, of which that of the last device counts, and an output
             [B, T, ...] of the device's own tokens.
-        fixed: what all devices have alike.
+        fixed: replicated on all devices.
         tokens: [B, n T, ...] in each leaf, divided along the axis "sequence" of the
             mesh of `jax.set_mesh`.
     """

@@ -1,7 +1,7 @@
-"""Where the documents of packed rows lie: several documents in one row of tokens.
+"""Documents of packed rows: several in one row of tokens.
 
-`starts` is True at the first token of each document. Whatever it says there, a row's
-first token starts one.
+`starts` is True at the first token of each document. A row's first token always starts
+one.
 
 Shapes: B batch, T time.
 """
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 
 def first_tokens(starts: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """The place in the row of the first token of each token's document."""
+    """Index in the row of the first token of each token's document."""
     places = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
     return jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
 

@@ -17,7 +17,7 @@ from memjax_kernels._src.common.partition import channels_by_heads
 
 
 class Gate(NamedTuple):
-    """An affine map from the token to one number for each head, or to more.
+    """An affine map from the token to one or more numbers for each head.
 
     The bias is flat, because weight decay passes over vectors.
     """
@@ -26,7 +26,7 @@ class Gate(NamedTuple):
     bias: Float[Array, " N"]
 
 
-#: How a gate of heads is divided among devices; see `MechanismConfig.param_axes`.
+#: Sharding axes of a gate of heads; see `MechanismConfig.param_axes`.
 AXES = Gate(weight=axes("model", "heads"), bias=axes())
 
 
@@ -36,14 +36,14 @@ def draw_weight(key: PRNGKeyArray, *shape: int) -> Float[Array, "D ..."]:
 
 
 def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
-    """A gate whose weight has the given shape and whose sigmoid starts at `start`.
+    """A gate with sigmoid initialised to `start`.
 
     Args:
         key: of the weight.
         shape: [D, ...].
         start: in (0, 1).
     """
-    # At a bias alone, as the weight's part has mean 0: the gate begins near `start`.
+    # By the bias: the weight's part has mean 0.
     bias = np.log(start / (1 - start))
     return Gate(
         weight=draw_weight(key, *shape),
@@ -56,7 +56,7 @@ def flat_product(
 ) -> Float[Array, "*B N"]:
     """x times a weight, in the dtype of x, all axes of the outputs as one.
 
-    On a TPU heads and channels as axes of their own would be laid out otherwise.
+    Separate axes of heads and channels would have another layout on a TPU.
     """
     return x @ weight.reshape(weight.shape[0], -1).astype(x.dtype)
 

@@ -26,7 +26,7 @@ class HeadsConfig:
         head_dim: width of a head, even (RoPE turns pairs).
         rope_theta: base of the RoPE frequencies; 500,000 in Llama 3. None is no RoPE:
             the model adds positions itself.
-        rope_scaling: how the frequencies were slowed down for longer texts.
+        rope_scaling: of the frequencies, for longer texts.
         qkv_bias: whether queries, keys and values have biases.
         output_bias: whether the output has one.
         qk_norm: RMSNorm of queries and of keys, before RoPE: "head" of each by itself

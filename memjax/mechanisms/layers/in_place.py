@@ -1,4 +1,4 @@
-"""A change of the state that few tokens make, without a copy where it is not made."""
+"""Conditional change of a state, without a copy when it is not made."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def change_if(
         change: pure, and closes over no array; its result is like the state.
         needed: whether to change.
         state: arrays.
-        given: what else `change` takes, arrays.
+        given: other arguments of `change`, arrays.
     """
 
     def once(carried):

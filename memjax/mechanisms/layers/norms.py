@@ -1,4 +1,4 @@
-"""The norm of a layer: Zhang & Sennrich (2019), RMSNorm.
+"""RMSNorm: Zhang & Sennrich (2019).
 
 https://arxiv.org/abs/1910.07467
 """

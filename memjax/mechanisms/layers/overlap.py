@@ -1,4 +1,4 @@
-"""Steps of a chunk that leave each other what their keys have in common.
+"""Step sizes of a chunk, bounded by the overlap of their keys.
 
     γ'_t = γ_t Π_s (1 - γ_s ⟨k_s, k_t⟩²)        s over the tokens of t's chunk before t
 
@@ -19,63 +19,63 @@ from memjax_kernels import overlap_with_keys
 from memjax_kernels._src.common import chunks
 
 
-class Written(NamedTuple):
-    """The tokens of the open chunk at their places in it, zeros where none came yet."""
+class OpenChunk(NamedTuple):
+    """Keys and steps of the open chunk at their positions; zeros at later ones."""
 
     keys: Float[Array, "B C H K"]
     steps: Float[Array, "B C H"]
 
 
-def nothing_written(batch: int, chunk_size: int, heads: int, width: int) -> Written:
-    """The start of a chunk."""
+def empty_chunk(batch: int, chunk_size: int, heads: int, width: int) -> OpenChunk:
+    """A chunk without tokens."""
     keys = jnp.zeros((batch, chunk_size, heads, width), jnp.float32)
-    return Written(keys, jnp.zeros((batch, chunk_size, heads), jnp.float32))
+    return OpenChunk(keys, jnp.zeros((batch, chunk_size, heads), jnp.float32))
 
 
 def bounded_step(
-    written: Written,
+    open_chunk: OpenChunk,
     position: Int[Array, " B"],
     k: Float[Array, "B H K"],
     gamma: Float[Array, "B H"],
-) -> tuple[Written, Float[Array, "B H K"], Float[Array, "B H"]]:
-    """The open chunk with one token, its k as it is, and γ' of it.
+) -> tuple[OpenChunk, Float[Array, "B H K"], Float[Array, "B H"]]:
+    """The open chunk with one more token, its k unchanged, and its γ'.
 
     Args:
-        written: the open chunk.
+        open_chunk: the open chunk.
         position: tokens in it.
         k: a key of unit norm, or zeros.
         gamma: in [0, 1].
     """
     key = k.astype(jnp.float32)
-    alike = jnp.einsum("bhk,bchk->bch", key, written.keys) ** 2
-    bounded = gamma * jnp.prod(1 - written.steps * alike, axis=1)
-    size = written.steps.shape[1]
+    alike = jnp.einsum("bhk,bchk->bch", key, open_chunk.keys) ** 2
+    bounded = gamma * jnp.prod(1 - open_chunk.steps * alike, axis=1)
+    size = open_chunk.steps.shape[1]
     here = (jnp.arange(size)[None] == position[:, None])[..., None]
     # After the last token of a chunk comes the start of the next.
     kept = ((position + 1) % size != 0)[:, None, None]
-    steps = jnp.where(here, gamma[:, None], written.steps) * kept
-    keys = jnp.where(here[..., None], key[:, None], written.keys) * kept[..., None]
-    return Written(keys, steps), k, bounded
+    steps = jnp.where(here, gamma[:, None], open_chunk.steps) * kept
+    keys = jnp.where(here[..., None], key[:, None], open_chunk.keys) * kept[..., None]
+    return OpenChunk(keys, steps), k, bounded
 
 
 def bounded_steps(
-    written: Written,
+    open_chunk: OpenChunk,
     position: Int[Array, " B"] | None,
     k: Float[Array, "B T H K"],
     gamma: Float[Array, "B T H"],
-) -> tuple[Written, Float[Array, "B T H K"], Float[Array, "B T H"]]:
-    """What `bounded_step` gives for T tokens, a chunk at a time, and k as it is.
+) -> tuple[OpenChunk, Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """T tokens of `bounded_step`, chunk by chunk; k has the same values.
 
     `position` None is 0 for all, known before the program runs. Use the k that is
     returned: see `overlap_with_keys`.
     """
-    time, size = gamma.shape[1], written.steps.shape[1]
+    time, size = gamma.shape[1], open_chunk.steps.shape[1]
     keys = chunks.split(k, size, position)
     steps = chunks.split(gamma, size, position)
     if position is not None:
-        # Zeros stand where the tokens came before, in an earlier call.
-        keys = keys.at[:, 0].add(written.keys.astype(k.dtype))
-        steps = steps.at[:, 0].add(written.steps)
+        # Tokens of an earlier call are zeros here.
+        keys = keys.at[:, 0].add(open_chunk.keys.astype(k.dtype))
+        steps = steps.at[:, 0].add(open_chunk.steps)
 
     def flat(x):
         return x.reshape(x.shape[0], -1, *x.shape[3:])
@@ -83,14 +83,14 @@ def bounded_steps(
     found = overlap_with_keys(flat(keys), flat(steps), chunk_size=size)
     of_chunks, left = found[0].reshape(keys.shape), found[1].reshape(steps.shape)
     end = jnp.full(k.shape[0], time) if position is None else position + time
-    written = _open_chunk(keys.astype(jnp.float32), steps, end)
+    open_chunk = _last_chunk(keys.astype(jnp.float32), steps, end)
     # To shift tokens back costs more than to add gradients.
     k = chunks.join(of_chunks, time, None) if position is None else k
-    return written, k, chunks.join(steps * left, time, position)
+    return open_chunk, k, chunks.join(steps * left, time, position)
 
 
-def _open_chunk(keys, steps, end):
-    """The chunk that token `end` lies in: zeros where that begins one."""
+def _last_chunk(keys, steps, end):
+    """The chunk of token `end`: zeros where it begins one."""
     number, size = steps.shape[1:3]
     # A chunk behind the last holds nothing.
     keys, steps = (
@@ -101,4 +101,4 @@ def _open_chunk(keys, steps, end):
     def pick(x, at):
         return jnp.take_along_axis(x, at, axis=1)[:, 0]
 
-    return Written(pick(keys, at[..., None]), pick(steps, at))
+    return OpenChunk(pick(keys, at[..., None]), pick(steps, at))

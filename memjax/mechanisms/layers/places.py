@@ -1,4 +1,4 @@
-"""Tokens of batch elements that begin at places of their own.
+"""Shifts of tokens, by another position in each batch element.
 
 Shapes: B batch, T time.
 """
@@ -28,7 +28,7 @@ def lay_out(
 def take(
     tokens: Float[Array, "B T ..."], places: Int[Array, " B"], length: int
 ) -> Float[Array, "B length ..."]:
-    """`length` tokens of each batch element from its own place, then zeros."""
+    """`length` tokens of each batch element from its own position, then zeros."""
     # Without the padding `dynamic_slice` would move a slice that passes the end.
     pad = ((0, 0), (0, length)) + ((0, 0),) * (tokens.ndim - 2)
 

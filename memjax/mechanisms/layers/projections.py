@@ -55,7 +55,7 @@ class AttentionParams(NamedTuple):
     key_norm: Float[Array, "*G K"] | None = None
 
 
-#: How the projections are divided among devices; see `MechanismConfig.param_axes`.
+#: Sharding axes of the projections; see `MechanismConfig.param_axes`.
 AXES = AttentionParams(
     query=axes("model", "heads"),
     key=axes("model", "heads"),

@@ -26,7 +26,7 @@ def apply_ragged(
     See `ApplyMasked`. Only mechanisms that have `apply_masked` take a mask.
 
     Returns:
-        The state after them, and outputs that have a meaning up to there.
+        The state after them, and outputs, undefined behind them.
     """
     if mechanism.apply_masked is not None:
         return mechanism.apply_masked(params, state, x, mask, lengths)
@@ -42,11 +42,11 @@ def apply_ragged(
     def read_chunk(state, chunk):
         end, x = chunk
         after, y = mechanism.apply(params, state, x)
-        # Nothing reads ahead, so that outputs are right up to the padding; the state
-        # compresses every token, and only whole chunks are kept.
+        # Nothing reads ahead, so that outputs are right up to the padding; states with
+        # padding in them are dropped.
         return replace_rows(after, state, end > lengths), y
 
-    # What does not fill a chunk goes token by token, from each element's own start.
+    # The rest, less than a chunk, goes token by token from each row's own position.
     def read_token(state, t):
         at = jnp.minimum(whole + t, length - 1)
         token = jax.vmap(lambda x, at: x[at])(x, at)

@@ -1,4 +1,4 @@
-"""The Mamba-style block around every recurrent memory.
+"""The Mamba-style block around a recurrent cell.
 
     [q, k] = silu(conv([W_q, W_k] x)), each divided by its norm          v = W_v x
     memory, y = cell(q, k, v, x, memory)
@@ -6,11 +6,11 @@
 
 Gu & Dao (2023), https://arxiv.org/abs/2312.00752, figure 3, as Karami et al. draw it
 for Trellis (figure 1) and Lattice (figure 2). The convolution is causal, depthwise
-and of width 4; silu behind it is what Mamba has, and the papers do not name another.
+and of width 4, followed by silu as in Mamba; the papers name no other.
 Norms of q and k have 1e-6 added under the root.
 
-`mechanism` puts this block around a memory cell (`cell`): gates, write and
-read. The cell scales q where it wants that; q and k come with unit norm.
+`mechanism` puts this block around a cell (`cells.base`): gates, write and read. q and k
+have unit norm; a cell may scale q.
 
 Shapes: B batch, T time, D model, H heads, K query and key, V value, W width of the
 convolution, S projections that it filters (2, or 1 which query and key share).
@@ -44,16 +44,15 @@ from memjax_kernels._src.common.partition import (
 )
 
 CONV_WIDTH = 4
-# Those that every op has.
+# Available in every op.
 Implementation = Literal["reference", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentConfig(CellDefaults, MechanismDefaults, abc.ABC):
-    """Sizes that all recurrent mechanisms have, and the layer around their memory.
+    """Sizes of all recurrent mechanisms, and the block around their cell.
 
-    A mechanism adds its memory, `cell()`, and how its weights are divided,
-    `cell_axes()`.
+    A mechanism adds its `cell()` and `cell_axes()`.
 
     Attributes:
         model_dim: width of the layer's input and output.
@@ -61,9 +60,8 @@ class RecurrentConfig(CellDefaults, MechanismDefaults, abc.ABC):
         key_dim: width of a head's queries and keys.
         value_dim: width of a head's values and reads.
         norm_epsilon: of the RMSNorm behind the memory.
-        implementation: how a segment is read, which changes no result. None is the
-            fastest that the op has; "xla" goes chunk by chunk, "reference" token by
-            token.
+        implementation: of a segment, with equal results: None is the fastest of the op,
+            "xla" goes chunk by chunk, "reference" token by token.
     """
 
     model_dim: int
@@ -90,7 +88,7 @@ class RecurrentConfig(CellDefaults, MechanismDefaults, abc.ABC):
 
     @abc.abstractmethod
     def cell_axes(self) -> PyTree:
-        """How the cell's weights are divided; see `MechanismConfig.param_axes`."""
+        """Sharding axes of the cell; see `MechanismConfig.param_axes`."""
 
     @property
     def divides_tokens(self) -> bool:
@@ -102,7 +100,7 @@ class RecurrentConfig(CellDefaults, MechanismDefaults, abc.ABC):
         return mechanism(self, self.cell())
 
     def param_axes(self) -> "BlockParams":
-        """How the parameters are divided among devices."""
+        """Sharding axes of the parameters."""
         return BlockParams(
             query_key=axes("model", None, "heads"),
             filters=axes(None, None, "heads"),
@@ -115,7 +113,7 @@ class RecurrentConfig(CellDefaults, MechanismDefaults, abc.ABC):
 
 
 class BlockParams(NamedTuple):
-    """Learned weights of a block; `cell` are those of its memory."""
+    """Learned parameters of a block and of its cell."""
 
     query_key: Float[Array, "D S H K"]
     filters: Float[Array, "W 2 H K"]
@@ -127,14 +125,14 @@ class BlockParams(NamedTuple):
 
 
 class BlockState(NamedTuple):
-    """The memory, and the inputs that the convolution still needs, in float32."""
+    """The memory, and the last inputs of the convolution, in float32."""
 
     window: Float[Array, "B _ S H K"]
     memory: PyTree
 
 
 class QKV(NamedTuple):
-    """The window after the tokens; their queries and keys of unit norm; values."""
+    """Last inputs of the convolution; queries and keys of unit norm; values."""
 
     window: Float[Array, "B _ S H K"]
     q: Float[Array, "B T H K"]
@@ -173,7 +171,7 @@ def init_params(
     """Draws the weights of the block and of its memory."""
     d, h = config.model_dim, config.num_heads
     k, v = config.key_dim, config.value_dim
-    # Keys of their own: the block's weights are alike in all mechanisms of one seed.
+    # Separate keys: with one seed, all mechanisms have the same block weights.
     keys = jax.random.split(key, 6)
     qk_key, filter_key, v_key, gate_key, out_key, cell_key = keys
     # A depthwise filter has a fan-in of its width alone.
@@ -194,7 +192,7 @@ def init_params(
 def init_state(
     config: RecurrentConfig, cell: Cell, projections: int, batch: int
 ) -> BlockState:
-    """The empty memory, and a convolution that saw nothing yet."""
+    """The empty memory and a convolution without inputs."""
     return BlockState(_no_inputs(config, projections, batch), cell.init_state(batch))
 
 
@@ -220,7 +218,7 @@ def apply(
     state: BlockState,
     x: Float[Array, "B T D"],
 ) -> tuple[BlockState, Float[Array, "B T D"]]:
-    """A segment: what T steps give."""
+    """A segment: equal to T steps."""
     return _read(config, cell, params, state, x)
 
 
@@ -231,10 +229,10 @@ def whole(
     x: Float[Array, "B T D"],
     mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """A whole sequence, without a state: what `apply` gives for the empty one.
+    """Outputs of a full sequence: `apply` of the empty state.
 
     Raises:
-        ValueError: on a mask; what a memory compresses cannot be left out.
+        ValueError: on a mask: a compressed token cannot be left out.
     """
     if mask is not None:
         raise ValueError("mask must be None with a mechanism that compresses, got one")
@@ -242,7 +240,7 @@ def whole(
 
 
 def _whole(config, cell, params, x, starts=None):
-    """A whole sequence, or rows of documents that begin where `starts` is True."""
+    """A full sequence, or packed rows with documents that begin at `starts`."""
     flags = None
     if starts is not None:
         documents.check_starts(starts, x)
@@ -266,9 +264,9 @@ def _read(config, cell, params, state, x, flags=None):
 
 
 def _read_share(config, cell, fixed, tokens):
-    """`_read` of the tokens that this device has of all."""
+    """`_read` of this device's share of the tokens."""
     (params, state), (x, flags) = fixed, tokens
-    # What the convolution still needs are inputs of the device before.
+    # The convolution needs the last inputs of the previous device.
     empty = state._replace(window=jnp.zeros_like(state.window))
     before = last_of_previous(x, CONV_WIDTH - 1)
     window = qkv_projection(config, params, empty, before).window
@@ -286,7 +284,7 @@ def _segment(config, read, params, state, x, flags):
 
 
 def _no_inputs(config, projections, batch):
-    """What a convolution sees that saw nothing yet."""
+    """Zeros for the inputs before a sequence."""
     inputs = (CONV_WIDTH - 1, projections, config.num_heads, config.key_dim)
     return jnp.zeros((batch, *inputs), jnp.float32)
 
@@ -305,8 +303,8 @@ def qkv_projection(
         params: of the block.
         state: before the segment.
         x: its tokens.
-        positions: of each token in its document, before which the convolution sees
-            nothing; None is one document.
+        positions: of each token in its document, before which the convolution's inputs
+            are zeros; None is one document.
 
     Raises:
         ValueError: unless x is floating, with the state's batch size and the model's

@@ -2,7 +2,7 @@
 
 Su et al. (2021), https://arxiv.org/abs/2104.09864, in the half-split layout of Llama:
 channels i and i + K/2 of a head turn together by position * f_i, f_i = θ^(-2i/K).
-A checkpoint that was stretched beyond its training length slows some of the f_i down.
+A checkpoint extended beyond its training length has some f_i scaled down.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ ScalingKind = Literal["linear", "llama3", "yarn"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of RoPE were slowed down, as in the checkpoint's config.
+    """Scaling of RoPE's frequencies for longer texts, as in a checkpoint's config.
 
     Attributes:
         kind: "linear" divides all by `factor` (Chen et al. 2023,
@@ -130,7 +130,7 @@ def tables(
     scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "*P T half"], Float[Array, "*P T half"]]:
     """Cosine and sine of the angle of each pair of channels, in float32."""
-    # Frequencies are constants of the program, computed in numpy at trace time.
+    # Constants of the program, computed in numpy at trace time.
     turns = jnp.asarray(frequencies(width, theta, scaling))
     angles = positions[..., None].astype(jnp.float32)
     angles = angles * expand_leading_dims(turns, angles)

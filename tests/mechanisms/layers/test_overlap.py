@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax.mechanisms.layers.overlap import (
-    Written,
+    OpenChunk,
     bounded_step,
     bounded_steps,
-    nothing_written,
+    empty_chunk,
 )
 
 B, T, H, K, C = 2, 11, 2, 3, 4
-EMPTY = nothing_written(B, C, H, K)
+EMPTY = empty_chunk(B, C, H, K)
 
 
 def draw():
@@ -51,7 +51,7 @@ def test_segments_continue_a_chunk_at_each_elements_place():
         before, position = states[-1]
         going = t >= jnp.array([0, 2])
         moved, _, step = bounded_step(before, position, k[:, t], gamma[:, t])
-        after = Written(
+        after = OpenChunk(
             jnp.where(going[:, None, None, None], moved.keys, before.keys),
             jnp.where(going[:, None, None], moved.steps, before.steps),
         )

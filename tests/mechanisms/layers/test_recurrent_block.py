@@ -143,7 +143,7 @@ STARTING = {
 }
 STARTS = {
     "trellis": ("keys", "values"),
-    "lattice": ("start",),
+    "lattice": ("slots",),
     "ttt_linear": ("weights", "bias"),
 }
 
@@ -273,5 +273,5 @@ def test_an_unknown_choice_is_refused(kind, wrong):
 def test_more_slots_than_their_width_start_as_random_rows():
     config = LatticeConfig(D, H, slots=5, value_dim=4, initial="normalised")
     mechanism = config.build()
-    start = mechanism.init_params(jax.random.key(0)).cell.start
+    start = mechanism.init_params(jax.random.key(0)).cell.slots
     np.testing.assert_allclose(np.linalg.norm(start, axis=-1), 1.0, rtol=1e-6)

@@ -178,7 +178,7 @@ ELASTIC = ElasticMemoryConfig(16, 4, 2, 4, block=8)
         (dict(memory="latice"), "memory must be one of .*did you mean 'lattice'"),
         (
             dict(memory=DeltaNetConfig(16, 3, 4, 4)),
-            "memory.num_heads must be 4 or 2 beside",
+            "memory.num_heads must be 4 or 2 with this window",
         ),
         (dict(memory=ELASTIC), "memory must be a cell's configuration, got Elastic"),
         (dict(sinks=5), r"sinks must be in \[0, window=4\], got 5"),

@@ -1,1 +1,1 @@
-"""Softmax attention: of whole sequences, of caches, in windows and in trapezoids."""
+"""Softmax attention: full sequences, caches, windows, and a prefix plus causal mask."""

@@ -1,4 +1,4 @@
-"""Softmax attention whose scores take bounded memory, at any length.
+"""Softmax attention with bounded memory for scores, at any length.
 
 Queries go through in blocks. Each block is `jax.nn.dot_product_attention`, but on a
 CPU, where the library's form is slow: see `_masked`.

@@ -1,6 +1,6 @@
 """Attention of Elastic Memory: to all memory tokens, and causally to the open block.
 
-    O = softmax(Q [K_mem, K]ᵀ / √K + trapezoid) [V_mem, V]              (eqs. 9, 10)
+    O = softmax(Q [K_mem, K]ᵀ / √K + mask) [V_mem, V]                   (eqs. 9, 10)
 
 The mask is a rectangle over the memory tokens beside a triangle over the block. Memory
 tokens have no position, as a coefficient spans the whole past. Song et al. (2026),
@@ -31,14 +31,14 @@ class Tokens(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What each block remembers of all before it."""
+    """Memory tokens of each block, of all blocks before it."""
 
     keys: Float[Array, "B n M G K"]
     values: Float[Array, "B n M G K"]
 
 
 class OpenBlock(NamedTuple):
-    """Tokens of the block that is being filled, the newest included, of J channels."""
+    """Tokens of the open block, the newest included, of J channels."""
 
     keys: Float[Array, "B L J"]  # with RoPE of their places in the block
     values: Float[Array, "B L J"]
