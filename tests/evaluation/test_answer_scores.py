@@ -76,7 +76,7 @@ def test_losses_are_those_of_the_whole_text():
     assert np.isnan(evaluation.answer_perplexity(scores, []))
 
 
-def test_what_greedy_decoding_writes_is_exact():
+def test_greedy_continuation_is_an_exact_match():
     prompt = INPUTS[0].tokens[:13]
     state, key = backbone().init_state(1), jax.random.key(0)
     greedy = Draw(temperature=0.0)
@@ -126,7 +126,7 @@ def test_an_aligned_answer_is_not_read_ahead():
         (dict(inputs=[entry(4, 0)]), r"inputs\[0\]: the answer must begin inside"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(change, message):
+def test_unscorable_input_is_refused(change, message):
     options = dict(inputs=INPUTS, segment=5, batch_size=2) | change
     with pytest.raises(ValueError, match=message):
         evaluation.score_answers(backbone(), options.pop("inputs"), **options)

@@ -30,12 +30,12 @@ from memjax.evaluation.drawing import (
         ([0.5, 0.5], [0.4, 0.2], [0.4, 0.7]),
     ],
 )
-def test_names_stand_near_their_lines_and_apart(wanted, sizes, expected):
+def test_labels_are_near_their_lines_and_apart(wanted, sizes, expected):
     found = apart(wanted, sizes)
     np.testing.assert_allclose(found, expected)
 
 
-def test_names_of_lines_that_end_together_do_not_overlap():
+def test_labels_of_lines_with_one_end_do_not_overlap():
     figure = Figure(figsize=(6, 4), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     plot = Drawing(figure, figure.subplots(1, 1, squeeze=False))

@@ -47,7 +47,7 @@ def test_targets_count_by_their_place_in_their_segment(first):
 
 
 @pytest.mark.slow
-def test_what_is_scored_has_not_been_seen():
+def test_scored_targets_are_not_leaked():
     """Changing a token changes nothing that it, or one before it, is scored from."""
     mask = evaluation.scored_mask(6 * L, L, CONFIG.summary)
     state = model().init_state(1)
@@ -70,7 +70,7 @@ def test_what_is_scored_has_not_been_seen():
     assert leaks > 0, "the others are left out for a reason"
 
 
-def test_restricting_leaves_the_rest_out():
+def test_masking_leaves_other_targets_out():
     nll = np.arange(6, dtype=np.float32).reshape(2, 3)
     mask = np.array([[1, 1, 1], [1, 0, 0]], np.float32)
     whole = TokenLosses(nll, mask, ("a", "b"), ("one", "two"))
@@ -119,7 +119,7 @@ def test_rows_without_memories_or_tokens_make_no_search():
         evaluation.recall_distances(scores, held + 1, tokens)
 
 
-def test_the_summary_of_searches_stands_beside_chance():
+def test_recall_summary_compares_with_chance():
     summary = evaluation.recall_summary(np.array([1, 2, 3, 2]), np.array([1, 2, 4, 4]))
     assert summary["searches"] == 4
     assert summary["previous"] == 1 / 4 and summary["within_2"] == 3 / 4

@@ -81,7 +81,7 @@ def test_each_loss_is_that_of_a_loop_over_tokens(whole):
 @pytest.mark.parametrize(
     "options", [dict(segment=22), dict(batch_size=1), dict(batch_size=3)]
 )
-def test_pieces_and_neighbours_change_nothing(whole, options):
+def test_losses_are_independent_of_segments_and_batches(whole, options):
     seen = []
     other = run(**options, progress=lambda *counts: seen.append(counts))
     # Targets of both texts, counted as they are scored.
@@ -126,7 +126,7 @@ def test_cut_texts_are_read_with_an_empty_memory():
         np.testing.assert_allclose(cut.nll[row, : len(expected)], expected, atol=1e-5)
 
 
-def test_a_text_of_one_token_has_nothing_to_score(whole):
+def test_text_of_one_token_has_no_target(whole):
     np.testing.assert_array_equal(run([SINGLE, LONG, SHORT]).nll, whole.nll)
     with pytest.raises(ValueError, match="none of the 1 documents has two tokens"):
         run([SINGLE])
@@ -189,7 +189,7 @@ def test_loss_by_position_bins_every_token_once():
         (3, [0, 3]),
     ],
 )
-def test_octaves_double_and_end_at_the_longest(longest, edges):
+def test_log2_bins_double_and_end_at_the_longest(longest, edges):
     assert evaluation.log2_bins(longest) == edges
 
 
@@ -202,6 +202,6 @@ def test_octaves_double_and_end_at_the_longest(longest, edges):
         (dict(documents=[]), "none of the 0 documents has two tokens"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(options, message):
+def test_unscorable_input_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         run(**options)

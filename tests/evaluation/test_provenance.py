@@ -56,7 +56,7 @@ def test_changed_code_is_not_clean(repository, file, clean):
     assert version().clean is clean
 
 
-def test_without_a_repository_nothing_is_claimed(tmp_path, monkeypatch):
+def test_without_a_repository_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "a" / "b" / "c.py"))
     assert version() == (None, None)
 

@@ -25,7 +25,7 @@ def loss_beyond(model, texts):
     return float(losses[:, WINDOW + SINKS :].mean())
 
 
-def test_it_is_the_rise_of_the_loss_with_one_layer_windowed():
+def test_sensitivity_is_the_rise_of_the_loss_with_one_window():
     model, texts = tiny.llama(), np.asarray(tiny.tokens(0, 2, 16))
     said = []
     rises = layer_sensitivity(
@@ -42,7 +42,7 @@ def test_it_is_the_rise_of_the_loss_with_one_layer_windowed():
     np.testing.assert_allclose(rises[1], windowed - full, atol=1e-5)
 
 
-def test_the_largest_are_chosen_in_the_order_of_the_layers():
+def test_most_sensitive_layers_are_in_order():
     rises = [0.1, float("nan"), 0.5, -0.2, 0.4]
     assert most_sensitive(rises, 2) == (2, 4)
     assert most_sensitive(rises, 4) == (0, 2, 3, 4)

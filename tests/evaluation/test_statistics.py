@@ -72,7 +72,7 @@ def losses(saved, targets, kinds=None, texts=1):
     return base, base._replace(nll=(base.nll - less * base.mask))
 
 
-def test_gain_is_the_mean_over_targets_with_the_error_over_documents():
+def test_difference_is_the_mean_over_targets_with_error_over_documents():
     saved = np.random.default_rng(0).normal(0.1, 0.05, 40)
     found = loss_difference_by_document(*losses(saved, [10] * 40))
     assert found.nats == pytest.approx(saved.mean(), rel=1e-4)
@@ -84,7 +84,7 @@ def test_gain_is_the_mean_over_targets_with_the_error_over_documents():
     assert found.documents == 40 and found.excludes_zero
 
 
-def test_gain_of_few_documents_is_as_unsure_as_by_student():
+def test_interval_of_few_documents_is_as_wide_as_students():
     saved = [0.3, -0.1, 0.2, 0.05, 0.1, 0.0]
     found, student = (
         loss_difference_by_document(*losses(saved, [7] * 6)),

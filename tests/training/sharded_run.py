@@ -68,7 +68,7 @@ MODEL = ModelConfig(
 HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim=4)
 BLOCK: dict[str, Any] = dict(model_dim=16, num_heads=8, key_dim=4, value_dim=4)
 WINDOW = SlidingWindowConfig(**HEADS, window=8)
-#: Mixers whose sequences are divided.
+#: Mechanisms with divided sequences.
 MECHANISMS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "window": WINDOW,
@@ -134,37 +134,35 @@ def sequences() -> None:
         "data=2 tensor=2": (sharding.MeshConfig(2, tensor=2), 4),
         "fsdp=2 tensor=2 sequence=2": (sharding.MeshConfig(1, 2, 2, sequence=2), 8),
     }
-    print(
-        json.dumps(
-            {
-                name: {
-                    mesh: divided(mechanism, *given) for mesh, given in meshes.items()
-                }
-                for name, mechanism in MECHANISMS.items()
-            }
-        )
-    )
+    found = {name: divided(mechanism, meshes) for name, mechanism in MECHANISMS.items()}
+    print(json.dumps(found))
 
 
-def divided(mechanism, config, devices):
+def divided(mechanism, meshes):
     model = dataclasses.replace(MODEL, mechanisms=(mechanism,))
     length, chunks, descent = 32, StepConfig(), optax.sgd(1.0)
 
-    def fresh():
-        return LanguageModel(model, key=jax.random.key(0))
-
     def create():
-        return init_train_state(fresh(), descent, chunks, B)
+        fresh = LanguageModel(model, key=jax.random.key(0))
+        return init_train_state(fresh, descent, chunks, B)
 
     update = make_train_step(pretrain.abstract_model(model), descent, chunks)
     tokens = np.random.default_rng(0).integers(0, V, (B, length + 1)).astype(np.int32)
     ones = np.ones((B, length), np.float32)
     batch = Batch(tokens[:, :-1], tokens[:, 1:], ones, np.ones(B, bool))
-    alone, metrics = jax.jit(update)(jax.jit(create)(), batch)
+    state = jax.device_get(jax.jit(create)())
+    alone, metrics = jax.jit(update)(state, batch)
     expected = (alone.params, metrics["loss"])
+    return {
+        name: on_devices(model, update, state, batch, expected, config, devices)
+        for name, (config, devices) in meshes.items()
+    }
+
+
+def on_devices(model, update, state, batch, expected, config, devices):
     mesh = sharding.make_mesh(config, jax.devices()[:devices])
-    layout = sharding.shardings(mesh, jax.eval_shape(create), model)
-    state = jax.jit(create, out_shardings=layout)()
+    layout = sharding.shardings(mesh, state, model)
+    state = jax.device_put(state, layout)
     batch = sharding.put_batch(mesh, batch)
     step = jax.jit(update, in_shardings=(layout, None), out_shardings=(layout, None))
     with jax.set_mesh(mesh):

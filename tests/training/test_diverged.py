@@ -51,7 +51,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def test_no_checkpoint_goes_for_one_of_a_streak_and_the_advice_can_be_followed(
+def test_skipped_steps_delete_no_checkpoint_and_a_lower_rate_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # 2**20 > 1e6: step 21 is the first that is skipped.
@@ -76,7 +76,7 @@ def test_no_checkpoint_goes_for_one_of_a_streak_and_the_advice_can_be_followed(
     assert steps(tmp_path) == [20, 22, 24]
 
 
-def test_a_save_that_was_put_off_is_made_when_a_step_is_done_again(
+def test_delayed_save_is_made_after_a_repeated_step(
     tmp_path: Path,
 ) -> None:
     options = {"steps": 9, "save_every": 3, "keep": 9, "nan_steps": [3, 4, 8]}

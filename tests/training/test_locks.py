@@ -60,7 +60,7 @@ def ended_process() -> int:
     return done.pid
 
 
-def test_without_locks_a_process_id_tells_whether_a_claim_is_stale(
+def test_without_file_locks_the_process_id_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(*_: Any) -> None:
@@ -76,7 +76,7 @@ def test_without_locks_a_process_id_tells_whether_a_claim_is_stale(
     FolderLock(tmp_path).close()
 
 
-def test_a_claim_of_another_host_is_stale_when_it_stays_as_it_is(
+def test_lock_of_another_host_without_heartbeat_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_lock, "WATCH_SECONDS", 0.5)
@@ -98,7 +98,7 @@ def test_a_claim_of_another_host_is_stale_when_it_stays_as_it_is(
     FolderLock(tmp_path).close()
 
 
-def test_a_process_that_lives_shows_it(
+def test_running_process_writes_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
@@ -130,7 +130,7 @@ def test_paths_that_checkpoints_cannot_be_read_from_are_refused_by_name(
 
 @pytest.mark.parametrize("url", ["hdfs2://x", "s3://b/../run"])
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_url_that_is_no_folder_of_a_bucket_is_refused_and_no_folder_is_made(
+def test_url_without_bucket_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, kind: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

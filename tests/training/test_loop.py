@@ -108,7 +108,7 @@ def test_kill_9_at_any_moment(tmp_path: Path) -> None:
     run_dir, undisturbed = tmp_path / "run", tmp_path / "peaceful"
     assert toy.main(undisturbed, options | {"sleep": 0}) == 0
     luck = random.Random(0)
-    for moment in ("first step", "saving", "saving", "any", "any"):
+    for moment in ("first step", "saving", "any"):
         process = start(run_dir, options)
         if moment == "saving":
             wait_for(lambda: list(run_dir.glob("checkpoints/*-tmp/**/d")), process)
@@ -163,9 +163,7 @@ def test_sigterm_while_the_first_step_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_in_evaluation_which_is_done_again(
-    tmp_path: Path, peaceful: Path
-) -> None:
+def test_interrupted_evaluation_is_repeated(tmp_path: Path, peaceful: Path) -> None:
     process = start(tmp_path, BASE | {"evaluate_sleep": 60.0})
     process.read_until("evaluating")
     sent = time.monotonic()
@@ -264,7 +262,7 @@ def test_too_many_non_finite_steps_stop_the_run_even_across_a_resume(
     assert not (tmp_path / "checkpoints" / "15").exists()
 
 
-def test_contradicting_configuration_is_named(halfway: Path) -> None:
+def test_changed_configuration_is_refused_by_field(halfway: Path) -> None:
     before = (halfway / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"rate was 0\.05 and is now 0\.1"):
         toy.main(halfway, BASE | {"rate": 0.1})
@@ -274,7 +272,7 @@ def test_contradicting_configuration_is_named(halfway: Path) -> None:
     assert (halfway / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_field_that_came_later_has_the_value_it_meant(tmp_path: Path) -> None:
+def test_added_field_gets_its_former_value(tmp_path: Path) -> None:
     def go(steps: int, record: Any, **earlier: Any) -> Outcome:
         return train(
             lambda state, x: toy.train_step(state, x, 0.05, 0.0),
@@ -307,7 +305,7 @@ def test_fields_are_compared_by_their_whole_name() -> None:
         require_same_config({"old": 1}, {"new": 2}, (), "x")
 
 
-def test_a_save_that_fails_stops_the_run_before_the_next_one(
+def test_failed_save_stops_the_run_before_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: Path) -> None:
@@ -353,7 +351,7 @@ def test_budget_of_minutes_stops_cleanly_and_goes_on(
     require_same_end(tmp_path, peaceful)
 
 
-def test_data_that_ends_is_said_and_the_state_saved(tmp_path: Path) -> None:
+def test_end_of_data_is_an_error_after_saving(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data ended after step 13, before steps = 40"):
         toy.main(tmp_path, BASE | {"batches": 13})
     assert whole(tmp_path / "checkpoints" / "13")

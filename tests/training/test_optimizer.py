@@ -111,7 +111,7 @@ def test_values_out_of_range_are_refused(name, value, allowed):
         OptimizerConfig(**{name: value})
 
 
-def test_a_part_can_have_a_rate_of_its_own_and_the_same_state():
+def test_parameters_can_have_their_own_rate():
     config = OptimizerConfig(weight_decay=0.0, max_gradient_norm=float("inf"))
     whole = make_optimizer(config, 10)
     params: Any = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4), "c": jnp.ones(4)}

@@ -50,7 +50,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_devices(
+def test_run_resumes_on_fewer_devices(
     tmp_path: Path, with_devices: Callable[[int], dict[str, str]]
 ) -> None:
     texts, whole, again = (tmp_path / name for name in ("texts", "whole", "again"))

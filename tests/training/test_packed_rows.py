@@ -117,7 +117,7 @@ def test_a_wrapped_backbone_is_refused():
         ),
     ],
 )
-def test_runs_that_cannot_be_packed_are_refused(changes, message):
+def test_settings_without_packing_are_refused(changes, message):
     good = {"model": CONFIG, "data": run.DataConfig(mode="packed")}
     with pytest.raises(ValueError, match=message):
         run.RunConfig(**{**good, **changes})

@@ -146,7 +146,7 @@ def test_another_model_is_refused_by_field(config, whole):
 
 
 @pytest.mark.slow
-def test_a_run_is_read_back_and_read_with_another_sampling(config, whole):
+def test_run_loads_and_changes_its_sampling(config, whole):
     found, model = run.load_model(whole)
     assert found == config
     changed = run.with_sampling(model, sampling="exponential", decay=0.5)

@@ -63,7 +63,7 @@ def test_each_device_holds_its_share(result, axes):
 
 
 @pytest.mark.slow
-def test_what_is_left_over_goes_to_data(result):
+def test_remaining_devices_go_to_data(result):
     assert result["left over"] == dict(data=4, fsdp=2, tensor=1, sequence=1)
 
 
@@ -100,7 +100,7 @@ def test_every_mechanism_gives_the_update_of_one_device_on_two_to_eight(divided,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sharded_run.MECHANISMS)
-def test_tokens_are_exchanged_for_heads_where_memories_are_not_joined(divided, name):
+def test_sequence_sharding_exchanges_tokens_or_joins_memories(divided, name):
     mechanism, found = sharded_run.MECHANISMS[name], divided[name]["sequence=2"]
     cell = mechanism.cell() if isinstance(mechanism, RecurrentConfig) else None
     joined = cell is not None and cell.apply_share is not None
@@ -239,13 +239,13 @@ def endings(name):
 @pytest.mark.parametrize(
     "name", [*(f"{family}-tiny" for family in FAMILIES), "elastic-400m", "trellis-780m"]
 )
-def test_every_leaf_of_a_preset_lies_where_it_was_meant_to(name):
+def test_every_leaf_of_a_preset_has_its_sharding(name):
     met = endings(name)
     rooms = [{end for at, end in met if at == room} for room in ("params", "optimizer")]
     assert rooms[0] == rooms[1] >= {"embedding", "mechanism/output"}
 
 
-def test_every_intention_is_met_by_some_preset():
+def test_every_sharding_rule_matches_some_preset():
     met = set().union(*(endings(f"{family}-tiny") for family in FAMILIES))
     assert {end for _, end in met} == set(INTENDED)
 
@@ -308,21 +308,21 @@ def model_of(*mechanisms):
         ((1, 1, 4, 1), 1, r"tensor=4 .* the 6 heads of model.mechanisms\[1\]"),
     ],
 )
-def test_what_a_mesh_does_not_divide_is_refused(axes, batch, message):
+def test_indivisible_sizes_are_refused(axes, batch, message):
     mesh = AbstractMesh(axes, ("data", "fsdp", "tensor", "sequence")[: len(axes)])
     model = model_of(WINDOW, DeltaNetConfig(16, 6, 4, 4))
     with pytest.raises(ValueError, match=message):
         sharding.require_divides(mesh, batch, model, 64)
 
 
-def test_the_heads_of_a_window_beside_a_memory_are_divided_too():
+def test_heads_of_a_hybrids_window_are_checked_too():
     mesh = AbstractMesh((1, 1, 3), ("data", "fsdp", "tensor"))
     beside = HybridConfig(WINDOW, DeltaNetConfig(2 * 2 * 4, 4, 4, 4))
     with pytest.raises(ValueError, match="tensor=3 does not divide the 4 heads"):
         sharding.require_divides(mesh, 1, model_of(beside), 64)
 
 
-def test_what_a_mesh_divides_is_taken():
+def test_divisible_sizes_are_accepted():
     mesh = AbstractMesh((2, 2, 4), ("data", "fsdp", "tensor"))
     # Two key-value heads are on all four devices.
     sharding.require_divides(mesh, 8, model_of(WINDOW), 64)
@@ -366,7 +366,7 @@ def test_hosts_read_the_rows_of_their_devices(shape, hosts, parts, monkeypatch):
     assert found == parts
 
 
-def test_hosts_with_rows_here_and_there_are_refused(monkeypatch):
+def test_hosts_with_scattered_rows_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"gives process 0 the parts \[0, 2\] of .* 4"):
         part_of(1, (4, 1, 1), [0, 1, 0, 1], monkeypatch)
 

@@ -68,7 +68,7 @@ def test_interrupts_during_a_save_do_not_lose_it(
     assert (tmp_path / "checkpoints" / "5" / "digests.json").exists()
 
 
-def test_a_second_interrupt_ends_a_step_that_hangs(
+def test_second_interrupt_ends_a_hanging_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send_at(3, monkeypatch, signal.SIGINT, signal.SIGINT)
@@ -76,7 +76,7 @@ def test_a_second_interrupt_ends_a_step_that_hangs(
         toy_run.main(tmp_path, LOOP)
 
 
-def test_a_hangup_that_nohup_ignores_stays_ignored(
+def test_hangup_stays_ignored_under_nohup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -87,7 +87,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(
         signal.signal(signal.SIGHUP, before)
 
 
-def test_with_several_processes_signals_go_to_the_service_that_agrees_on_a_step(
+def test_signals_go_to_the_preemption_service(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passed_on: list[int] = []

@@ -73,9 +73,7 @@ def test_a_skipped_step_keeps_the_resets_of_its_batch(training: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_memory_that_is_not_finite_is_emptied_alone(
-    training: Any, value: float
-) -> None:
+def test_non_finite_memory_alone_is_reset(training: Any, value: float) -> None:
     """The step is made, and as if the element's document had begun."""
     _, step, state = training
     ruined = state._replace(memory=spoil(state.memory, 1, value))
@@ -85,7 +83,7 @@ def test_a_memory_that_is_not_finite_is_emptied_alone(
     tiny.assert_equal(after, expected)
 
 
-def test_a_memory_that_overflows_in_a_skipped_step_is_emptied_alone(
+def test_memory_overflowing_in_a_skipped_step_is_reset_alone(
     training: Any,
 ) -> None:
     model, step, state = training
@@ -98,7 +96,7 @@ def test_a_memory_that_overflows_in_a_skipped_step_is_emptied_alone(
     assert step(after, batch(3))[1]["finite"] == 1
 
 
-def test_where_all_memories_are_bad_they_are_not_to_blame(training: Any) -> None:
+def test_if_all_memories_are_non_finite_none_is_reset(training: Any) -> None:
     _, step, state = training
     ruined = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
     after, metrics = step(ruined, batch(2))

@@ -137,7 +137,7 @@ def test_masked_targets_do_not_count():
 
 
 @pytest.mark.slow
-def test_truncation_cuts_the_gradient_at_the_block_and_not_the_memory(plain):
+def test_truncation_cuts_the_gradient_but_not_the_memory(plain):
     truncated, metrics = update(UNEVEN, bptt_blocks=1)
     close(metrics["loss"], plain[1]["loss"])
     gradient = jax.jit(jax.grad(lambda p: mean_loss(p, UNEVEN, (WINDOW,))))(PARAMS)
@@ -150,7 +150,7 @@ def test_truncation_cuts_the_gradient_at_the_block_and_not_the_memory(plain):
     assert np.abs(whole - cut).max() > 1e-4
 
 
-def test_as_many_blocks_as_there_are_is_no_truncation():
+def test_bptt_over_all_blocks_is_no_truncation():
     state = init_train_state(MODEL, DESCENT, StepConfig(), B)
 
     def program(blocks):
@@ -191,7 +191,7 @@ def test_gradient_alone_that_is_not_finite_skips_the_update(value):
 
 
 @pytest.mark.parametrize("broken", ["parameters", "mask", "infinite mask"])
-def test_a_batch_that_is_not_finite_changes_nothing_but_the_step(broken, adam):
+def test_non_finite_batch_changes_only_the_step(broken, adam):
     step, state = adam
     batch = batch_of(text(seed=2))
     match broken:
@@ -229,7 +229,7 @@ def streams():
 
 
 @pytest.mark.slow
-def test_carried_memory_makes_two_batches_one_text_and_reset_rows_start_empty(streams):
+def test_carried_memory_joins_batches_and_resets_rows(streams):
     tokens, results = streams
     first, (state, second) = results[0]
     run = jax.jit(lambda memory, tokens: MODEL(memory, tokens))
@@ -248,12 +248,12 @@ def test_carried_memory_makes_two_batches_one_text_and_reset_rows_start_empty(st
     close(state.memory, jax.tree.map(select, memory, fresh), 1e-5)
 
 
-def test_accumulation_gives_each_row_its_own_memory_back(streams):
+def test_accumulation_keeps_memories_with_their_rows(streams):
     _, ((_, (one, _)), (_, (two, _))) = streams
     close(two.memory, one.memory, 1e-5)
 
 
-def test_the_loss_on_the_last_window_counts_so_many_real_targets_of_each_row():
+def test_loss_on_the_last_window_counts_real_targets_of_each_row():
     mask = np.ones((B, T), np.float32)
     # Row 0 ends in padding, row 1 has a gap, row 2 fewer targets than a window.
     mask[0, 6:], mask[1, 5], mask[2, 2:] = 0, 0, 0
@@ -305,7 +305,7 @@ def test_hmt_with_retrieval_is_scored_from_j_on():
         ((8, 4, 5), r"first must be in \[0, 4\], got 5"),
     ],
 )
-def test_places_that_cannot_be_are_refused(sizes, message):
+def test_invalid_shardings_are_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         scored_mask(*sizes)
 
@@ -333,6 +333,6 @@ def test_batches_that_do_not_divide_are_refused(options, message):
         (dict(accumulate=0), "accumulate must be >= 1, got 0"),
     ],
 )
-def test_options_that_cannot_be_are_refused(wrong, message):
+def test_invalid_options_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         StepConfig(**wrong)

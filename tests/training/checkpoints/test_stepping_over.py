@@ -87,7 +87,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_cannot_be_read_is_named_and_stepped_over(
+def test_unreadable_checkpoint_is_reported_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     save(tmp_path, 1, 2)
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_named_and_stepped_over(
     assert newest(tmp_path) == 3
 
 
-def test_a_record_that_is_none_of_a_run_is_stepped_over(tmp_path: Path) -> None:
+def test_checkpoint_without_run_record_is_skipped(tmp_path: Path) -> None:
     options = {"steps": 6, "save_every": 3}
     assert toy_run.main(tmp_path, options) == 0
     file = tmp_path / "checkpoints" / "6" / "record" / "metadata"
@@ -113,7 +113,7 @@ def test_a_record_that_is_none_of_a_run_is_stepped_over(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "6.damaged").is_dir()
 
 
-def test_a_reader_takes_the_next_when_training_drops_what_it_reads(
+def test_reader_skips_a_checkpoint_deleted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     problems, read = disk_folder.problems, Checkpoints._read
@@ -141,7 +141,7 @@ def test_a_reader_takes_the_next_when_training_drops_what_it_reads(
     assert not [r for r in caplog.records if "is damaged" in r.getMessage()]
 
 
-def test_a_checkpoint_that_could_not_be_read_back_does_not_count(
+def test_incomplete_checkpoint_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder named as a pattern, orbax writes no manifest."""
@@ -193,7 +193,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_of_their_steps(
     assert toy_run.main(tmp_path, {"steps": 2, "log_every": 1}) == 0
 
 
-def test_the_file_that_marks_a_folder_can_be_healed_as_the_message_says(
+def test_damaged_format_file_is_repaired_as_advised(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, 1)

@@ -105,7 +105,7 @@ def test_stage_2_keeps_backbone_and_first_memory_and_draws_the_rest(base, whole)
 
 
 @pytest.mark.slow
-def test_a_run_is_read_back_without_its_backbone(base, whole):
+def test_run_loads_without_its_backbone(base, whole):
     described, model = finetune.load_model(whole)
     assert isinstance(described, FinetuneRun)
     pretrained, backbone = run.load_model(base[0])
@@ -147,7 +147,7 @@ def test_the_baseline_is_the_backbone_with_windows_and_lora_freezes_it(base, win
 
 
 @pytest.mark.slow
-def test_the_model_that_reads_again_is_trained_as_it_reads(base, tmp_path):
+def test_reread_window_trains_as_it_reads(base, tmp_path):
     stage = dataclasses.replace(
         stages(base[1]).stage1, memory="reread", reread=5, train="lora", depth=3
     )
@@ -226,7 +226,7 @@ def test_a_finetuned_run_is_exported_under_the_official_names(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
+def test_another_backbone_is_refused_on_resuming(base, whole, window):
     with pytest.raises(ValueError, match="backbone_digest was"):
         finetune.finetune(stages(base[1]).stage1, window, whole / "stage1")
     with pytest.raises(ValueError, match="must have been trained on backbone="):
@@ -234,7 +234,7 @@ def test_another_backbone_is_refused_where_a_run_goes_on(base, whole, window):
 
 
 @pytest.mark.slow
-def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
+def test_invalid_starts_are_refused(base, whole, window, tmp_path):
     two = stages(base[1])
     for config, start, message in (
         (
@@ -268,7 +268,7 @@ def test_starts_that_cannot_be_are_refused(base, whole, window, tmp_path):
 
 
 @pytest.mark.slow
-def test_backbones_that_cannot_be_are_refused(base, whole, tmp_path):
+def test_unusable_backbones_are_refused(base, whole, tmp_path):
     config = stages(base[1]).stage1
     for backbone, message in (
         (None, "backbone=None must be a path"),
@@ -316,7 +316,7 @@ def test_sequences_that_are_read_by_segments_are_not_divided(tmp_path):
         finetune.finetune(stage, tmp_path / "backbone", tmp_path / "run")
 
 
-def test_a_stage_runs_the_backbones_layers_in_a_loop_where_it_says_so():
+def test_scan_layers_of_a_stage():
     backbone, key = tiny.llama(), jax.random.key(0)
     for looped in (False, True):
         memory = HMTConfig(segment_length=SEGMENT, num_sensory_tokens=2)

@@ -131,7 +131,7 @@ def test_the_last_stage_resumed_in_its_middle_bit_for_bit(base, whole, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_stages_programs_are_dropped_for_the_next_ones(whole):
+def test_programs_of_the_previous_stage_are_freed(whole):
     def made(stage):
         described, _ = finetune.load(whole / stage)
         return finetune._programs(described, sharding.make_mesh(MeshConfig()))[1]
@@ -304,7 +304,7 @@ def test_the_command_line_scores_a_run_and_goes_on_with_a_text(whole, capsys):
 
 
 @pytest.mark.slow
-def test_starts_that_cannot_be_are_refused(base, whole, tmp_path):
+def test_invalid_starts_are_refused(base, whole, tmp_path):
     third = stages(base[1]).stage3
 
     def memory(**changes):

@@ -92,7 +92,7 @@ def arrays(model):
 
 
 @pytest.mark.slow
-def test_each_part_trains_what_is_its_own(base, trained):
+def test_each_part_trains_its_own_parameters(base, trained):
     before = arrays(memjax.load(base[0]).model)
     _, aligned = finetune.load(trained[0] / "stage1")
     described, tuned = finetune.load(trained[0])
@@ -124,7 +124,7 @@ def test_each_part_trains_what_is_its_own(base, trained):
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, capsys):
+def test_resumed_retrofit_keeps_its_chosen_layers(trained, capsys):
     folder, command = trained
     file = folder / LAYERS_FILE
     before = file.stat().st_mtime_ns
@@ -141,7 +141,7 @@ def test_the_same_command_goes_on_from_the_layers_that_were_chosen(trained, caps
 
 
 @pytest.mark.slow
-def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path):
+def test_retrofit_loads_generates_and_exports(trained, tmp_path):
     model: Any = memjax.load(trained[0]).model
     assert isinstance(model.config.layers[0], HybridConfig)
     tokens = np.asarray(tiny.tokens(0, 1, 11))
@@ -168,7 +168,7 @@ def test_it_is_opened_generated_from_and_exported_as_any_model(trained, tmp_path
 
 
 @pytest.mark.slow
-def test_it_is_evaluated_as_any_model_in_any_segments(trained):
+def test_retrofit_perplexity_is_independent_of_segments(trained):
     folder, _ = trained
     found = []
     for segment in ("4", "12"):
@@ -182,7 +182,7 @@ def test_it_is_evaluated_as_any_model_in_any_segments(trained):
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
 
-def test_alignment_is_the_share_of_the_full_output_that_is_missed():
+def test_distillation_loss_is_the_unexplained_variance():
     teacher = tiny.llama()
 
     def fit(window, sinks):
@@ -213,7 +213,7 @@ def test_alignment_is_the_share_of_the_full_output_that_is_missed():
     assert tiny_loss(fit(12, 4), tokens)[0] < 1e-10 < found
 
 
-def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
+def test_distillation_inputs_come_from_windowed_layers():
     teacher = tiny.drawn(lambda: tiny.make_llama(num_layers=2))
     student = add_memory(
         teacher, memory="deltanet", layers=(1,), window=2, sinks=0, key=KEY
@@ -230,7 +230,7 @@ def test_a_layer_is_taught_on_what_the_windows_below_it_pass_on():
     assert np.abs(one["y"][0] - two["y"][0])[:, -1].max() > 1e-5
 
 
-def test_what_is_kept_of_a_sample_teaches_as_what_is_read_again():
+def test_cached_teacher_outputs_equal_recomputed_ones():
     """Three updates with one sample read once, and read each time: the same bits."""
     stage = RetrofitStage(
         memory="deltanet",
@@ -360,7 +360,7 @@ def test_bad_stages(base, tmp_path):
         assert isinstance(mechanism, SlidingWindowConfig) and mechanism.window == window
 
 
-def test_attention_beside_a_memory_is_divided_as_it_is_alone():
+def test_attention_of_a_hybrid_is_sharded_as_plain_attention():
     model = add_memory(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
     adapted = add_lora(model, LoraConfig(rank=2), KEY, first_layer=1)
     mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))

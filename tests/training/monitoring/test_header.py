@@ -43,7 +43,7 @@ def _lines(tmp_path, capsys):
     return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
 
 
-def test_a_run_says_what_it_is_made_of(lines):
+def test_header_of_a_run(lines):
     assert lines["model"].startswith("1,311,872 parameters; 4 layers of width 128")
     assert lines["devices"] == "1 x cpu"
     # 1,200 tokens are read, of 60 that there are.
@@ -57,7 +57,7 @@ def test_a_run_says_what_it_is_made_of(lines):
     assert lines["test"].endswith("tokens; not used in training")
 
 
-def test_each_source_of_a_mixture_says_its_share(tmp_path, capsys):
+def test_header_shows_shares_of_a_mixture(tmp_path, capsys):
     mixture = []
     for name, weight in (("web", 3.0), ("code", 1.0)):
         (tmp_path / name).mkdir()
@@ -85,7 +85,7 @@ def test_each_source_of_a_mixture_says_its_share(tmp_path, capsys):
     assert "validation  2 documents, 180 tokens" in said
 
 
-def test_what_each_device_holds_is_said(capsys):
+def test_header_shows_bytes_per_device(capsys):
     mesh = AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
 
     def laid_out(*shape, axes=(), dtype: Any = np.float32) -> Any:
@@ -122,12 +122,12 @@ def test_what_each_device_holds_is_said(capsys):
         ),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(changes, message):
+def test_invalid_mixture_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         run.DataConfig(**({"mixture": (("hf:a", 1.0),)} | changes))
 
 
-def test_a_source_that_cannot_be_opened_is_named_before_any_is_read(tmp_path):
+def test_unknown_source_is_refused_before_any_is_read(tmp_path):
     data = run.DataConfig(mixture=(("embedded", 1.0), ("nowhere", 1.0)))
     with pytest.raises(ValueError, match="source='nowhere' must be one of"):
         run_data.load_sources(
@@ -138,7 +138,7 @@ def test_a_source_that_cannot_be_opened_is_named_before_any_is_read(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_split_without_documents_is_said(tmp_path, capsys):
+def test_empty_split_in_the_header(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("memory")
     data = run.DataConfig(source=f"folder:{tmp_path}", cache_dir=tmp_path)
     assert header.held_out(data, load_tokenizer("bytes"), "test") == "no documents"

@@ -58,7 +58,7 @@ def test_tensorboard_gets_the_same_numbers(
     assert file.read_bytes() == (tmp_path / "expected").read_bytes()
 
 
-def test_a_full_disk_is_said_once_and_what_is_missing_is_written_later(
+def test_full_disk_is_reported_once_and_records_follow_later(
     small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with reporter(small_disk) as log:
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_between_two_saves_does_not_stop_a_run(
 
 
 @pytest.mark.slow
-def test_a_reader_of_the_output_that_goes_away_does_not_end_a_run(
+def test_closed_output_does_not_end_a_run(
     tmp_path: Path,
 ) -> None:
     """As `memjax train ... | head -1` does."""

@@ -76,7 +76,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in text.getvalue()
 
 
-def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_terminal_shows_progress_bar(tmp_path: Path) -> None:
     log, text = reporter(tmp_path, terminal=True)
     with log:
         log.log(40, {"loss": 1.25})

@@ -68,9 +68,7 @@ def test_a_device_without_a_known_peak_has_no_mfu(
     assert device_peaks.peak_flops() is None
 
 
-def test_goodput_leaves_out_what_is_done_again(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_goodput_excludes_repeated_steps(tmp_path: Path, clock: list[float]) -> None:
     first = Goodput(tmp_path, 0)
     first.add(30.0)
     first.mark(10)
@@ -88,7 +86,7 @@ def test_goodput_leaves_out_what_is_done_again(
     assert Goodput(tmp_path, 0).share() == 0.0
 
 
-def test_a_save_between_two_lines_counts_no_time_twice(
+def test_save_between_two_lines_is_not_counted_twice(
     tmp_path: Path, clock: list[float]
 ) -> None:
     measured = speed.Speed(0, 1, None, Goodput(tmp_path, 0))
@@ -103,7 +101,7 @@ def test_a_save_between_two_lines_counts_no_time_twice(
     assert record["seconds_at"] == [[2, 3.0], [4, 6.0]]
 
 
-def test_a_damaged_record_of_time_starts_anew(
+def test_damaged_goodput_record_is_restarted(
     tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / goodput.GOODPUT_FILE).write_text('{"starts": "many"}')

@@ -12,7 +12,7 @@ from memjax.training.monitoring import watchdog
 from tests.training import toy_run
 
 
-def test_a_step_without_its_batch_is_named_once(
+def test_watchdog_warns_once_of_a_missing_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     following = toy_run.Data.__next__
@@ -33,7 +33,7 @@ def test_a_step_without_its_batch_is_named_once(
 
 
 @pytest.mark.parametrize("long", ["compile_sleep", "evaluate_sleep"])
-def test_what_takes_long_by_nature_is_not_named(
+def test_watchdog_ignores_compilation_and_evaluation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, long: str
 ) -> None:
     options = {"steps": 2, "evaluate_every": 1, "watchdog_minutes": 0.4 / 60, long: 0.9}

@@ -56,7 +56,7 @@ def _wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return module
 
 
-def test_a_resumed_run_goes_on_in_the_same_one_and_repeats_no_step(
+def test_resumed_run_continues_at_the_service_without_repeats(
     tmp_path: Path, wandb: FakeWandb
 ) -> None:
     options = LOOP | {"writers": ["wandb"], "evaluate_every": 4}
@@ -77,7 +77,7 @@ def test_a_resumed_run_goes_on_in_the_same_one_and_repeats_no_step(
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_a_service_that_fails_is_named_once_and_training_goes_on(
+def test_failing_service_is_reported_once(
     tmp_path: Path, wandb: FakeWandb, caplog: pytest.LogCaptureFixture
 ) -> None:
     wandb.down = True
@@ -88,7 +88,7 @@ def test_a_service_that_fails_is_named_once_and_training_goes_on(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 12
 
 
-def test_a_service_that_refuses_the_run_is_named_before_it_starts(
+def test_refusing_service_is_reported_before_the_start(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_service_that_refuses_the_run_is_named_before_it_starts(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_damaged_record_of_what_was_sent_is_no_new_run(
+def test_damaged_record_of_sent_steps_keeps_the_run(
     tmp_path: Path, wandb: FakeWandb
 ) -> None:
     (tmp_path / "wandb.json").write_text('{"id": "run-1"}')
@@ -109,7 +109,7 @@ def test_a_damaged_record_of_what_was_sent_is_no_new_run(
     assert not wandb.started
 
 
-def test_an_absent_package_is_named_with_what_installs_it(
+def test_missing_package_error_names_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -119,7 +119,7 @@ def test_an_absent_package_is_named_with_what_installs_it(
     assert not (tmp_path / "run").exists()
 
 
-def test_writers_that_are_not_there_are_refused() -> None:
+def test_missing_writers_are_refused() -> None:
     with pytest.raises(ValueError, match="writers.*wandbe"):
         from_record(LoopConfig, {"steps": 1, "writers": ["wandbe"]}, "config")
     with pytest.raises(ValueError, match="writers names one twice"):

@@ -79,7 +79,7 @@ def collect(model, count=3, asking=4, rows=3):
 
 
 @pytest.mark.slow
-def test_a_bank_holds_what_the_retriever_is_given():
+def test_bank_equals_retriever_inputs():
     model = build()
     bank = jax.tree.map(np.asarray, bank_of_six())
     chex.assert_shape(bank.asking, (6, L, 4, D))
@@ -106,7 +106,7 @@ def test_a_bank_holds_what_the_retriever_is_given():
 
 
 @pytest.mark.slow
-def test_each_document_asks_among_the_rows_of_all():
+def test_negatives_are_the_rows_of_other_documents():
     bank = bank_of_six()
     params = retriever_fit.query_and_key(build())
     loss = jax.jit(retriever_fit.bank_loss)(params, bank)
@@ -136,7 +136,7 @@ def test_each_document_asks_among_the_rows_of_all():
 
 
 @pytest.mark.slow
-def test_a_fit_lowers_the_loss_and_changes_the_retriever_alone():
+def test_fit_lowers_the_loss_and_changes_only_the_retriever():
     query, key = (new_retriever(D, MEMORY.key_dim, seed) for seed in range(2))
     before = build().replace(query=query, key=key)
     model, losses = retriever_fit.fit(
@@ -199,7 +199,7 @@ def found_of_own(params, bank):
 
 
 @pytest.mark.slow
-def test_similarity_finds_rows_like_those_that_ask():
+def test_similarity_finds_rows_like_the_queries():
     bank = crowd()
     params = retriever_fit.similarity(bank, AXES + 1)
     assert found_of_own(params, bank) > 0.6
@@ -239,7 +239,7 @@ def test_more_axes_than_vectors_span_are_refused(key_dim, message):
 
 
 @pytest.mark.parametrize("asking", [0, 1])
-def test_a_bank_that_hardly_asks_is_refused(asking):
+def test_bank_with_few_queries_is_refused(asking):
     bank = crowd()
     query_mask = jnp.zeros_like(bank.query_mask).at[0, :asking].set(True)
     with pytest.raises(ValueError, match=f"at least 2 query tokens, got {asking}"):
@@ -247,7 +247,7 @@ def test_a_bank_that_hardly_asks_is_refused(asking):
 
 
 @pytest.mark.parametrize("rows", [5, 0])
-def test_rows_that_a_document_does_not_make_are_refused(rows):
+def test_more_rows_than_a_document_has_are_refused(rows):
     with pytest.raises(ValueError, match=f"rows.*{rows}"):
         collect(build(), rows=rows)
 

@@ -238,7 +238,7 @@ def _told():
 
 
 @pytest.mark.slow
-def test_with_a_store_each_loss_reaches_its_own_parameters_and_no_memory(told):
+def test_with_a_store_each_loss_reaches_its_own_parameters(told):
     (language, by_pool), (retrieval, also_by_pool) = told.by_loss
     assert groups(language) == {"read_adapter", "bos"}
     assert groups(retrieval) == {"query", "key", "encoder_query"}
@@ -247,7 +247,7 @@ def test_with_a_store_each_loss_reaches_its_own_parameters_and_no_memory(told):
 
 
 @pytest.mark.slow
-def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
+def test_rows_of_a_document_are_those_new_in_the_pool(told):
     state, before = told.after.state, told.before.state
     rows = mplus_tasks.rows_of(state, before.clock, state.clock)
     old = np.asarray(before.pool)[:, :, None]
@@ -257,7 +257,7 @@ def test_the_documents_rows_are_those_that_were_not_in_the_pool_before(told):
     np.testing.assert_array_equal(told.after.cached.first, before.clock)
 
 
-def test_the_documents_rows_are_found_where_the_clock_runs_around():
+def test_rows_of_a_document_are_found_when_the_counter_overflows():
     """Of four rows the last two are of a document that began just before."""
     clock = jnp.asarray(np.array([2**31 + 1]).astype(np.int32))
     ages = jnp.arange(4, dtype=jnp.int32)[::-1][None, None]
@@ -270,7 +270,7 @@ def test_the_documents_rows_are_found_where_the_clock_runs_around():
 
 
 @pytest.mark.slow
-def test_a_memory_that_is_not_finite_is_emptied_alone(told):
+def test_non_finite_memory_alone_is_reset(told):
     transform, key = optax.sgd(0.1), jax.random.key(0)
     steps = make_task_steps(told.model, transform, PROMPT)
     step = jax.jit(steps["two_chunk"])
@@ -314,7 +314,7 @@ def test_training_with_memory_on_the_host_is_refused(told):
 
 
 @pytest.mark.slow
-def test_a_revisit_at_once_is_the_read_of_the_step_before(told):
+def test_immediate_revisit_equals_previous_read(told):
     losses = jax.jit(
         lambda memory, batch: mplus_tasks.task_loss(
             told.model, "revisit", memory, batch, PROMPT
@@ -374,7 +374,7 @@ def test_only_the_first_tokens_of_a_target_are_queries(told):
         (2, {"read_adapter", "bos"}),
     ],
 )
-def test_without_a_store_one_chunk_keeps_its_gradient_and_more_do_not(chunks, reached):
+def test_without_a_store_only_one_chunk_has_a_gradient(chunks, reached):
     model, batch = small(0), small_batch(0, chunks)
     key = jax.random.key(0)
     memory = jax.jit(lambda: mplus_tasks.first_memory(model, 2, 12, key))()
