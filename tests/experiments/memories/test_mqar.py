@@ -111,6 +111,9 @@ def test_updates_on_the_device_equal_those_of_the_training_loop(tmp_path):
         def get_state(self):
             return {"step": self.step}
 
+        def set_state(self, state):
+            self.step = state["step"]
+
     model = small_models.equal_parameters(
         {"a": mqar.model(TASK, "deltanet")}, TASK.scale
     )["a"]
