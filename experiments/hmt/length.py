@@ -19,7 +19,6 @@ Every text is scored once for all calls. With `--only` the other rows are shown 
 as they are finished.
 """
 
-import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -280,13 +279,8 @@ def report(study: Study, finished: Mapping[str, Finished]) -> None:
     result = training.write(
         config,
         "how does perplexity change with the length of the input?",
-        # This machine may have scored none of them.
-        device=_scored_on(finished),
         lengths=lengths,
         documents={text.name: len(text.tokens) - 1 for text in texts},
-        documents_that_reach_it=[
-            sum(len(text.tokens) > length for text in texts) for length in lengths
-        ],
         segment=study.segment,
         scored_from=study.first,
         models={
@@ -314,7 +308,11 @@ def report(study: Study, finished: Mapping[str, Finished]) -> None:
         gains=_differences(losses, lengths, reach, kinds),
     )
     plot(result, Path(f"{config.output}.png"))
-    _show(result)
+    cells = {
+        name: ["" if value is None else value for value in values]
+        for name, values in result["perplexity"]["all"].items()
+    }
+    show("Perplexity by input length", [f"{length:,}" for length in lengths], cells)
 
 
 def _differences(
@@ -354,26 +352,6 @@ def _padded(losses: TokenLosses, targets: int) -> TokenLosses:
     """With so many targets a text, of which those beyond its end do not count."""
     more = ((0, 0), (0, targets - losses.nll.shape[1]))
     return losses._replace(nll=np.pad(losses.nll, more), mask=np.pad(losses.mask, more))
-
-
-def _scored_on(finished: Mapping[str, Finished]) -> str:
-    """The device of most rows, and rows that were scored on another."""
-    where = {name: " and ".join(row.facts["devices"]) for name, row in finished.items()}
-    most, _ = collections.Counter(where.values()).most_common(1)[0]
-    others = [f"{name} on {device}" for name, device in where.items() if device != most]
-    return f"{most} ({'; '.join(others)})" if others else most
-
-
-def _show(result: dict[str, Any]) -> None:
-    cells = {}
-    for name, values in result["perplexity"]["all"].items():
-        model = result["models"][name]
-        cells[name] = [model["state_bytes"] or "", model["reads"]]
-        cells[name] += ["" if value is None else value for value in values]
-    columns = [f"{length:,}" for length in result["lengths"]]
-    show(
-        "Perplexity by input length", ["bytes", "tokens read for one", *columns], cells
-    )
 
 
 @figure("hmt/smollm2/length")

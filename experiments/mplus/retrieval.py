@@ -113,7 +113,7 @@ def main(config: Config) -> None:
     )
     counted = [inject_and_count(model, batch, config.after) for batch in batches]
     rows = {
-        after: summary(model.config, config.chunk, [found[after] for found in counted])
+        after: summary(model.config, [found[after] for found in counted])
         for after in config.after
     }
     distances = [count * config.chunk for count in rows]
@@ -158,7 +158,6 @@ class Found(NamedTuple):
     """Rows of the context's chunk by layer, and the number of rows in the store.
 
     Attributes:
-        pool: in the short-term pool.
         store: in the long-term store.
         retrieved: of those, the ones that a read retrieves.
         answer_store: as `store`, of the sentence with the answer alone.
@@ -166,7 +165,6 @@ class Found(NamedTuple):
         held: rows in the store.
     """
 
-    pool: Int[Array, "B L"]
     store: Int[Array, "B L"]
     retrieved: Int[Array, "B L"]
     answer_store: Int[Array, "B L"]
@@ -225,9 +223,6 @@ def count_rows(
     first, last = (span + 1)[:, :, None, None]
     begin, end = jnp.moveaxis(answers, 1, 0)[:, :, None, None]
 
-    def inside(born):
-        return (born >= first) & (born < last)
-
     def of_answer(born):
         chunk, row = jnp.divmod(born - first, config.num_memory_tokens)
         token = (chunk + 1) * config.chunk_size - config.num_memory_tokens + row
@@ -236,21 +231,15 @@ def count_rows(
     def count(rows):
         return rows.sum(axis=-1, dtype=jnp.int32)
 
-    def positions(size):
-        return jnp.arange(size, dtype=jnp.int32)[None]
-
-    size = state.pool.shape[2]
-    filled = positions(size) >= size - state.num_valid[:, None]
     born = jnp.stack([layer.born for layer in store.layers], axis=1)
-    held = positions(born.shape[2]) < store.num_valid[:, None]
-    stored = inside(born) & held[:, None]
+    held = jnp.arange(born.shape[2])[None, None] < store.num_valid[:, None, None]
+    stored = (born >= first) & (born < last) & held
     chosen = jnp.moveaxis(trace.chosen, 0, 1)
     scores = jnp.moveaxis(trace.scores, 0, 1)
     take = functools.partial(jnp.take_along_axis, axis=-1)
     real = take(scores, chosen) > -jnp.inf
     answer = stored & of_answer(born)
     return Found(
-        pool=count(inside(state.clock[:, None, None] - state.ages) & filled[:, None]),
         store=count(stored),
         retrieved=count(take(stored, chosen) & real),
         answer_store=count(answer),
@@ -259,53 +248,36 @@ def count_rows(
     )
 
 
-def summary(config: MPlusConfig, chunk: int, found: Sequence[Found]) -> dict[str, Any]:
-    """Means over facts and layers, in rows of a layer and as shares.
+def summary(config: MPlusConfig, found: Sequence[Found]) -> dict[str, Any]:
+    """Retrieved shares of the rows in the store, over facts and layers.
 
     "answer" counts those of the sentence with the answer alone.
     """
-    made = chunk // config.chunk_size * config.num_memory_tokens
-    pool, store, retrieved, answer_store, answer_retrieved, held = (
+    store, retrieved, answer_store, answer_retrieved, held = (
         np.concatenate(x) for x in zip(*found, strict=True)
     )
-    taken = np.minimum(config.num_retrieved, held)[:, None]
+    random = np.minimum(1, config.num_retrieved / np.maximum(held, 1))[:, None]
     return {
         "facts": len(store),
-        "rows_made": made,
-        "rows_in_pool": float(pool.mean()),
-        "store_held": float(held.mean()),
-        **_shares(store, retrieved, taken, held),
-        "answer": _shares(answer_store, answer_retrieved, taken, held),
-        "still_known": float((pool + store).mean() / made),
-        "read": float((pool + retrieved).mean() / made),
+        **_shares(store, retrieved, random),
+        "answer": _shares(answer_store, answer_retrieved, random),
     }
 
 
-def _shares(store, retrieved, taken, held) -> dict[str, Any]:
-    """Retrieved shares of the rows in the store; NaN where there are none.
+def _shares(store, retrieved, random) -> dict[str, Any]:
+    """Retrieved share, and that of a random choice; NaN where the store has no rows.
 
     The error is that of the mean over facts, because layers are not independent.
     """
-    random = store * taken / np.maximum(held, 1)[:, None]
-    best = np.minimum(store, taken)
-    total = store.sum(axis=1)
+    total, chance = store.sum(axis=1), (store * random).sum()
     some = total > 0
-    shares = retrieved.sum(axis=1)[some] / total[some]
     return {
         "rows_in_store": float(store.mean()),
-        "rows_retrieved": float(retrieved.mean()),
-        "rows_at_random": float(random.mean()),
-        "rows_at_best": float(best.mean()),
         "share": _ratio(retrieved.sum(), store.sum()),
-        "share_random": _ratio(random.sum(), store.sum()),
-        "share_best": _ratio(best.sum(), store.sum()),
-        "standard_error": standard_error(shares),
-        "times_random": _ratio(retrieved.sum(), random.sum()),
+        "share_random": _ratio(chance, store.sum()),
+        "standard_error": standard_error(retrieved.sum(axis=1)[some] / total[some]),
+        "times_random": _ratio(retrieved.sum(), chance),
         "facts_with_rows": int(some.sum()),
-        "share_by_layer": [
-            _ratio(*sums)
-            for sums in zip(retrieved.sum(axis=0), store.sum(axis=0), strict=True)
-        ],
     }
 
 

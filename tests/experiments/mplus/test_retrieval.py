@@ -52,13 +52,12 @@ def test_rows_of_the_context_are_found_by_their_values():
             stored = np.asarray(state.store.layers[layer].rows[row, :held])
             chosen = [i for i in places[layer, row] if i < held]
             counts = (
-                among(state.pool[row, layer]),
                 among(stored),
                 among(stored[chosen]) if held else 0,
             )
-            assert counts == tuple(int(x[row, layer]) for x in found[count][:3])
-            seen += counts[2]
-    assert (found[0].pool == ROWS).all() and (found[0].store == 0).all()
+            assert counts == tuple(int(x[row, layer]) for x in found[count][:2])
+            seen += counts[1]
+    assert (found[0].store == 0).all()
     assert seen > 0 and (found[4].store > found[4].retrieved).any()
     # The oldest rows have left the full store.
     assert (found[6].store < found[4].store).any()
@@ -87,7 +86,6 @@ def test_rows_of_the_answer_are_those_of_its_tokens():
 
 def test_shares_are_of_the_rows_in_the_store():
     first = retrieval.Found(
-        pool=jnp.array([[4, 2]]),
         store=jnp.array([[4, 6]]),
         retrieved=jnp.array([[2, 1]]),
         answer_store=jnp.array([[1, 3]]),
@@ -95,23 +93,18 @@ def test_shares_are_of_the_rows_in_the_store():
         held=jnp.array([16]),
     )
     zeros = jnp.zeros((1, 2), int)
-    empty = retrieval.Found(
-        jnp.array([[8, 8]]), zeros, zeros, zeros, zeros, jnp.array([0])
-    )
-    row = retrieval.summary(MEMORY, CHUNK, [first, empty])
-    assert row["share"] == 0.3 and row["share_by_layer"] == [0.5, 1 / 6]
+    empty = retrieval.Found(zeros, zeros, zeros, zeros, jnp.array([0]))
+    row = retrieval.summary(MEMORY, [first, empty])
     # Half of the store is retrieved.
-    assert row["share_random"] == 0.5 and row["times_random"] == 0.6
-    assert row["share_best"] == 1.0 and row["rows_at_best"] == 2.5
-    assert row["rows_made"] == ROWS and row["still_known"] == 1.0
+    assert (row["share"], row["share_random"], row["times_random"]) == (0.3, 0.5, 0.6)
     answer = row["answer"]
     assert answer["share"] == 0.5 and answer["times_random"] == 1.0
-    assert answer["share_by_layer"] == [1.0, 1 / 3]
     assert row["facts_with_rows"] == answer["facts_with_rows"] == 1
-    assert row["read"] == (4 + 2 + 2 + 1 + 16) / 4 / ROWS
     assert math.isnan(row["standard_error"])
-    none = retrieval.summary(MEMORY, CHUNK, [empty])
-    assert math.isnan(none["share"]) and none["rows_retrieved"] == 0
+    assert math.isnan(retrieval.summary(MEMORY, [empty])["share"])
+    # A store of fewer rows than a read takes.
+    small = first._replace(held=jnp.array([6]))
+    assert retrieval.summary(MEMORY, [small])["share_random"] == 1.0
 
 
 @pytest.mark.slow
@@ -122,7 +115,7 @@ def test_untrained_retrievers_find_what_chance_does():
         for seed in range(12)
     ]
     assert all((x.retrieved <= x.store).all() for x in found)
-    row = retrieval.summary(MEMORY, CHUNK, found)
+    row = retrieval.summary(MEMORY, found)
     # 8 of 32 rows; 24 facts, whose layers draw apart.
     assert row["share_random"] == 0.25
     assert abs(row["share"] - 0.25) < 4 * row["standard_error"]
@@ -150,7 +143,7 @@ def test_study_runs_whole(monkeypatch, tmp_path):
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["distances"] == [0, 2 * CHUNK, 4 * CHUNK]
     assert [row["facts"] for row in report["after"].values()] == [4] * 3
-    assert report["after"]["0"]["rows_in_pool"] == ROWS
+    assert report["after"]["0"]["rows_in_store"] == 0
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):
         retrieval.check(dataclasses.replace(config, chunk=50), memory_model())

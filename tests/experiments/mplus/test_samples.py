@@ -1,5 +1,7 @@
 """Samples of knowledge retention: what is injected, and which facts are drawn."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -126,8 +128,10 @@ def test_facts_known_without_context_are_not_queried():
     def answer(prompts):
         assert prompts.shape[0] == 2
         questions = [BYTES.decode(prompt)[2:] for prompt in prompts]
-        knows = lambda question: any(name in question for name in known)
-        return [f"It is {answers[q]}!" if knows(q) else "?" for q in questions]
+        return [
+            f"It is {answers[q]}!" if any(name in q for name in known) else "?"
+            for q in questions
+        ]
 
     injected = [
         fact
@@ -144,7 +148,10 @@ def test_facts_of_one_subject_return_once_all_others_were_drawn():
     twice = [
         fact._replace(question=f"{q}{fact.question}") for fact in FACTS for q in "ab"
     ]
-    make = lambda **sizes: make_samples(twice, PASSAGES, BYTES, **sizes)
+
+    def make(**sizes: Any):
+        return make_samples(twice, PASSAGES, BYTES, **sizes)
+
     with pytest.raises(ValueError, match="samples must be at most 10 of these"):
         make(**SIZES | {"samples": 12})
     batches = make(**SIZES | {"samples": 20, "apart": True})
