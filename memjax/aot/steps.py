@@ -158,7 +158,7 @@ def _reading(function, params, memory, tokens, mesh, config):
     return Step(function, arguments, parts, tokens[0].size)
 
 
-def _shape(sizes: tuple[int, ...], dtype: Any) -> Any:
+def _shape(sizes: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
     """An abstract array."""
     return jax.ShapeDtypeStruct(sizes, dtype)
 

@@ -34,7 +34,7 @@ def joined(distributed: str) -> Iterator[None]:
     A signal ends the command with exit code 75, as before the first step there is
     nothing to save; a training loop handles signals while it runs. After an error of
     JAX's runtime, which may be the first sign of a lost host, JAX's service gets the
-    time to end this process; the error goes on where it does not.
+    time to end this process; otherwise the error is raised.
 
     Args:
         distributed: "on", "off", or "auto": where the environment names several hosts.

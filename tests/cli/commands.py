@@ -38,7 +38,7 @@ def command(*words: object) -> tuple[int, str, list[str]]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         with pytest.raises(SystemExit) as stop:
             cli.main([str(word) for word in words])
-    return stop.value.code or 0, out.getvalue(), err.getvalue().splitlines()
+    return int(stop.value.code or 0), out.getvalue(), err.getvalue().splitlines()
 
 
 def refused(*words: object) -> str:

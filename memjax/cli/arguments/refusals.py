@@ -7,9 +7,9 @@ pyproject.toml pins the minor version, and the tests hold every line.
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tyro._errors as errors
+from tyro._arguments import ArgumentDefinition
 
 from memjax.checks import SHOWN_CHARACTERS, short
 
@@ -69,7 +69,7 @@ def explained(
     return line
 
 
-def _missing(argument: Any) -> str:
+def _missing(argument: ArgumentDefinition) -> str:
     """The help of an argument; an option's with its name."""
     name, text = argument.display_name(), argument.field.helptext or ""
     text = " ".join(str(text).split()).strip(".")

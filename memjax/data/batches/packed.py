@@ -42,7 +42,7 @@ def pack(
     Args:
         inputs: of each document, its tokens but the last.
         length: T, inputs of a row, a multiple of `start_multiple`.
-        start_multiple: pieces begin at multiples of so many tokens of a row.
+        start_multiple: pieces begin at multiples of this in a row.
     """
     whole, rest = inputs // length, inputs % length
     cut = np.flatnonzero(whole)
