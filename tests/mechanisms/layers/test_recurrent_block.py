@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,9 @@ def sizes_of(kind):
 
 @dataclasses.dataclass(frozen=True)
 class ProbeConfig(RecurrentConfig):
-    """A memory that keeps nothing and gives q·k times the value."""
+    """A cell without memory, that returns q·k times the value."""
+
+    name: ClassVar[str] = "probe"
 
     def cell(self):
         return bind(
