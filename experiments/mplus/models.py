@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 
-from memjax.config_io import AnyPath
 from memjax.data import (
     Passage,
     Question,
@@ -152,50 +151,40 @@ def _with_config(model: MPlus, **changes: Any) -> MPlus:
 
 
 def recipe(folder: Path) -> list[dict[str, Any]]:
-    """The trainings of a run of M+ or MemoryLLM, one a stage, as JSON.
-
-    Earlier stages are in the sibling folders, where the run began with one.
+    """The training of a run of M+ or MemoryLLM as JSON.
 
     Raises:
         ValueError: if the folder is no such run, or has no checkpoint.
     """
-    last = later_stage(folder) or folder
-    order = ("stage1", "stage2", "stage3")
-    # A stage that began with another names it by a digest alone.
-    began = bool(read_run(last).start_digest) and last.name in order
-    names = order[: order.index(last.name)] if began else ()
-    before = [last.parent / name for name in names]
-    return [_training(x) for x in (*(x for x in before if x.is_dir()), last)]
-
-
-def _training(folder: AnyPath) -> dict[str, Any]:
-    run = read_run(folder)
+    run, last = read_run(folder), later_stage(folder) or folder
     if (name := run.memory_name) != MPLUS:
         raise ValueError(
             f"{folder} must be a run of M+ or MemoryLLM, got one of {name}"
         )
     stage = cast(MPlusStage, run.config)
-    steps = open_folder(folder / CHECKPOINTS).steps()
+    steps = open_folder(last / CHECKPOINTS).steps()
     if not steps:
         raise ValueError(f"{folder} has no checkpoint yet")
     updates, rows = max(steps), stage.data.batch_size
-    return {
-        "trained": "M+" if stage.memory.num_retrieved else "MemoryLLM",
-        "stage": folder.name if run.start_digest or folder.name == "stage1" else "",
-        "updates": updates,
-        "of_updates": stage.loop.steps,
-        "texts_an_update": rows,
-        "target_tokens": updates * rows * stage.tasks.target,
-        "learning_rate": stage.optimizer.learning_rate,
-        "retriever_rate": stage.retriever_rate,
-        "retriever_documents": stage.retriever_documents,
-        "lora_rank": stage.memory.rank,
-        "lora_alpha": stage.memory.alpha,
-        "tasks_ask": stage.tasks.ask,
-        "source": stage.data.source,
-        "seed": stage.seed,
-        "backbone": Path(run.origin).name,
-    }
+    return [
+        {
+            "trained": "M+" if stage.memory.num_retrieved else "MemoryLLM",
+            "stage": last.name if run.start_digest else "",
+            "updates": updates,
+            "of_updates": stage.loop.steps,
+            "texts_an_update": rows,
+            "target_tokens": updates * rows * stage.tasks.target,
+            "learning_rate": stage.optimizer.learning_rate,
+            "retriever_rate": stage.retriever_rate,
+            "retriever_documents": stage.retriever_documents,
+            "lora_rank": stage.memory.rank,
+            "lora_alpha": stage.memory.alpha,
+            "tasks_ask": stage.tasks.ask,
+            "source": stage.data.source,
+            "seed": stage.seed,
+            "backbone": Path(run.origin).name,
+        }
+    ]
 
 
 def recipe_text(stages: Sequence[dict[str, Any]]) -> str:

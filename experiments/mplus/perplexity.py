@@ -102,7 +102,7 @@ class Config:
     backbone: str = "smollm2"
     chunks: tuple[int, ...] = (0, 1, 2, 4, 8, 16)
     chunk: int = 256
-    texts: int = 8
+    texts: int = 4
     batch: int = 4
     prompt: int = 32
     scored: int = 224
@@ -189,7 +189,7 @@ def main(config: Config) -> None:
             "tokens_told": [count * config.chunk for count in config.chunks],
             "documents": [text.name for text in texts],
             "perplexity": {n: np.exp(x.mean(axis=1)).tolist() for n, x in nats.items()},
-            "saved_nats": compare(config, nats),
+            "saved_nats": compare(nats),
             "nats_by_text": {name: x.tolist() for name, x in nats.items()},
             "seconds": seconds,
         },
@@ -286,38 +286,18 @@ def with_room(model: MPlus, tokens: int) -> MPlus:
 def excerpts(
     documents: Sequence[TokenisedDocument], count: int, length: int
 ) -> list[Excerpt]:
-    """Parts of documents in turn, which do not overlap.
-
-    A document is cut into equal stretches, one for each part that is taken of it; a
-    part is the end of a stretch, so that none begins with a title page.
-
-    Args:
-        documents: to take from; those with fewer than `length` tokens give none.
-        count: how many, at least 1.
-        length: tokens of each, at least 1.
+    """The last `length` tokens of the first `count` documents that have as many.
 
     Raises:
-        ValueError: if the documents have fewer.
+        ValueError: if there are fewer such documents.
     """
-    room = [len(document.tokens) // length for document in documents]
-    if sum(room) < count:
+    long = [document for document in documents if len(document.tokens) >= length]
+    if len(long) < count:
         raise ValueError(
-            f"texts must be at most {sum(room)} of {length} tokens from these "
+            f"texts must be at most {len(long)} of {length} tokens from these "
             f"documents, got {count}"
         )
-    taken, order = [0] * len(room), []
-    while len(order) < count:
-        for i in range(len(room)):
-            if taken[i] < room[i] and len(order) < count:
-                order.append((i, taken[i]))
-                taken[i] += 1
-    parts = []
-    for i, turn in order:
-        document = documents[i]
-        end = (turn + 1) * (len(document.tokens) // taken[i])
-        tokens = np.asarray(document.tokens[end - length : end])
-        parts.append(Excerpt(document.name, tokens))
-    return parts
+    return [Excerpt(x.name, np.asarray(x.tokens[-length:])) for x in long[:count]]
 
 
 def score(config: Config, row: Row, texts: Sequence[Excerpt]) -> Nats:
@@ -369,24 +349,15 @@ def _losses(features, graph, params, memory, tokens, prompt):
     return target_nll(model.logits, scored, tokens[:, prompt:], model.vocab_size)
 
 
-def compare(
-    config: Config, nats: Mapping[str, Nats]
-) -> dict[str, dict[str, list[dict[str, float]]]]:
+def compare(nats: Mapping[str, Nats]) -> dict[str, dict[str, list[dict[str, float]]]]:
     """Loss reductions of each row, in nats a token, for every number of chunks.
 
-    Against the same model without anything injected, the backbone's rows, and the stage
-    before.
+    Against the same model without anything injected, and against all other rows.
     """
-    stages = [STAGES[name] for name in config.folders]
     found = {}
     for name, own in nats.items():
         base = {"told nothing": np.broadcast_to(own[:1], own.shape)}
-        for other, x in nats.items():
-            if other.startswith("backbone") and other != name:
-                base[other] = x
-        if name in stages[1:]:
-            before = stages[stages.index(name) - 1]
-            base[before] = nats[before]
+        base |= {other: x for other, x in nats.items() if other != name}
         found[name] = {
             against: [paired(a, b)._asdict() for a, b in zip(x, own, strict=True)]
             for against, x in base.items()

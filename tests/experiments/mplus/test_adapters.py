@@ -1,6 +1,5 @@
 """Adapters are trained on M+'s tasks as texts: the texts, resuming, loading."""
 
-import dataclasses
 import json
 
 import jax
@@ -131,26 +130,16 @@ def test_adapters_are_trained_and_loaded(monkeypatch, tmp_path):
         adapters.load(tmp_path / "run", LanguageModel(CONFIG, key=jax.random.key(1)))
 
 
-def test_recipe_names_every_stage(monkeypatch, tmp_path):
-    runs = {}
-    for i, name in enumerate(("stage1", "stage2", "stage3")):
+def test_recipe_is_of_the_newest_stage(monkeypatch, tmp_path):
+    for i, name in enumerate(("stage2", "stage3")):
         checkpoints = tmp_path / name / "checkpoints"
         (checkpoints / f"{(i + 1) * 2}").mkdir(parents=True)
         (checkpoints / FORMAT_FILE).write_text(json.dumps(FORMAT))
-        alone = dataclasses.replace(MEMORY, num_retrieved=0)
-        stage = STAGE if i == 2 else dataclasses.replace(STAGE, memory=alone)
-        start = "digest" if i else ""
-        runs[name] = FinetuneRun(stage, CONFIG, "bytes", "", "", start, "hub/tiny")
-    monkeypatch.setattr(models, "read_run", lambda folder: runs[folder.name])
-    # The folder of all stages stands for the last.
-    for folder in (tmp_path, tmp_path / "stage3"):
-        found = models.recipe(folder)
-        assert [x["trained"] for x in found] == ["MemoryLLM", "MemoryLLM", "M+"]
-        assert [x["updates"] for x in found] == [2, 4, 6]
-        assert found[2]["target_tokens"] == 6 * 2 * TARGET
-    (first,) = models.recipe(tmp_path / "stage1")
-    assert first["stage"] == "stage1" and first["seed"] == STAGE.seed
+    run = FinetuneRun(STAGE, CONFIG, "bytes", "", "", "digest", "hub/tiny")
+    monkeypatch.setattr(models, "read_run", lambda folder: run)
+    (found,) = models.recipe(tmp_path)
+    assert found["trained"] == "M+" and found["stage"] == "stage3"
+    assert found["updates"] == 4 and found["target_tokens"] == 4 * 2 * TARGET
     (tmp_path / "alone").mkdir()
-    runs["alone"] = dataclasses.replace(runs["stage3"], start_digest="")
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         models.recipe(tmp_path / "alone")

@@ -44,37 +44,24 @@ def test_samples_are_context_other_text_and_question():
 def test_samples_know_the_sentence_of_the_answer(tokenizer):
     said = "It is old. The pass of Yk is 3.5 km up! Few go there? Yes, 3.5 do."
     fact = Question(said, "The pass of Yk is", "3.5 km", "", "Yk")
+
+    def sample(context):
+        facts = [fact._replace(context=context)]
+        sizes = dict(samples=1, batch=1, num_chunks=1, chunk=90, seed=0)
+        return make_samples(facts, PASSAGES, tokenizer, **sizes)[0]
+
     for context, expected in (
         (said, " The pass of Yk is 3.5 km up!"),
         ("The pass of Yk is 3.5 km", "The pass of Yk is 3.5 km"),
     ):
-        facts = [fact._replace(context=context)]
-        (batch,) = make_samples(
-            facts,
-            PASSAGES,
-            tokenizer,
-            samples=1,
-            batch=1,
-            num_chunks=1,
-            chunk=90,
-            seed=0,
-        )
-        begin, end = batch.answers[0]
-        assert tokenizer.decode(batch.context[0, begin:end]).lstrip("\n") == expected
+        found = sample(context)
+        begin, end = found.answers[0]
+        assert tokenizer.decode(found.context[0, begin:end]).lstrip("\n") == expected
     with pytest.raises(ValueError, match="must hold '3.5 km', it does not"):
-        make_samples(
-            [fact._replace(context="Nobody knows.")],
-            PASSAGES,
-            tokenizer,
-            samples=1,
-            batch=1,
-            num_chunks=1,
-            chunk=90,
-            seed=0,
-        )
+        sample("Nobody knows.")
 
 
-def test_the_second_group_of_passages_comes_behind_the_first():
+def test_second_group_of_passages_follows_the_first():
     batch, *_ = samples(num_chunks=9)
     for row, fact in enumerate(batch.facts):
         text = BYTES.decode(batch.chunks[:, row].ravel())
@@ -92,7 +79,7 @@ def test_the_second_group_of_passages_comes_behind_the_first():
         ({"num_chunks": 20}, "passages must have .* inject fewer chunks"),
     ],
 )
-def test_samples_that_cannot_be_made_are_refused(changes, message):
+def test_impossible_samples_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         samples(**changes)
 
@@ -104,17 +91,8 @@ def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
     ]
 
     def lengths(samples, few):
-        batches = make_samples(
-            facts,
-            PASSAGES,
-            BYTES,
-            samples=samples,
-            batch=2,
-            num_chunks=1,
-            chunk=CHUNK,
-            lengths=few,
-            seed=0,
-        )
+        sizes = SIZES | dict(samples=samples, num_chunks=1, lengths=few)
+        batches = make_samples(facts, PASSAGES, BYTES, **sizes)
         return {batch.prompts.shape[1] for batch in batches}
 
     assert lengths(8, 0) == {47, 48} and lengths(6, 1) == {47}
