@@ -19,7 +19,16 @@ from jaxtyping import Array, PyTree
 
 from memjax.data.documents.tokenizer import JsonTokenizer, parse_tokenizer
 from memjax.mechanisms import AttentionConfig
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import (
+    HMTConfig,
+    LanguageModel,
+    ModelConfig,
+    MPlusConfig,
+    ReReadWindow,
+    add_hmt,
+    add_mplus,
+    add_rmt,
+)
 
 LLAMA = ModelConfig(
     mechanisms=(AttentionConfig(16, 4, 2, 4, capacity=64),),
@@ -30,6 +39,17 @@ LLAMA = ModelConfig(
     tied_head=False,
     dtype="float32",
     remat=False,
+)
+HMT = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
+MPLUS = MPlusConfig(
+    num_memory_tokens=2,
+    pool_size=4,
+    chunk_size=4,
+    min_chunk_size=1,
+    num_retrieved=2,
+    store_size=8,
+    key_dim=2,
+    rank=2,
 )
 
 
@@ -42,6 +62,24 @@ def make_llama(**changes: Any) -> LanguageModel:
 def llama(**changes: Any) -> LanguageModel:
     """The tiny Llama, with these changes of its config; do not change it in place."""
     return make_llama(**changes)
+
+
+def make_model(kind: str, *, hmt: HMTConfig = HMT, **changes: Any) -> Any:
+    """A model of each kind around the tiny Llama with these changes of its config."""
+    backbone, key = make_llama(**changes), jax.random.key(1)
+    match kind:
+        case "language model":
+            return backbone
+        case "hmt":
+            return add_hmt(backbone, hmt, key=key)
+        case "rmt":
+            return add_rmt(backbone, 4, key=key)
+        case "reread":
+            return ReReadWindow(backbone, reread=5, segment=4)
+        case "mplus":
+            return add_mplus(backbone, MPLUS, key=key)
+        case _:
+            raise ValueError(f"no model of kind {kind!r}")
 
 
 def drawn(make: Callable[[], Any], seed: int = 0) -> Any:

@@ -1,14 +1,12 @@
 """What is true of every model, and that nothing changes one in place."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.models import LanguageModel, add_hmt, add_mplus, add_rmt
+from memjax.models import LanguageModel, add_hmt, add_mplus
 from memjax.models.adapters import freeze, merge_lora
 from memjax.models.base import Model
 from memjax.models.hmt.config import HMTConfig
@@ -22,20 +20,8 @@ from memjax.models.language_model.windowed import (
     set_capacity,
 )
 from memjax.models.lora import LoraConfig, add_lora
-from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
-from tests.tiny import LLAMA, llama
-
-MEMORY = MPlusConfig(
-    num_memory_tokens=2,
-    pool_size=4,
-    chunk_size=4,
-    min_chunk_size=1,
-    num_retrieved=2,
-    store_size=8,
-    key_dim=2,
-    rank=2,
-)
+from tests.tiny import LLAMA, MPLUS, make_model
 
 NAMES = ("language model", "hmt", "mplus", "reread")
 
@@ -47,25 +33,9 @@ def models(
     return [plain, hierarchical, pooled, reread]
 
 
-def build(name: str) -> Any:
-    key = jax.random.key(1)
-    match name:
-        case "language model":
-            return llama()
-        case "hmt":
-            config = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
-            return add_hmt(llama(), config, key=key)
-        case "rmt":
-            return add_rmt(llama(), 4, key=key)
-        case "reread":
-            return ReReadWindow(llama(), reread=5, segment=4)
-        case _:
-            return add_mplus(llama(), MEMORY, key=key)
-
-
 @pytest.fixture(name="built", scope="module")
 def _built():
-    return {name: build(name) for name in NAMES}
+    return {name: make_model(name) for name in NAMES}
 
 
 # All are refused before anything is compiled.
@@ -97,7 +67,7 @@ def test_wrong_input_is_refused_by_name(name, built):
     ],
 )
 def test_contract_of_models(name, window, first_scored, remaining):
-    model: Model = build(name)
+    model: Model = make_model(name)
     assert (model.vocab_size, model.width) == (LLAMA.vocab_size, LLAMA.model_dim)
     assert (model.window, model.first_scored) == (window, first_scored)
     assert model.remaining(model.init_state(2)) == remaining
@@ -125,7 +95,7 @@ LORA = LoraConfig(rank=2)
         lambda m: add_hmt(
             m, HMTConfig(segment_length=4, num_sensory_tokens=2), key=jax.random.key(0)
         ),
-        lambda m: add_mplus(m, MEMORY, key=jax.random.key(0)),
+        lambda m: add_mplus(m, MPLUS, key=jax.random.key(0)),
         lambda m: ReReadWindow(m, reread=5, segment=4),
     ],
 )

@@ -1,5 +1,6 @@
 """Eager calls of a model's verbs compile once a shape, with the same results."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,37 +9,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from memjax.models import HMTConfig, add_hmt, add_mplus
-from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
 from tests import tiny
 
 B, T = 2, 3
-HMT = HMTConfig(
-    segment_length=4, num_sensory_tokens=1, num_memories=3, activations="keep"
-)
-MEMORY = MPlusConfig(
-    num_memory_tokens=2,
-    pool_size=4,
-    chunk_size=4,
-    min_chunk_size=1,
-    num_retrieved=2,
-    store_size=8,
-    key_dim=2,
-    rank=2,
-)
+HMT = dataclasses.replace(tiny.HMT, activations="keep")
 
 
 def build(name: str) -> Any:
-    match name:
-        case "language model":
-            return tiny.make_llama(num_layers=1)
-        case "hmt":
-            return add_hmt(tiny.make_llama(num_layers=1), HMT, key=jax.random.key(1))
-        case _:
-            return add_mplus(
-                tiny.make_llama(num_layers=1), MEMORY, key=jax.random.key(1)
-            )
+    return tiny.make_model(name, hmt=HMT, num_layers=1)
 
 
 def verbs(model, state, seed):

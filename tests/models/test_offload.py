@@ -13,8 +13,8 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models import offload as host_memory
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus.build import add_mplus
-from memjax.models.mplus.config import MPlusConfig
 from memjax.models.offload import device_bytes, near, put, require_place
+from tests import tiny
 
 SIZES = ModelConfig(
     mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=32),),
@@ -25,15 +25,8 @@ SIZES = ModelConfig(
     dtype="float32",
     tied_head=False,
 )
-OLDEST = MPlusConfig(
-    num_memory_tokens=2,
-    pool_size=4,
-    chunk_size=3,
-    min_chunk_size=1,
-    num_retrieved=3,
-    store_size=6,
-    key_dim=5,
-    rank=2,
+OLDEST = dataclasses.replace(
+    tiny.MPLUS, chunk_size=3, num_retrieved=3, store_size=6, key_dim=5
 )
 FREQUENCY = dataclasses.replace(
     OLDEST, eviction="frequency", merge_every=2, recalls=2.0, store_size=12

@@ -1,54 +1,19 @@
 """Texts of unequal length in one batch leave the memories that each alone would."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from memjax.models import (
-    HMTConfig,
-    MPlusConfig,
-    ReReadWindow,
-    add_hmt,
-    add_mplus,
-    add_rmt,
-)
 from tests import tiny
 
 T, LENGTHS = 11, (10, 5, 0)
 TOKENS = tiny.tokens(1, len(LENGTHS), T)
-MEMORY: Any = dict(
-    num_memory_tokens=2,
-    pool_size=4,
-    chunk_size=4,
-    min_chunk_size=1,
-    num_retrieved=2,
-    store_size=8,
-    key_dim=2,
-)
-
-
-def build(name) -> Any:
-    key = jax.random.key(0)
-    match name:
-        case "hmt":
-            config = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
-            return add_hmt(tiny.make_llama(num_layers=1), config, key=key)
-        case "rmt":
-            return add_rmt(tiny.make_llama(num_layers=1), 4, key=key)
-        case "reread":
-            return ReReadWindow(tiny.make_llama(num_layers=1), reread=5, segment=4)
-        case _:
-            return add_mplus(
-                tiny.make_llama(num_layers=1), MPlusConfig(**MEMORY, rank=2), key=key
-            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hmt", "rmt", "mplus", "reread"])
 def test_ragged_features_equal_single_rows(name):
-    model = tiny.drawn(lambda: build(name))
+    model = tiny.drawn(lambda: tiny.make_model(name, num_layers=1))
 
     def element(tree, b):
         return jax.tree.map(lambda leaf: leaf[b], tree)

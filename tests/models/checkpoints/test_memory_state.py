@@ -16,7 +16,7 @@ from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt
 from memjax.models.checkpoints import memory_state
 from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.mplus.build import add_memoryllm, add_mplus
-from memjax.models.mplus.config import MPlusConfig
+from tests import tiny
 
 SIZES = ModelConfig(
     mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=32),),
@@ -27,15 +27,8 @@ SIZES = ModelConfig(
     dtype="float32",
     tied_head=False,
 )
-CONFIG = MPlusConfig(
-    num_memory_tokens=2,
-    pool_size=4,
-    chunk_size=3,
-    min_chunk_size=1,
-    num_retrieved=3,
-    store_size=6,
-    key_dim=5,
-    rank=2,
+CONFIG = dataclasses.replace(
+    tiny.MPLUS, chunk_size=3, num_retrieved=3, store_size=6, key_dim=5
 )
 
 
