@@ -1,8 +1,12 @@
 """Long-context memory as pure functions over explicit state.
 
-loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")      model, tokenizer, origin
-memjax.save_memory("memory", loaded.model, state)
-state = memjax.load_memory("memory", loaded.model)
+    loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")
+    state = loaded.model.init_state(1)
+    state, logits = loaded.model(state, loaded.tokenizer.encode("It was")[None])
+    memjax.save_memory("memory", loaded.model, state)
+    state = memjax.load_memory("memory", loaded.model)
+
+Packages are imported on first use.
 """
 
 import importlib
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
     from memjax.training.loading import load as load
 
 #: Also of the distribution: pyproject.toml reads it here.
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PACKAGES = (
     "aot",
@@ -48,4 +52,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_PACKAGES, *_MODULES]
+    return ["__version__", *_PACKAGES, *_MODULES]

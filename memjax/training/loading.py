@@ -1,8 +1,10 @@
 """Load any model by its name.
 
-loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")    a model of the hub
-loaded = memjax.load("model.gguf")                    a file, or a folder
-loaded = memjax.load("runs/one")                      a run, trained or fine-tuned
+    loaded = memjax.load("HuggingFaceTB/SmolLM2-135M")    # a model of the hub
+    loaded = memjax.load("model.gguf")                    # a file, or a folder
+    loaded = memjax.load("runs/one")                      # a run
+
+Nothing that is read is executed.
 """
 
 import dataclasses

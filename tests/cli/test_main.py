@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+import memjax
 from memjax.mechanisms import SlidingWindowConfig
 from memjax.models.generation import _draw
-from memjax.training import pretrain as run
 from tests.cli.commands import ELASTIC, SIZES, TRANSFORMER, command, refused
 
 
@@ -60,11 +60,12 @@ def test_another_configuration_on_the_same_folder_names_the_field(trained, train
     assert "model.mechanisms.0.window was 8 and is now 4" in line
 
 
-def test_the_written_configuration_reads_back(trained):
-    config, _ = run.load_model(trained[0])
-    (window,) = config.model.mechanisms
+def test_a_run_loads_with_its_configuration(trained):
+    loaded = memjax.load(trained[0])
+    (window,) = loaded.model.config.mechanisms
     assert isinstance(window, SlidingWindowConfig) and window.tokens_per_call == 8
-    assert config.loop.steps == 2
+    assert loaded.run is not None and loaded.run.loop.steps == 2
+    assert (loaded.origin, loaded.tokenizer.vocab_size) == ("", 256)
 
 
 @pytest.mark.slow
