@@ -61,7 +61,6 @@ def declared() -> Declared:
     """
     found = {id(x): x for module in _modules() for x in vars(module).values()}
     tables = [(x.name, x) for x in found.values() if isinstance(x, Table)]
-    tables += [x for module in _modules() for x in _undeclared(module)]
     figures = [(n, x) for x in found.values() if isinstance(x, Figure) for n in x.names]
     for pairs in (tables, figures):
         names = [name for name, _ in pairs]
@@ -74,17 +73,6 @@ def _modules() -> Iterator[ModuleType]:
     for info in pkgutil.walk_packages(experiments.__path__, "experiments."):
         if not info.name.endswith("__main__"):
             yield importlib.import_module(info.name)
-
-
-def _undeclared(module: ModuleType) -> Iterator[tuple[str, Table]]:
-    """Tables of `experiments.tables`, until the studies declare them."""
-
-    class Old(Table):
-        def content(self) -> Content:
-            return Content(*self.rows())  # pyright: ignore
-
-    for name, function in getattr(module, "TABLES", {}).items():
-        yield name, Old(name, (), function)
 
 
 def documents(root: Path) -> list[Path]:
@@ -132,6 +120,8 @@ def problems(files: Iterable[Path], tables: Tables, root: Path) -> Iterator[str]
         text = file.read_text("utf-8")
         for match in _BLOCK.finditer(text):
             name = match["name"]
+            if name in shown:
+                yield f"{file}: table {name} is in {shown[name]} too: link to it"
             shown[name] = file
             if name not in tables:
                 yield f"{file}: table {name}: there is no such table"

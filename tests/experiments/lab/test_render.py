@@ -73,6 +73,15 @@ def test_wrong_block_is_named(text, message, tmp_path):
     assert message in found
 
 
+def test_table_in_two_documents_is_named(tmp_path):
+    files = [tmp_path / "a.md", tmp_path / "b.md"]
+    for file in files:
+        file.write_text(block("study/one"))
+    render.write(files, TABLES)
+    found = [*render.problems(files, {"study/one": one}, tmp_path)]
+    assert found == [f"{files[1]}: table study/one is in {files[0]} too: link to it"]
+
+
 def test_table_in_no_document_is_named(tmp_path):
     found = [*render.problems([], {"study/one": one}, tmp_path)]
     assert found == ["table study/one is in no document"]

@@ -1,0 +1,140 @@
+"""Tables across all studies: a row a paper, and a row a layer of the guide."""
+
+from typing import Any
+
+from experiments.hmt.rows import AGAIN, HIERARCHICAL, SINK_WINDOW
+from experiments.lab.intervals import format_interval
+from experiments.lab.results import Rows, number, spread, table, times
+from experiments.memories.books import MEMORY
+from experiments.mplus import answers
+
+
+@table(
+    "papers",
+    "memories/books_window8",
+    "memories/recall",
+    "hmt/smollm2/length",
+    "mplus/retention",
+    "speed/official_mplus",
+)
+def papers(
+    books: dict[str, Any],
+    recall: dict[str, Any],
+    length: dict[str, Any],
+    retention: dict[str, Any],
+    speed: dict[str, Any],
+) -> Rows:
+    """The claim of each paper, what was measured here, and at what size."""
+    deltanet = next(row for row in recall["rows"] if row["name"] == "DeltaNet")
+    size = (
+        f"states of {deltanet['state_bytes']:,} bytes, {deltanet['parameters']:,} "
+        f"parameters, {recall['task']['scale']['steps']:,} updates, "
+        f"{len(recall['config']['seeds'])} seeds"
+    )
+    recalls = "recalls more than DeltaNet and TTT with a state of constant size"
+    orthogonal = "writing only what is orthogonal to a slot beats DeltaNet"
+    for paper, claim, (measured, scale), room in (
+        (
+            MEMORY,
+            "a compressed history lowers perplexity beyond the window",
+            _elastic(books),
+            "memories",
+        ),
+        ("Trellis", recalls, (_recalled(recall, "Trellis"), size), "memories"),
+        ("Lattice", orthogonal, (_recalled(recall, "Lattice"), size), "memories"),
+        (
+            "HMT",
+            "perplexity below a window of equal memory on a pretrained model",
+            _hmt(length),
+            "hmt",
+        ),
+        (
+            "M+",
+            "facts stay known longer than with as many bytes on the device and no "
+            "store",
+            _mplus(retention, speed),
+            "mplus",
+        ),
+    ):
+        yield {
+            "paper": paper,
+            "what it claims": claim,
+            "what was measured here": measured,
+            "at what size": scale,
+            "more": f"`experiments/{room}`",
+        }
+
+
+def _elastic(result: dict[str, Any]) -> tuple[str, str]:
+    saved = " and ".join(
+        f"{format_interval(found['all'])} over {base}"
+        for base, found in result["gains"].items()
+    )
+    config, parameters = result["config"], result["models"][MEMORY]["parameters"]
+    return (
+        f"nats a token saved: {saved}, which keep as many bytes",
+        f"{parameters:,} parameters, blocks of {config['window']}, "
+        f"{result['steps']:,} updates, {config['seeds']} seeds",
+    )
+
+
+def _by_name(result: dict[str, Any], length: int, count: int) -> dict[str, str]:
+    """Recall of a number of pairs in texts of a length, by name."""
+    return {
+        row["name"]: spread(row["mean"], row["error"], 2)
+        for row in result["accuracy"][str(length)]
+        if row["pairs"] == count
+    }
+
+
+def _recalled(result: dict[str, Any], name: str) -> str:
+    """Recall of the most pairs by a mechanism and DeltaNet."""
+    count = max(result["task"]["pairs"])
+    found = _by_name(result, result["task"]["scale"]["context_length"], count)
+    return f"of {count} pairs {found[name]} recalled, DeltaNet {found['DeltaNet']}"
+
+
+def _hmt(result: dict[str, Any]) -> tuple[str, str]:
+    # Full attention ends before the longest text does.
+    ends = {name: values[-1] for name, values in result["perplexity"]["all"].items()}
+    longest = {name: number(value, 2) for name, value in ends.items()}
+    updates = sum(result["training"][f"stage{n}"]["loop"]["steps"] for n in (1, 2))
+    return (
+        f"PPL {longest[HIERARCHICAL]}: window with sinks "
+        f"{longest[f'{SINK_WINDOW}, tuned']}, as many tokens read again "
+        f"{longest[f'{AGAIN}, tuned']}",
+        f"SmolLM2-135M, {updates} updates, {result['lengths'][-1]:,} tokens, "
+        f"{len(result['documents'])} documents",
+    )
+
+
+def _mplus(result: dict[str, Any], speed: dict[str, Any]) -> tuple[str, str]:
+    found = answers.by_method(result)
+    right = {name: number(x["after"][-1]["accuracy"], 2) for name, x in found.items()}
+    inject = speed["rounds"][0]["implementations"]["ours"]["inject"]
+    return (
+        f"right answers {result['distances'][-1]:,} tokens later: {right['M+']}, with "
+        f"a retriever fitted afterwards {right['M+, retriever fitted afterwards']}; "
+        f"tuned alike, windows of its bytes on the device "
+        f"{right['window, device, tuned']} and of all its bytes "
+        f"{right['window, all, tuned']}, BM25 {right['BM25, tuned']}; injects "
+        f"{times(inject['speedup']['official'])} as fast as the authors' program",
+        f"SmolLM2-135M, 240 updates, {len(result['facts'])} facts, one seed",
+    )
+
+
+@table("guide/layers", "memories/recall")
+def layers(result: dict[str, Any]) -> Rows:
+    """Size of the state and recall of each mechanism, near and far."""
+    near, *_, far = result["task"]["lengths"]
+    count = max(result["task"]["pairs"])
+    recalled = {length: _by_name(result, length, count) for length in (near, far)}
+    sizes = {row["name"]: row["state_bytes"] for row in reversed(result["rows"])}
+    for name in dict.fromkeys(row["name"] for row in result["rows"]):
+        yield {
+            "two layers of 32": name,
+            "state bytes": number(sizes[name], 0),
+        } | {
+            f"recall of {count} pairs, {n:,} tokens": recalled[n][name]
+            for n in (near, far)
+        }

@@ -1,1 +1,0 @@
-"""Tables of the READMEs and of docs/, rendered from the result files."""
