@@ -1,22 +1,14 @@
 """Recurrent memory ops in JAX: each has a reference, chunk forms and kernels."""
 
-from memjax_kernels._src.cached_attention import (
-    cached_attention,
-)
-from memjax_kernels._src.causal_attention import (
-    causal_attention,
-)
+from memjax_kernels._src.cached_attention import cached_attention
+from memjax_kernels._src.causal_attention import causal_attention
 from memjax_kernels._src.gated_slots import (
     GatedSlotsState,
     gated_slots,
     gated_slots_init_state,
     gated_slots_step,
 )
-from memjax_kernels._src.heads import (
-    heads_first,
-    heads_last,
-    rotate,
-)
+from memjax_kernels._src.heads import heads_first, heads_last, rotate
 from memjax_kernels._src.hippo import (
     HippoBank,
     HippoImplementation,
@@ -38,9 +30,7 @@ from memjax_kernels._src.lattice import (
     lattice_state,
     lattice_step,
 )
-from memjax_kernels._src.lattice.memory import (
-    LatticeInitial,
-)
+from memjax_kernels._src.lattice.memory import LatticeInitial
 from memjax_kernels._src.linear import (
     delta_rule,
     gated_delta_rule,
@@ -68,18 +58,13 @@ from memjax_kernels._src.linear.steps import (
 from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as ssd_init_state,
 )
-from memjax_kernels._src.overlap import (
-    overlap,
-    overlap_with_keys,
-)
+from memjax_kernels._src.overlap import overlap, overlap_with_keys
 from memjax_kernels._src.recurrent_block import (
     gated_norm,
     l2_normalize,
     short_convolution,
 )
-from memjax_kernels._src.sigmoid_scores import (
-    sigmoid_scores,
-)
+from memjax_kernels._src.sigmoid_scores import sigmoid_scores
 from memjax_kernels._src.trellis import (
     TrellisActivation,
     TrellisPhi,
@@ -88,10 +73,7 @@ from memjax_kernels._src.trellis import (
     trellis_init_state,
     trellis_step,
 )
-from memjax_kernels._src.trellis.functions import (
-    TRELLIS_ACTIVATIONS,
-    TRELLIS_PHIS,
-)
+from memjax_kernels._src.trellis.functions import TRELLIS_ACTIVATIONS, TRELLIS_PHIS
 from memjax_kernels._src.ttt_linear import (
     TTTLinearState,
     ttt_linear,

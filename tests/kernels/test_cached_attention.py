@@ -1,6 +1,7 @@
 """Attention to a cache: the formula, the kernel, refused arguments."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +69,7 @@ def test_fully_masked_query_has_no_mass(form):
 @pytest.mark.slow
 def test_bfloat16_error_is_no_larger_than_xla():
     q, k, v, seen = draw(2, 256, 4, 2, 64, jnp.bfloat16)
-
-    def single(x):
-        return x.astype(jnp.float32)
-
+    single = operator.methodcaller("astype", jnp.float32)
     exact, exact_mass = attend(single(q), single(k), single(v), seen)
     found, mass = jax.jit(KERNEL)(q, k, v, seen)
     assert found.dtype == jnp.bfloat16 and mass.dtype == jnp.float32

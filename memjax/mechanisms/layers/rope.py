@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+import memjax_kernels
 from memjax.checks import check_positive, check_sizes
 from memjax.mechanisms.layers.norms import expand_leading_dims
-from memjax_kernels._src import heads
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
 
@@ -149,4 +149,4 @@ def rotate(
     Angles are float32; the result has the dtype of x.
     """
     # All heads turn alike.
-    return heads.rotate(x, *tables(x.shape[-1], positions, theta, scaling))
+    return memjax_kernels.rotate(x, *tables(x.shape[-1], positions, theta, scaling))

@@ -77,7 +77,7 @@ def _forward_call(static, q, k, v):
         ((grid.queries, varying.like(q, q.shape, q.dtype)), (grid.masses, mass)),
         scratch,
     )
-    # Here, where both the output and what is kept of it come from, so that the kernel
+    # Named here, where the output and its residuals are made, so that the kernel
     # does not run again for either.
     return tuple(checkpoint_name(x, READS) for x in found)
 

@@ -82,7 +82,7 @@ def scan(
         carry: the state before the first.
         xs: [n, ...] leaves.
         remat_every: steps between two saved carries, at least 1. The backward pass
-            computes the steps between them again: a larger number keeps fewer carries
+            computes the steps between them again: a larger number saves fewer carries
             and needs more memory at once.
     """
     # Inside a shard_map a carry must vary over the axes that its later values do.

@@ -29,9 +29,9 @@ def of_kernels(
 
     Args:
         name: of the op.
-        forward: the kernel (static, *primals, keep=) -> ((memory, y), kept); without
-            `with_residuals` it keeps nothing.
-        backward: the kernel (static, primals, kept, cotangents of (memory, y)) ->
+        forward: the kernel (static, *primals, with_residuals=) -> ((memory, y),
+            residuals), None unless `with_residuals`.
+        backward: the kernel (static, primals, residuals, cotangents of (memory, y)) ->
             cotangents of the primals.
         form: the same function as `forward` in XLA, (static, *primals) -> (memory, y).
     """

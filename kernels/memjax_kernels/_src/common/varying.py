@@ -26,3 +26,8 @@ def like(x: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """The type of a kernel's output that varies over the axes that `x` varies over."""
     varying = jax.typeof(x).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def like_tree(x: Array, tree: Any) -> Any:
+    """The types of outputs shaped as a tree's arrays; see `like`."""
+    return jax.tree.map(lambda a: like(x, a.shape, a.dtype), tree)

@@ -155,7 +155,7 @@ def cheapest(
 ) -> HippoImplementation:
     """The implementation with the fewest multiply-adds; `scan` where they tie."""
     costs = cost(order, length, samples, blocks, channels, banked)
-    # Ties go to `scan`, which keeps one state instead of all.
+    # Ties go to `scan`, with one state in memory instead of all.
     return min(costs, key=lambda name: (costs[name], name != "scan"))
 
 

@@ -162,10 +162,7 @@ def _diagonal_sum(row: Float[Array, "*B 1 M"]) -> Float[Array, "*B M 1"]:
     """A transpose that Mosaic can do."""
     size = row.shape[-1]
     shape = (1,) * (row.ndim - 2) + (size, size)
-
-    def at(axis):
-        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
+    at = functools.partial(jax.lax.broadcasted_iota, jnp.int32, shape)
     diagonal = at(row.ndim - 2) == at(row.ndim - 1)
     return jnp.sum(jnp.where(diagonal, row, 0.0), axis=-1, keepdims=True)
 
@@ -246,18 +243,12 @@ def _decays(g, gamma):
         return chunks.decay(g), jnp.exp(jnp.cumsum(g, axis=-1))[..., None]
     size = gamma.shape[-2]
     shape = (*gamma.shape[:-1], size)
-
-    def at(axis):
-        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
+    at = functools.partial(jax.lax.broadcasted_iota, jnp.int32, shape)
     seen = at(len(shape) - 2) >= at(len(shape) - 1)
     return seen.astype(F32), jnp.ones_like(gamma)
 
 
 def _below(square):
     """The part below the diagonal."""
-
-    def at(axis):
-        return jax.lax.broadcasted_iota(jnp.int32, square.shape, axis)
-
+    at = functools.partial(jax.lax.broadcasted_iota, jnp.int32, square.shape)
     return jnp.where(at(square.ndim - 2) > at(square.ndim - 1), square, 0.0)

@@ -14,6 +14,7 @@ and pairs of tokens [P, C, CC]. With S = start, D(.)
 |x| are sums over a slot's channels.
 """
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -93,10 +94,7 @@ def advance(
 ) -> tuple[Moved, Float[Array, "P C VV"]]:
     """Takes a memory through a chunk in which nothing is pending."""
     dot, heads = options.multiply, options.heads
-
-    def cast(y):
-        return y.astype(x.q.dtype)
-
+    cast = operator.methodcaller("astype", x.q.dtype)
     slots = block_diagonal(cast(start), heads)
     error = errors(x, slots, options)
     h, w = cast(error.h), x.gamma * error.c

@@ -4,6 +4,7 @@ Written by hand instead of by `jax.vjp`, to choose the recomputed values, to joi
 products that are summed, and to read transposed operands as they are.
 """
 
+import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -49,9 +50,7 @@ def vjp(
         options: of the kernel.
     """
     dot, heads = options.multiply, options.heads
-
-    def cast(y):
-        return y.astype(x.q.dtype)
+    cast = operator.methodcaller("astype", x.q.dtype)
 
     def rows(*parts):
         return jnp.concatenate([cast(part) for part in parts], axis=1)

@@ -177,14 +177,11 @@ def _forward(static: Static, x: Inputs, start, empty, *, with_residuals: bool):
 
 
 def _backward(static: Static, primals, residuals, cotangents):
-    # The memory before the first block is the first that was kept.
+    # The memory before the first block is the first of the residuals.
     x, _, empty = primals
     d_memory, d_y = cotangents
     n = x.q.shape[1]
-
-    def like(tree):
-        return jax.tree.map(lambda a: varying.like(x.q, a.shape, a.dtype), tree)
-
+    like = functools.partial(varying.like_tree, x.q)
     block, whole = _specs(static.heads, lambda i: n - 1 - i)
     shape = (static.heads, *empty.shape[1:])
     scratch = (x.q.shape[2], *shape) if static.exact else shape

@@ -102,7 +102,7 @@ def advance(
             across = jnp.sum(pending * pending, axis=-1, keepdims=True) - along * along
         read = memory * inverse_norm(decay_factor, across)
     y = jnp.einsum("bhmv,bhm->bhv", read, q)
-    # An open chunk keeps its start, in which its next tokens take gradients.
+    # The next tokens of an open chunk take gradients at its start.
     done = state.position + 1 == state.chunk_size
 
     def where(x, y):

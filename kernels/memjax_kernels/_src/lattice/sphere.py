@@ -10,7 +10,7 @@ from memjax_kernels._src.lattice.memory import Rule
 def directions(
     start: Float[Array, "*B M V"], rule: Rule
 ) -> tuple[Float[Array, "*B M V"], Float[Array, "*B M 1"]]:
-    """phi(s) and 1 / |s| of every slot: s and 1 where slots are kept on the sphere.
+    """phi(s) and 1 / |s| of every slot: s and 1 where slots are on the sphere.
 
     A slot of zeros has direction 0 and norm 1: its next write fills it.
     """

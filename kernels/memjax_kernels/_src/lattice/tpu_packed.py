@@ -10,6 +10,7 @@ reverse and computes each again from there.
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -100,15 +101,9 @@ def lattice_packed(
     # Batch elements of a program, each with its tokens in all packs.
     rows = min(TOKENS // (group * size), BLOCK_BYTES // (group * each))
     layout = Layout(divisor(b, rows), group, heads, tokens.reset is not None)
-
-    def flag(x):
-        return None if x is None else x.astype(F32)
-
-    tokens = tokens._replace(
-        gamma=tokens.gamma.astype(F32),
-        full=flag(tokens.full),
-        reset=flag(tokens.reset),
-    )
+    floats = (tokens.gamma, tokens.full, tokens.reset)
+    gamma, full, reset = jax.tree.map(operator.methodcaller("astype", F32), floats)
+    tokens = tokens._replace(gamma=gamma, full=full, reset=reset)
     static = Static(rule, layout, interpret)
     results: Any = _chunks(static, *varying.vary_alike((tokens, start, empty)))
     (after, pending), y = results
@@ -160,10 +155,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     empty, d_memory = join(empty), jax.tree.map(join, d_memory)
     d_y = d_y.reshape(blocks.tokens.v.shape)
     like = functools.partial(varying.like, x.q)
-
-    def shaped(tree):
-        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
-
+    shaped = functools.partial(varying.like_tree, x.q)
     n, memory = x.q.shape[1], shaped(empty)
     d_gates = like((*blocks.gates.shape[:4], heads * group), F32)
     # The backward pass goes through the chunks in reverse.
@@ -205,11 +197,8 @@ def _backward(static: Static, primals, residuals, cotangents):
 
 def _in_xla(static: Static, x: Chunks, start, empty):
     """The function of the forward kernel."""
-
-    def flag(f):
-        return None if f is None else f > 0.5
-
-    x = x._replace(full=flag(x.full), reset=flag(x.reset))
+    full, reset = jax.tree.map(lambda f: f > 0.5, (x.full, x.reset))
+    x = x._replace(full=full, reset=reset)
     (after, pending, _), y = lattice_xla(x, start, empty, static.rule)
     return (after, pending), y
 

@@ -13,6 +13,7 @@ decay factors out of both. At the chunk's end the gradient of S' is added.
 """
 
 import functools
+import operator
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -34,10 +35,7 @@ def advance(
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
     heads = len(x.total.column)
-
-    def cast(y):
-        return y.astype(x.q.dtype)
-
+    cast = operator.methodcaller("astype", x.q.dtype)
     dot = functools.partial(multiply, dtype=operand_dtype(x.q))
     since, until = x.since(x.q.shape[-1]), x.until(x.k.shape[-1])
     between = pack_decays.decays(x.total).between
@@ -56,10 +54,7 @@ def vjp(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     heads = len(x.total.column)
-
-    def cast(y):
-        return y.astype(x.q.dtype)
-
+    cast = operator.methodcaller("astype", x.q.dtype)
     dot = functools.partial(multiply, dtype=operand_dtype(x.q))
 
     def rows(*parts):

@@ -14,6 +14,7 @@ where t = alpha^T, E is `functions.error_gradient`, decay, until and last are th
 since the chunk's start, until its end, and over all of it.
 """
 
+import operator
 from typing import NamedTuple
 
 import jax
@@ -122,10 +123,7 @@ def advance(
 ) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
     """The running memories after a chunk, and its reads."""
     dot, heads = options.multiply, len(gates[0].total.column)
-
-    def cast(y):
-        return y.astype(x.q.dtype)
-
+    cast = operator.methodcaller("astype", x.q.dtype)
     target, dq, dk, dv, scores, (first, second) = ready
     u = gates[0].gamma * error_gradient(options, dot(keys.start, dk, "nt"), target)
     reads = first.decay * dot(keys.running, dq, "nt") - dot(u, scores, "nt")

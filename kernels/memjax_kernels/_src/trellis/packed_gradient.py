@@ -8,6 +8,7 @@ writes there: the decay factors out of both, so that no cotangent of W is formed
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,9 +67,7 @@ def vjp(
     target, dq, dk, dv, scores, left = ready
     until = until_end(gates[0].total), until_end(gates[1].total)
     blocks = functools.partial(diagonal_blocks, heads=heads)
-
-    def cast(y):
-        return y.astype(x.q.dtype)
+    cast = operator.methodcaller("astype", x.q.dtype)
 
     def stack(*rows):
         return jnp.concatenate([cast(row) for row in rows], axis=1)

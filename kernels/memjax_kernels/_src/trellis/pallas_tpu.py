@@ -18,7 +18,7 @@ rematerialisation policy that saves both, the forward kernel runs once.
 
 They take 2 M (K + V) / C bytes a token and head in bfloat16, so that small chunks are
 for short segments: with C = 1 they are as large as the memories of all tokens. Those of
-`tpu_small` take M (K + V) / 4, as it keeps one in 16 tokens, in float32.
+`tpu_small` take M (K + V) / 4, one memory per 16 tokens, in float32.
 """
 
 import functools
@@ -133,10 +133,7 @@ def trellis_tpu(
     # As many heads as fit: they are independent, and one hides the latency of another.
     heads = max(1, min(HEADS, b * h, BLOCK_BYTES // needed))
     static = Static(phi, activation, heads, interpret)
-
-    def flatten(tree):
-        return jax.tree.map(flat, tree)
-
+    flatten = functools.partial(jax.tree.map, flat)
     arguments = varying.vary_alike((arranged, flatten(memories), flatten(empty)))
     results: Any = _chunks(static, *arguments)
     memories, y = results
@@ -192,10 +189,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     x, (_, running), empty = primals
     d_after, d_y = cotangents
     n = x.q.shape[1]
-
-    def like(tree):
-        return jax.tree.map(lambda a: varying.like(x.q, a.shape, a.dtype), tree)
-
+    like = functools.partial(varying.like_tree, x.q)
     # The backward pass goes through the chunks in reverse.
     specs = functools.partial(_specs, static.heads, lambda i: n - 1 - i)
     before, emptied = like(Memories(running, running)), like(empty)

@@ -11,6 +11,7 @@ The backward kernel goes through the blocks in reverse and computes each again.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -81,11 +82,9 @@ def run(
     interpret: Any,
 ) -> tuple[Memories, Array]:
     """Runs an `op_of` kernels in this layout; see `segment`."""
-
-    def flag(x):
-        return None if x is None else x.astype(F32)
-
-    tokens = tokens._replace(full=flag(tokens.full), reset=flag(tokens.reset))
+    flags = (tokens.full, tokens.reset)
+    full, reset = jax.tree.map(operator.methodcaller("astype", F32), flags)
+    tokens = tokens._replace(full=full, reset=reset)
     static = Static(phi, activation, layout, interpret)
     return op(static, *varying.vary_alike((tokens, memories, empty)))
 
@@ -201,10 +200,7 @@ def _backward(kernels: Kernels, static: Static, primals, residuals, cotangents):
     running, empty, d_after = jax.tree.map(join, (memories.running, empty, d_after))
     d_y = d_y.reshape(b, n, c, -1)
     like = functools.partial(varying.like, x.q)
-
-    def shaped(tree):
-        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
-
+    shaped = functools.partial(varying.like_tree, x.q)
     d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
     before, emptied = shaped(Memories(running, running)), shaped(empty)
     # The backward pass goes through the blocks in reverse.
@@ -269,11 +265,8 @@ def _gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
 
 def _in_xla(static: Static, x: Tokens, memories: Memories, empty):
     """The function of the forward kernel."""
-
-    def flag(f):
-        return None if f is None else f > 0.5
-
-    x = x._replace(full=flag(x.full), reset=flag(x.reset))
+    full, reset = jax.tree.map(lambda f: f > 0.5, (x.full, x.reset))
+    x = x._replace(full=full, reset=reset)
     return trellis_xla(x, memories, empty, phi=static.phi, activation=static.activation)
 
 

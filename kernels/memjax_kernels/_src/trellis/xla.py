@@ -28,7 +28,7 @@ def trellis_xla(
         empty: as there.
         phi: as there.
         activation: as there.
-        remat_every: chunks between two memories kept for the backward pass; None is
+        remat_every: chunks between two memories saved for the backward pass; None is
             4, or more where chunks are so small that these are not 64 tokens.
     """
     number, size = tokens.q.shape[1:3]

@@ -46,7 +46,7 @@ def ttt_linear_xla(
         reset: True, at a mini-batch's start, makes the memory `empty` before a token.
         empty: the memory after a reset.
         aligned: whether every batch element is known to start a mini-batch.
-        remat_every: mini-batches between two memories kept for the backward pass.
+        remat_every: mini-batches between two memories saved for the backward pass.
     """
     batch, time = q.shape[:2]
     size = state.chunk_size
@@ -99,7 +99,7 @@ def _mini_batch(state, q, k, v, eta, scale, shift, end):
     weights = state.weights + jnp.einsum("bhck,bhcv->bhkv", k, update)
     bias = state.bias + update.sum(axis=2)
     after = TTTLinearState(
-        # An open mini-batch keeps its start, in which its next tokens take gradients.
+        # The next tokens of an open mini-batch take gradients at its start.
         weights_start=jnp.where(end[:, None, None, None], weights, state.weights_start),
         weights=weights,
         bias_start=jnp.where(end[:, None, None], bias, state.bias_start),

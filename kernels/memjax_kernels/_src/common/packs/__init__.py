@@ -46,10 +46,7 @@ def within(shape: tuple[int, ...], size: int) -> Int[Array, "..."]:
 
 def block_diagonal(x: Float[Array, "P C DD"], heads: int) -> Float[Array, "P CC DD"]:
     """Each head's rows, the others' lanes zero."""
-
-    def stack(parts):
-        return jnp.concatenate(parts, axis=1)
-
+    stack = functools.partial(jnp.concatenate, axis=1)
     if x.dtype == jnp.bfloat16 and x.shape[1] % 16 == 0:
         # A word holds two rows: one AND clears both.
         words = pltpu.bitcast(x, jnp.int32)
@@ -89,10 +86,7 @@ def ends(row: Float[Array, "P 1 CC"], heads: int) -> list[Float[Array, "P 1 1"]]
 def sums(rows: Float[Array, "P M DD"], heads: int) -> list[Float[Array, "P M 1"]]:
     """The sum over each head's lanes."""
     of = head(rows.shape, heads)
-
-    def total(part):
-        return jnp.sum(part, axis=-1, keepdims=True)
-
+    total = functools.partial(jnp.sum, axis=-1, keepdims=True)
     return [total(jnp.where(of == i, rows, 0.0)) for i in range(heads)]
 
 

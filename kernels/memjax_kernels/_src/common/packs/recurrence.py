@@ -95,7 +95,7 @@ def recur(
     beta: Float[Array, "B T H"] | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """An op over T tokens; g None keeps all, beta is of ops that have rates."""
+    """An op over T tokens; g None is no decay, beta is of ops with rates."""
     time = q.shape[1]
     g = jnp.zeros(q.shape[:3], F32) if g is None else g.astype(F32)
     if reset is not None:
@@ -199,11 +199,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     d_after, d_y = cotangents
     blocks, d_after = _arrange(static, x), pack_heads(d_after, static.heads)
     d_y = d_y.reshape(blocks.tokens[2].shape)
-    like = functools.partial(varying.like, x.q)
-
-    def shaped(tree):
-        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
-
+    shaped = functools.partial(varying.like_tree, x.q)
     n = x.q.shape[1]
     # The backward pass goes through the chunks in reverse.
     of = _specs_for(static, x, lambda i: n - 1 - i)

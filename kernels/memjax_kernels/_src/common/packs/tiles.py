@@ -139,9 +139,7 @@ def by_tiles(
 def same_head(width: int) -> Any:
     """1 where two lanes are of one head, [128, 128]."""
     shape = (LANES, LANES)
-
-    def lane(axis):
-        return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+    lane = functools.partial(jax.lax.broadcasted_iota, jnp.int32, shape)
 
     def head(axis):
         return jax.lax.div(lane(axis), jnp.int32(width))

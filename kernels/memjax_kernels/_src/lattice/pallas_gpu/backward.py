@@ -9,8 +9,6 @@ before the division by its norms:
     H- = W A- - S^T y- + (T- + T-^T) H + 2 |h|^2- H + P- M
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
 from memjax_kernels._src.common.mosaic import F32, ROWS
-from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
+from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Gradients, Static
 from memjax_kernels._src.lattice.pallas_gpu.program import (
     Program,
     across_width,
@@ -28,17 +26,6 @@ from memjax_kernels._src.lattice.pallas_gpu.program import (
     l2_normalize,
     shared,
 )
-
-
-class Gradients(NamedTuple):
-    """Outputs of the backward kernel: like the inputs, gamma [B, n, H, 64]."""
-
-    q: Any
-    k: Any
-    v: Any
-    gamma: Any
-    start: Any
-    empty: Any
 
 
 def backward(

@@ -15,8 +15,6 @@ rho = 1 / |s| of the read; o is the product of elements, sums run over slots i:
     s- = (1 + w p) o R- + p- h  (+ k h- for "dec", where h = sum_i k s - v)
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -33,6 +31,7 @@ from memjax_kernels._src.lattice.pallas_gpu.exact_program import (
 from memjax_kernels._src.lattice.pallas_gpu.inputs import (
     GROUP,
     GROUPS,
+    Gradients,
     Static,
     TokenInputs,
 )
@@ -41,17 +40,6 @@ from memjax_kernels._src.lattice.pallas_gpu.program import (
     call,
     l2_normalize,
 )
-
-
-class Gradients(NamedTuple):
-    """Outputs of the kernel: like the inputs, gamma by slot [B, n, GROUP, H, M]."""
-
-    q: Any
-    k: Any
-    v: Any
-    gamma: Any
-    start: Any
-    empty: Any
 
 
 def backward(static: Static, x: TokenInputs, residuals, d_y, d_after) -> Gradients:

@@ -67,3 +67,17 @@ class TokenInputs(NamedTuple):
     start: Any
     empty: Any
     reset: Any
+
+
+class Gradients(NamedTuple):
+    """Outputs of both backward kernels, like the inputs.
+
+    gamma is [B, n, H, 64] of chunks, and by slot [B, n, GROUP, H, M] of tokens.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    gamma: Any
+    start: Any
+    empty: Any

@@ -4,6 +4,7 @@ One program takes all chunks of one batch element and head. Its memory stays in 
 memory in float32; products read operands in the dtype of the tokens.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,10 +21,7 @@ from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
 def shared(x: ChunkInputs):
     """Scratch of both kernels."""
     m, width, dtype = x.q.shape[-1], x.v.shape[-1], x.q.dtype
-
-    def work(width):
-        return mosaic.tile(ROWS, width, dtype=dtype)
-
+    work = functools.partial(mosaic.tile, ROWS, dtype=dtype)
     return {
         "q": work(m),
         "k": work(m),

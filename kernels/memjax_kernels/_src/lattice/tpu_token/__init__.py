@@ -11,7 +11,6 @@ The backward kernel goes through the blocks in reverse and computes each again.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
@@ -162,10 +161,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     empty, d_after = join(empty), join(d_after)
     d_y = join_chunks(d_y, ROWS, front=False).reshape(blocks.tokens[2].shape)
     like = functools.partial(varying.like, x.q)
-
-    def shaped(tree):
-        return jax.tree.map(lambda a: like(a.shape, a.dtype), tree)
-
+    shaped = functools.partial(varying.like_tree, x.q)
     n, memory = blocks.gates.shape[1], shaped(empty)
     d_gates = like((*blocks.gates.shape[:4], layout.heads * layout.group), F32)
     # The backward pass goes through the blocks in reverse.

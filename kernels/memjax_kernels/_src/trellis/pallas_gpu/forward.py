@@ -6,6 +6,7 @@ is saved of every chunk's start for a gradient. The next chunk's tokens are copi
 during the computation, where shared memory has room for them.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -51,12 +52,8 @@ def forward(static: Static, x: Inputs, *, with_residuals: bool):
         x, outputs = jax.tree.unflatten(tree, refs)
         _Program(static, sizes, x, outputs, scratch).all_chunks()
 
-    def work(width):
-        return mosaic.tile(ROWS, width, dtype=dtype)
-
-    def staged(width):
-        return mosaic.tile(stages, ROWS, width, dtype=dtype)
-
+    work = functools.partial(mosaic.tile, ROWS, dtype=dtype)
+    staged = functools.partial(mosaic.tile, stages, ROWS, dtype=dtype)
     scratch = {
         "q": staged(sizes.widths[0]),
         "alpha": staged(sizes.slots),
@@ -150,7 +147,7 @@ class _Program:
             pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
 
     def begin(self, i, middle):
-        """The memories at the chunk's start, as operands and where they are kept."""
+        """The memories at the chunk's start, as operands and as residuals."""
         x, row, head = self.x, self.row, self.head
         if x.reset is not None:
             again = (i > 0) & (x.reset[row, i] != 0)

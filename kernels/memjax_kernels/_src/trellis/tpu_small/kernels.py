@@ -4,6 +4,7 @@ Each takes references to blocks in VMEM. `after` and `d_before` are output block
 all blocks of a head share: they hold the memories, or their cotangents, between blocks.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -107,9 +108,7 @@ def backward_kernel(
     """Cotangents of one block, after those of the blocks behind it."""
     step, last = pl.program_id(2), pl.num_programs(2) - 1
     rules = Rules(options, layout.heads, layout.size)
-
-    def zeros(tree):
-        return jax.tree.map(jnp.zeros_like, tree)
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
     def outer(left, right):
         return rules.dot(left, right, "tn")

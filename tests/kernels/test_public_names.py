@@ -1,0 +1,46 @@
+"""The public names of the ops, and the shared code that memjax may use."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import memjax_kernels
+
+OPS = ("linear_attention", "ssd", "gla", "delta_rule", "gated_delta_rule")
+OPS += ("gated_slots", "ttt_linear", "trellis", "lattice")
+#: Modules below `_src` that memjax imports; names of ops come from `memjax_kernels`.
+SHARED = {
+    *("causal_attention", "causal_attention.blocks"),
+    *("cached_attention", "hippo", "lattice.sphere"),
+    *("common", "common.cpu", "common.packs.tiles", "common.partition"),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_a_step_and_an_empty_memory(op):
+    for name in (op, f"{op}_step", f"{op}_init_state"):
+        assert (
+            callable(getattr(memjax_kernels, name)) and name in memjax_kernels.__all__
+        )
+
+
+def test_no_public_name_shadows_a_module():
+    package = Path(memjax_kernels.__file__).parent
+    modules = {path.stem for path in package.iterdir()}
+    assert not modules & set(memjax_kernels.__all__)
+    assert {name for name in vars(memjax_kernels) if name[0] != "_"} == set(
+        memjax_kernels.__all__
+    )
+
+
+def test_memjax_imports_ops_by_their_public_names():
+    used = set()
+    for path in (Path(__file__).parents[2] / "memjax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = f"{node.module}.".partition("memjax_kernels._src.")[2]
+                used |= {module.rstrip(".")} - {""}
+                if node.module == "memjax_kernels._src":
+                    used |= {alias.name for alias in node.names}
+    assert used <= SHARED
