@@ -147,7 +147,7 @@ def test_fit_lowers_the_loss_and_changes_only_the_retriever():
         learning_rate=3e-2,
         key=jax.random.key(3),
     )
-    assert len(losses) == 100 and np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
+    assert len(losses) == 100 and np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     for name, value in nnx.to_pure_dict(nnx.state(before, nnx.Param)).items():
         same = jax.tree.map(np.array_equal, value, after[name])
