@@ -349,7 +349,7 @@ def up_to(losses: TokenLosses, length: int) -> TokenLosses:
 
 
 def _padded(losses: TokenLosses, targets: int) -> TokenLosses:
-    """With so many targets a text, of which those beyond its end do not count."""
+    """The losses with `targets` columns; those beyond a text's end do not count."""
     more = ((0, 0), (0, targets - losses.nll.shape[1]))
     return losses._replace(nll=np.pad(losses.nll, more), mask=np.pad(losses.mask, more))
 

@@ -1,4 +1,4 @@
-"""Questions whose answer is in one of several contexts, many segments back.
+"""Questions about one of several contexts, many segments back.
 
     python -m experiments.hmt.questions
 
@@ -102,7 +102,7 @@ def main(config: Config) -> None:
     majority = majority_exact(train, test)
     training.write(
         config,
-        "are questions answered whose answer lies many contexts back?",
+        "are questions answered about contexts many segments back?",
         segment=memory.segment_length,
         answers_lie_from=memory.summary,
         trained_items=len(train),
@@ -197,12 +197,12 @@ def _training_source(
     """
     before = load_tokens(config.source, tokenizer, "train")[0].tokens
     texts = [_filled(entry, np.asarray(before), length, tokenizer) for entry in inputs]
-    kept = [json.dumps({"text": text}) for text in texts if text is not None]
-    print(f"{len(kept)} of {len(inputs)} inputs to train on, {length} tokens each")
+    lines = [json.dumps({"text": text}) for text in texts if text is not None]
+    print(f"{len(lines)} of {len(inputs)} inputs to train on, {length} tokens each")
     name = f"questions-{config.train_contexts}-{length}-{config.questions.stem}"
     folder = config.run_dir / f"{name}-{tokenizer.digest[:8]}" / "train"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "questions.jsonl").write_text("\n".join(kept) + "\n", "utf-8")
+    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     return f"folder:{folder.parent}"
 
 

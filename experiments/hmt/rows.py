@@ -24,7 +24,7 @@ from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.segment_stage import SegmentStage
 
 SINKS = 4
-#: The truncated input: segments of so many tokens, and as many before them.
+#: The truncated input: tokens of a segment, and of the text before it.
 TRUNCATED = 512
 HIERARCHICAL, CAUSAL, RMT = "HMT", "HMT, strictly causal", "RMT"
 WINDOW, SINK_WINDOW = "window", "window with sinks"
@@ -60,7 +60,7 @@ def rows(stages: HMTStages, backbone: LanguageModel, counted: bool) -> list[Row]
     """All rows, those that need no training first.
 
     Args:
-        stages: of HMT, whose segment, bytes and number of updates all rows have.
+        stages: of HMT; all rows have its segment, bytes and number of updates.
         backbone: as it came.
         counted: whether n-grams are rows too.
     """

@@ -265,7 +265,7 @@ def baseline_stage(stages: HMTStages) -> SegmentStage:
 def documents(
     source: str, tokenizer: Tokenizer, split: Split, tokens: int, segment: int
 ) -> tuple[TokenisedDocument, ...]:
-    """Documents cut to whole segments, at most so many tokens, and one to predict."""
+    """Documents cut to whole segments, at most `tokens`, and one target more."""
     cut = []
     for document in load_tokens(source, tokenizer, split):
         size = min(tokens, len(document.tokens) - 1) // segment * segment

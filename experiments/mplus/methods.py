@@ -74,7 +74,7 @@ class Method(Protocol):
         ...
 
     def state_bytes(self, injected: int) -> StateBytes:
-        """Size of the state of one text of so many injected tokens."""
+        """Size of the state of one text after `injected` tokens."""
         ...
 
 
@@ -273,8 +273,8 @@ class Sizes(NamedTuple):
     """Numbers of tokens that all methods have in common.
 
     Attributes:
-        device: whose keys and values have M+'s bytes on the device.
-        all: whose keys and values have all of M+'s bytes.
+        device: of a KV cache as large as M+'s state on the device.
+        all: of a KV cache as large as all of M+'s state.
         chunk: that are read at a time.
         question: of question and answer, at most.
         longest: that are injected before the last question.

@@ -196,7 +196,7 @@ def main(config: Config) -> None:
     )
     plot(result, Path(f"{config.output}.png"))
     columns = [f"{count:,}" for count in result["tokens_told"]]
-    show("Perplexity after so many tokens", columns, result["perplexity"])
+    show("Perplexity by injected tokens", columns, result["perplexity"])
 
 
 def load_memories(config: Config, backbone: LanguageModel) -> dict[str, MPlus]:
@@ -270,7 +270,7 @@ def build(
 
 
 def with_room(model: MPlus, tokens: int) -> MPlus:
-    """The same model with no larger a store than a text of so many tokens needs.
+    """The same model with no larger a store than a text of `tokens` tokens needs.
 
     No memory token leaves it that would have stayed in a larger one. Memory that a
     checkpoint brings leaves the store as it is.

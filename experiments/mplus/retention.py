@@ -90,7 +90,7 @@ PLOTTED = (
     f"window, all, {TUNED}",
     f"BM25, {TUNED}",
 )
-#: The adapters' rate is chosen by so many facts, near and far.
+#: Facts and distances that choose the adapters' rate.
 VALIDATION_FACTS, VALIDATION_AFTER = 24, (0, 4)
 
 
@@ -103,7 +103,7 @@ class Config:
         seeds: of the trainings.
         rates: learning rates of the adapters; validation facts choose one.
         updates: of M+, MemoryLLM and the adapters.
-        preset: of `memjax finetune`, whose sizes and tasks are taken.
+        preset: of `memjax finetune`, for sizes and tasks.
         backbone: "smollm2", or a model as `memjax finetune` takes it.
         samples: number of facts, a multiple of `batch`.
         until: ask only the first of them, a multiple of `batch`; 0 is all.
@@ -166,7 +166,7 @@ def main(config: Config) -> None:
     }
     columns = [f"{distance:,}" for distance in result["distances"]]
     shares["most frequent answer"] = [result["majority_exact"]["all"]] * len(columns)
-    show("Right answers after so many tokens", columns, shares)
+    show("Right answers by distance in tokens", columns, shares)
 
 
 class Study:

@@ -72,7 +72,7 @@ def make_samples(
         apart: no memory ever holds two samples. Then subjects and answers may return,
             once all others were drawn; else no two of the facts have one in common.
         answer_closed_book: answers questions with an empty memory; facts that it
-            answers correctly are left out. None keeps all facts.
+            answers correctly are left out. None draws from all facts.
 
     Raises:
         ValueError: if there are too few facts or passages, or a context has more than

@@ -47,7 +47,7 @@ def test_samples_know_the_sentence_of_the_answer(tokenizer):
 
     def sample(context):
         facts = [fact._replace(context=context)]
-        sizes = dict(samples=1, batch=1, num_chunks=1, chunk=90, seed=0)
+        sizes: Any = dict(samples=1, batch=1, num_chunks=1, chunk=90, seed=0)
         return make_samples(facts, PASSAGES, tokenizer, **sizes)[0]
 
     for context, expected in (
@@ -91,7 +91,7 @@ def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
     ]
 
     def lengths(samples, few):
-        sizes = SIZES | dict(samples=samples, num_chunks=1, lengths=few)
+        sizes: Any = SIZES | dict(samples=samples, num_chunks=1, lengths=few)
         batches = make_samples(facts, PASSAGES, BYTES, **sizes)
         return {batch.prompts.shape[1] for batch in batches}
 
