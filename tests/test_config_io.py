@@ -100,7 +100,7 @@ GOOD = dict(size=1, flag=True, choice="a", inner=dict(ratio=0.25))
         (dict(inner=dict(rtio=1)), "config.inner.rtio is not a field of Inner"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_field(change, field):
+def test_invalid_records_are_refused_by_field(change, field):
     from_record(Outer, GOOD)
     with pytest.raises(ValueError, match=field):
         from_record(Outer, GOOD | change)
@@ -113,7 +113,7 @@ def test_a_missing_field_is_named():
         from_record(Outer, 3)
 
 
-def test_whole_numbers_are_floats_and_defaults_fill_in():
+def test_integers_become_floats_and_defaults_fill_in():
     back = from_record(Outer, dict(size=1, flag=True, choice="b", maybe=2))
     assert back == Outer(1, True, "b", maybe=2.0) and type(back.maybe) is float
     whole = completed(Outer, dict(size=1, flag=True, choice="b"))
@@ -157,7 +157,7 @@ def test_values_are_checked_as_in_code():
         ),
     ],
 )
-def test_a_file_names_only_mechanisms_that_there_are(mechanism, message):
+def test_unknown_mechanism_in_a_file_is_refused(mechanism, message):
     record = to_record(ModelConfig())
     with pytest.raises(ValueError, match=message):
         from_record(ModelConfig, record | dict(mechanisms=[mechanism]))

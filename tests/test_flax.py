@@ -222,7 +222,7 @@ def test_a_model_is_printed(name, tokens):
     assert "Total Parameters" in table
 
 
-def test_a_memory_steps_as_it_applies_and_is_reset(x):
+def test_step_equals_apply_and_reset_clears(x):
     memory = Memory(CONFIGS["sliding_window"], key=jax.random.key(0))
     empty, read = memory.init_state(B), nnx.jit(Memory.__call__)
     state, y = read(memory, empty, x)
@@ -300,7 +300,7 @@ def test_linen_needs_no_layer(x):
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
 
 
-def test_parameters_are_drawn_by_a_key_or_by_the_streams_of_flax():
+def test_parameters_are_drawn_by_key_or_rngs():
     rngs = arrays(language_model("trellis"))
     config = model_config("trellis")
     keyed = arrays(LanguageModel(config, key=nnx.Rngs(0).params()))

@@ -1,4 +1,4 @@
-"""Attention's own facts: capacity, RoPE, grouped queries, windows."""
+"""Attention: capacity, RoPE, grouped queries, windows."""
 
 import functools
 import inspect
@@ -120,7 +120,7 @@ def test_rope_sees_distances_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [3, 7])
-def test_outputs_are_nan_from_the_first_token_that_does_not_fit(first):
+def test_outputs_are_nan_beyond_the_capacity(first):
     """And right before it, also where the last segment is as long as the cache."""
     mechanism = full(7)
     state, before = mechanism.apply(
@@ -153,7 +153,7 @@ def test_a_segment_longer_than_the_cache_is_refused():
         mechanism.apply(drawn_params(), mechanism.init_state(B), drawn_inputs())
 
 
-def test_a_window_far_into_a_stream_is_a_fresh_window():
+def test_window_is_exact_far_into_a_stream():
     """130 windows on, the state gives what its last tokens alone give."""
     window, length = 3, 78
     x = np.random.default_rng(4).standard_normal((5, 1, length, D)).astype(np.float32)
@@ -170,7 +170,7 @@ def test_a_window_far_into_a_stream_is_a_fresh_window():
     jax.tree.map(close, state, last)
 
 
-def test_a_ring_of_scaled_rope_is_read_by_steps_as_by_segments():
+def test_ring_with_scaled_rope_steps_equal_apply():
     scaling = RopeScaling("yarn", 4.0, original_positions=16)
     config = SlidingWindowConfig(**SIZES, window=3, rope_scaling=scaling)
     mechanism = config.build()
@@ -187,9 +187,7 @@ def test_a_ring_of_scaled_rope_is_read_by_steps_as_by_segments():
 @pytest.mark.slow
 @pytest.mark.parametrize("least_cut", [3, 96])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (7, 12), (4, 5), (1, 6)])
-def test_the_last_queries_see_all_that_is_before_them(
-    monkeypatch, least_cut, queries, keys
-):
+def test_last_queries_see_all_earlier_keys(monkeypatch, least_cut, queries, keys):
     monkeypatch.setattr(attend, "LEAST_CUT", least_cut)
     random = np.random.default_rng(queries + keys)
     q = random.standard_normal((B, queries, H, K))
@@ -245,7 +243,7 @@ def test_attention_in_pieces_is_attention(monkeypatch, name):
         (dict(qk_norm_epsilon=1e308), "qk_norm_epsilon must be at most 1, got"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(wrong, message):
+def test_invalid_sizes_are_refused(wrong, message):
     for config in (AttentionConfig, SlidingWindowConfig):
         with pytest.raises(ValueError, match=message):
             config(**SIZES | wrong)

@@ -118,7 +118,7 @@ def test_apply_is_algorithm_1(length, options):
 
 
 @pytest.mark.slow
-def test_it_has_exactly_the_parameters_of_attention_and_takes_them():
+def test_parameters_equal_those_of_attention():
     plain = AttentionConfig(**HEADS, capacity=L).build()
     weights = plain.init_params(jax.random.key(0))
     chex.assert_trees_all_equal(weights, drawn_params())
@@ -173,7 +173,7 @@ def test_memory_is_invisible_before_the_first_block_is_compressed(call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", ["block", "stream"])
-def test_block_positions_forget_how_long_the_stream_is(positions):
+def test_block_positions_do_not_depend_on_stream_length(positions):
     """With equal memories, a block reads the same at token 8 and at token 8000."""
     mechanism = elastic(positions=positions)
     state, _ = mechanism.apply(
@@ -188,7 +188,7 @@ def test_block_positions_forget_how_long_the_stream_is(positions):
         assert np.abs(y - z).max() > 1e-3
 
 
-def test_the_past_reaches_a_later_block_through_the_memory_alone():
+def test_past_blocks_are_visible_only_through_the_memory():
     mechanism = elastic()
     a, _ = mechanism.apply(
         drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
@@ -204,7 +204,7 @@ def test_the_past_reaches_a_later_block_through_the_memory_alone():
     assert np.abs(y - other).max() > 1e-3
 
 
-def test_flush_compresses_a_short_block_and_the_next_starts_anew():
+def test_flush_compresses_a_short_block():
     mechanism = elastic()
     state, first = mechanism.apply(
         drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :3]
@@ -279,7 +279,7 @@ def test_memory_tokens_default_to_the_fewer_of_order_and_block():
         (dict(implementation="pallas"), "implementation must be .*, got 'pallas'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(monkeypatch, wrong, message):
+def test_invalid_options_are_refused(monkeypatch, wrong, message):
     # Past the annotations' own check, which only the tests have.
     points = inspect.unwrap(bank.hippo_sample_points)
     monkeypatch.setattr(elastic_memory, "hippo_sample_points", points)

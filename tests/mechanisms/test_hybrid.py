@@ -53,7 +53,7 @@ def test_initialised_layer_equals_its_window_and_learns():
     assert np.all(np.abs(gradient) > 1e-4)
 
 
-def test_it_remembers_what_has_left_the_window_and_nothing_else():
+def test_memory_has_only_tokens_that_left_the_window():
     params = opened(init_params(CONFIG, jax.random.key(0)))
 
     def read(x):
@@ -90,7 +90,7 @@ def test_bias_makes_no_key_before_a_token_has_left_the_window():
 @pytest.mark.parametrize(
     "memory", [DeltaNetConfig(16, 4, 4, 4), LatticeConfig(16, 4, value_dim=4)]
 )
-def test_a_group_shares_a_memory_as_heads_that_write_alike_would(memory):
+def test_shared_memory_equals_equal_memories_of_each_head(memory):
     """Queries of a group read what heads of their own would hold, written alike."""
     shared = HybridConfig(WINDOW, dataclasses.replace(memory, num_heads=2))
     apart = HybridConfig(WINDOW, memory)

@@ -1,4 +1,4 @@
-"""Attention whose rows hold tokens that nobody sees, or end early."""
+"""Attention with masked tokens and rows of different lengths."""
 
 import functools
 from typing import Any
@@ -66,7 +66,7 @@ def oracle(params, mask, band):
 
 
 @pytest.mark.parametrize("name", BANDS)
-def test_masked_tokens_keep_their_place_and_are_not_seen(name):
+def test_masked_tokens_keep_their_position_and_are_invisible(name):
     mechanism, params = build(name)
     expected = oracle(params, MASK, BANDS[name])
     meant = np.isfinite(expected).all(axis=-1) & MASK
@@ -113,7 +113,7 @@ def test_no_mask_is_a_mask_of_ones(name):
 
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("start", [0, 5])
-def test_rows_of_their_own_lengths_are_rows_read_alone(name, start):
+def test_rows_of_different_lengths_equal_single_rows(name, start):
     mechanism, params = build(name)
     before = mechanism.init_state(B)
     if start:

@@ -1,4 +1,4 @@
-"""Mechanisms on the meshes that jax.make_mesh gives by default, of Explicit axes."""
+"""Mechanisms on meshes of Explicit axes, the default of jax.make_mesh."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from tests.mechanisms.test_contract import CONFIGS, ROWS, B, D, T
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_explicit_axes_stay_where_they_are(name):
+def test_explicit_axes_keep_their_sharding(name):
     """Shapes alone: shardings that do not fit are found when a program is traced."""
     mechanism = CONFIGS[name].build()
     mesh = jax.make_mesh((1, 1), ("data", "tensor"))

@@ -85,7 +85,7 @@ def test_document_equals_a_row_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_changed_document_changes_no_bit_of_another(name):
+def test_documents_of_a_row_are_independent_bit_by_bit(name):
     _, params, x, _, places, packed = case(name)
 
     def read(x):

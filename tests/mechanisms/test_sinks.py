@@ -69,6 +69,6 @@ def test_padding_is_no_sink():
             np.testing.assert_allclose(found[row], expected[0], atol=1e-6)
 
 
-def test_sinks_that_do_not_fit_are_refused():
+def test_more_sinks_than_window_are_refused():
     with pytest.raises(ValueError, match=r"sinks must be in \[0, window=4\], got 5"):
         SlidingWindowConfig(8, 2, 2, 4, window=4, sinks=5)

@@ -1,4 +1,4 @@
-"""A program for four pretended devices that divide sequences among them.
+"""A program for four simulated devices that divide sequences among them.
 
 It prints, by mechanism, how outputs, states and gradients differ from those of one
 device, and the largest array that devices gather.

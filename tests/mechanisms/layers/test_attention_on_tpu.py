@@ -1,4 +1,4 @@
-"""Causal attention on a TPU, interpreted, beside the form of other devices."""
+"""Causal attention on a TPU, interpreted, against the form of other devices."""
 
 import functools
 from typing import Any
@@ -168,9 +168,7 @@ def test_other_tokens_are_left_to_xla(tokens, width, dtype, reason):
     ("groups", "documents", "name"),
     [(H, False, "causal_attention"), (H, True, "splash"), (G, False, "splash")],
 )
-def test_queries_with_keys_of_their_own_and_one_document_take_our_kernel(
-    groups, documents, name
-):
+def test_one_document_without_cache_uses_our_kernel(groups, documents, name):
     q, k = (jax.ShapeDtypeStruct((B, T, h, K), jnp.bfloat16) for h in (H, groups))
     first = jax.ShapeDtypeStruct((B, T), jnp.int32) if documents else None
 

@@ -1,4 +1,4 @@
-"""Recurrences on devices that divide the tokens give what one device does."""
+"""Recurrences over tokens divided among devices equal those of one device."""
 
 import json
 
@@ -19,7 +19,7 @@ def found(with_devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", (*divided_run.MECHANISMS, *divided_run.ELASTIC))
-def test_devices_that_divide_tokens_give_what_one_does(found, name):
+def test_divided_tokens_equal_one_device(found, name):
     for program, result in found[name].items():
         assert result["difference"] < 2e-5, program
 

@@ -1,4 +1,4 @@
-"""A change of the state that is made or not: values, derivatives, and its form."""
+"""Conditional change of a state: values, derivatives, compiled form."""
 
 import jax
 import jax.numpy as jnp

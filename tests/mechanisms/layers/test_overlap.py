@@ -1,4 +1,4 @@
-"""Steps of a chunk that leave each other what their keys have in common."""
+"""Step sizes of a chunk, bounded by the overlap of their keys."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_steps_of_a_chunk_are_the_formula():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_key_that_repeats_is_corrected_once_and_an_orthogonal_one_wholly():
+def test_repeated_key_is_corrected_once_orthogonal_key_fully():
     gamma = draw()[1][:, :C]
     same = jnp.ones((B, C, H, K)) / K**0.5
     _, _, found = bounded_steps(EMPTY, jnp.zeros(B, jnp.int32), same, gamma)

@@ -96,7 +96,7 @@ def numpy_block(params, x, shared):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_block_is_what_its_equations_say(shared):
+def test_block_equals_its_equations(shared):
     mechanism, params, x = case(shared)
     state, y = mechanism.apply(params, mechanism.init_state(B), x)
     np.testing.assert_allclose(y, numpy_block(params, x, shared), rtol=2e-5, atol=2e-5)
@@ -117,7 +117,7 @@ def test_the_convolution_reaches_back_three_tokens_and_never_ahead():
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 5])
-def test_the_convolution_goes_on_across_any_cut(cut):
+def test_convolution_continues_across_segments(cut):
     mechanism, params, x = case(False)
     whole = mechanism.apply(params, mechanism.init_state(B), x)
     state, first = mechanism.apply(params, mechanism.init_state(B), x[:, :cut])
@@ -152,7 +152,7 @@ STARTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTING)
-def test_a_memory_starts_from_what_was_learned_and_teaches_it(name):
+def test_initial_memory_is_learned(name):
     mechanism = STARTING[name]
     params = mechanism.init_params(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (B, 3, D))
@@ -190,7 +190,7 @@ def test_a_memory_starts_from_what_was_learned_and_teaches_it(name):
     np.testing.assert_allclose(once_more[1], y[1], atol=1e-6)
 
 
-def test_leaves_of_an_empty_state_are_buffers_of_their_own():
+def test_leaves_of_an_empty_state_are_separate_buffers():
     for mechanism in STARTING.values():
         leaves = jax.tree.leaves(mechanism.init_state(B))
         places = {leaf.unsafe_buffer_pointer() for leaf in leaves}
@@ -217,7 +217,7 @@ def test_trellis_stays_finite_on_a_key_that_repeats(phi):
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_segment_is_read_as_the_config_says(name):
+def test_config_selects_the_implementation(name):
     def program(implementation):
         config = TINY.mechanism(name, implementation=implementation)
         mechanism = config.build()
@@ -246,7 +246,7 @@ def test_a_segment_is_read_as_the_config_says(name):
         (LatticeConfig, dict(slots=5), "slots <= value_dim=4, got 5"),
     ],
 )
-def test_what_cannot_be_is_refused(kind, wrong, message):
+def test_invalid_values_are_refused(kind, wrong, message):
     with pytest.raises(ValueError, match=message):
         kind(**(sizes_of(kind) | wrong))
 
@@ -272,7 +272,7 @@ def test_an_unknown_choice_is_refused(kind, wrong):
         options.__post_init__()
 
 
-def test_more_slots_than_their_width_start_as_random_rows():
+def test_normalised_initial_slots_are_random_rows():
     config = LatticeConfig(D, H, slots=5, value_dim=4, initial="normalised")
     mechanism = config.build()
     start = mechanism.init_params(jax.random.key(0)).cell.slots

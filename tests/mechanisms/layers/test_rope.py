@@ -1,4 +1,4 @@
-"""RoPE: a rotation, by frequencies that some checkpoints have slowed down."""
+"""RoPE: a rotation, and its scaled frequencies."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def test_llama3_keeps_the_fast_and_slows_the_slow():
     assert any(1 / factor < ratio < 1 for ratio in changed)
 
 
-def test_yarn_goes_over_from_one_to_the_other_by_channel():
+def test_yarn_interpolates_by_channel():
     old, factor = 64, 8.0
     scaling = RopeScaling("yarn", factor, original_positions=old)
 
@@ -84,7 +84,7 @@ def test_yarn_goes_over_from_one_to_the_other_by_channel():
         (dict(attention_factor=0.0), "attention_factor must be positive, got 0.0"),
     ],
 )
-def test_scalings_that_cannot_be_are_refused(wrong, message):
+def test_invalid_scalings_are_refused(wrong, message):
     options: dict[str, Any] = dict(kind="yarn", factor=2.0) | wrong
     with pytest.raises(ValueError, match=message):
         RopeScaling(**options)
