@@ -112,11 +112,6 @@ def score_once(
     )
 
 
-def are_scored(texts: Sequence[TokenisedDocument], folder: Path) -> bool:
-    """Whether all texts were scored into a folder."""
-    return all(_losses_file(folder, text).exists() for text in texts)
-
-
 def join_losses(
     texts: Sequence[TokenisedDocument], nll: Sequence[Float32[np.ndarray, " _"]]
 ) -> TokenLosses:

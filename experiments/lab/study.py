@@ -6,7 +6,6 @@ learning rate of a row is chosen on validation data (`choose_rate`) before test 
 read. `show_plan` prints the missing runs with their cost, and nothing is trained.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -135,7 +134,8 @@ def choose_rate(
     """
     if len(rates) == 1:
         return {"rate": rates[0]}
-    asked = {"rates": list(rates)} | dict(settings)
+    # As JSON, in which tuples are lists.
+    asked = json.loads(json.dumps({"rates": rates} | dict(settings)))
     if file.is_file():
         found = json.loads(file.read_text("utf-8"))
         if all(found.get(key) == value for key, value in asked.items()):
@@ -175,7 +175,7 @@ def run_all(
     *,
     run_dir: Path,
     identity: Callable[[str, int], Any],
-    report: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
+    report: Callable[[list[dict[str, Any]]], Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs every row with every seed, the finished ones excepted.
 
@@ -193,20 +193,20 @@ def run_all(
     Raises:
         ValueError: if the folder holds a run with other settings under the same name.
     """
-    found, is_reported = [], False
+    found, is_new = [], False
     for row in rows:
         for seed in seeds:
             folder = run_folder(run_dir, row, seed)
             file = folder / SCORE
-            is_reported = not file.is_file()
-            if is_reported:
+            is_new = not file.is_file()
+            if is_new:
                 print(f"{row}, seed {seed}", flush=True)
             run = (row, seed, folder)
             numbers = once(file, lambda run=run: measure(*run), identity(row, seed))
             found.append({"name": row, "seed": seed} | numbers)
-            if is_reported:
+            if is_new and report is not None:
                 report(found)
-    if not is_reported:
+    if not is_new and report is not None:
         report(found)
     return found
 
@@ -254,26 +254,3 @@ def show_plan(minutes: Mapping[str, Mapping[str, float]], done: int) -> None:
     show("Minutes", [*parts, "all"], rows)
     hours = sum(sum(run.values()) for run in minutes.values()) / 60
     print(f"{done} done, {len(minutes)} missing: {hours:.1f} hours")
-
-
-@dataclasses.dataclass(frozen=True)
-class SeedsConfig:
-    """Settings of a study whose rows are trained with several seeds.
-
-    Attributes:
-        only: names of the rows to run; none is all.
-        seeds: of parameters and data order; at least 2, and 3 to claim a difference.
-        plan: print the missing runs, and stop.
-        run_dir: where runs and their numbers are stored.
-        output: result file and plot, without the ending.
-    """
-
-    only: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0, 1)
-    plan: bool = False
-    run_dir: Path = Path("runs/study")
-    output: Path = Path("runs/study/result")
-
-    def __post_init__(self):
-        if len(set(self.seeds)) < max(2, len(self.seeds)):
-            raise ValueError(f"seeds must be 2 or more, all distinct, got {self.seeds}")

@@ -7,9 +7,8 @@ Rows: each memory beside the window of the layer that needs most what lies beyon
 and windows that are longer by as many bytes. Columns: the share of the variance of the
 layer's full attention that is missed on test documents, by kind, for tokens beyond the
 window. Each memory learns it for the same inputs (layer-wise distillation). The
-backbone reads each text once, and the layer's input and output are stored in the run
-folder: a memory takes 10 minutes. Its learning rate is the better of two by one pass,
-on validation documents.
+backbone reads each text once for all memories, of which each takes 10 minutes. A
+learning rate is the better of two by one pass, on validation documents.
 
 It does not show perplexity: one layer is replaced, and the model is not tuned.
 """
@@ -95,7 +94,7 @@ class Config:
         rates: learning rates to choose from.
         least: documents that each kind must have to be tested.
         plan: print the missing rows, and stop.
-        run_dir: of the layer's inputs and outputs.
+        run_dir: of the learning rates chosen.
         output: folder of a result for each memory; all together are in its .json.
     """
 
@@ -258,54 +257,34 @@ def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
     }
     student = stage.wrap(model, jax.random.key(0))
     found = {
-        name: read(student, model.config, tokens, folder(config) / f"{name}.npy")
-        for name, tokens in parts.items()
+        name: read(student, model.config, tokens) for name, tokens in parts.items()
     }
     moments = measure_moments(student, model.config, drawn[:START_TEXTS, :-1])
     return Setting(model, moments, **found), test
 
 
-def folder(config: Config) -> Path:
-    """Of what is read once: other settings have another."""
-    apart = ("only", "seeds", "plan", "rates", "passes")
-    shared = {k: v for k, v in settings(config).items() if k not in apart}
-    return config.run_dir / study.digest(shared)
-
-
 def read(
-    student: LanguageModel,
-    teacher: ModelConfig,
-    tokens: Int[np.ndarray, "R T"],
-    file: Path,
+    student: LanguageModel, teacher: ModelConfig, tokens: Int[np.ndarray, "R T"]
 ) -> Read:
-    """Input and output of the layer with full attention, stored in a file.
+    """Input and output of the layer with full attention.
 
     Args:
         student: that `add_memory` made, with a memory in that layer alone.
         teacher: configuration of the model that it was made of.
         tokens: of the texts.
-        file: complete once all texts are read.
     """
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"part-{file.name}")
-        rows, length = tokens.shape
-        shape = (rows, 2, length, teacher.model_dim)
-        found = np.lib.format.open_memmap(part, "w+", np.float32, shape)
-        graph, variables = nnx.split(student)
+    graph, variables = nnx.split(student)
 
-        @jax.jit
-        def taught(variables, one):
-            return teacher_outputs(nnx.merge(graph, variables), teacher, one)
+    @jax.jit
+    def taught(variables, one):
+        return teacher_outputs(nnx.merge(graph, variables), teacher, one)
 
-        for i, text in enumerate(tokens):
-            one = taught(variables, jnp.asarray(text)[None])
-            found[i] = np.stack([one["x"][0][0], one["y"][0][0]])
-            print(f"{file.stem}: {i + 1} of {rows} texts", flush=True)
-        found.flush()
-        part.replace(file)
-    stored = np.load(file, mmap_mode="r")
-    return Read(stored[:, 0], stored[:, 1])
+    found = []
+    for i, text in enumerate(tokens):
+        one = taught(variables, jnp.asarray(text)[None])
+        found.append(np.stack([one["x"][0][0], one["y"][0][0]]))
+        print(f"{i + 1} of {len(tokens)} texts", flush=True)
+    return Read(*np.stack(found, axis=1))
 
 
 def batches(read: Read) -> Iterator[dict[str, list[Array]]]:
@@ -321,13 +300,15 @@ def measure_memory(name: str, config: Config, known: Setting) -> dict[str, Any]:
         rows = [{"name": n, "seed": 0, "missed": missed} for n, missed in found.items()]
         return {"rows": rows}
     memory = MEMORIES[name]
+    # Another pass or seed makes no other choice.
+    asked = settings(config) | {"only": (), "seeds": config.seeds[:1], "passes": 1}
 
     def validation_loss(rate: float) -> float:
         share = align(memory, rate, 1, config.seeds[0], config, known)
         return float(np.mean(share(known.validation)))
 
-    file = result_file(folder(config) / "rates", name)
-    tried = study.choose_rate(config.rates, validation_loss, file, {})
+    file = result_file(config.run_dir, name)
+    tried = study.choose_rate(config.rates, validation_loss, file, asked)
     rate, rows = tried["rate"], []
     for seed in config.seeds:
         share = align(memory, rate, config.passes, seed, config, known)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool
 
 from experiments.lab import study
 from experiments.lab.intervals import summarise_seeds
-from experiments.lab.results import settings, show, spread, write_report
+from experiments.lab.results import RESULTS, settings, show, spread, write_report
 from experiments.memories import on_device, small_models
 from experiments.memories.small_models import Scale
 from memjax.checks import check_sizes
@@ -35,7 +35,7 @@ from memjax.training import pretrain as run
 BASE = "DeltaNet"
 # Seeds of the sequences that choose and of those that test, which no training has.
 VALIDATION, TEST = 2**32 - 2, 2**32 - 1
-#: Minutes of one training of the preset "cpu", on two cores.
+#: Minutes of one training on two cores.
 MINUTES = 1.5
 
 
@@ -63,48 +63,47 @@ class Task(NamedTuple):
         return self._asdict() | {"scale": self.scale._asdict()}
 
 
-_PAIRS = (4, 8, 16, 32, 64)
 SMALL = Task(
     scale=Scale(2, 32, 2, 8, 64, 36 * 64, 1500, 1e-2),
     # 65 keys: with 79 full attention did not learn the task in as many updates.
     vocab_size=196,
     fillers=64,
     pairs=(4, 8, 16),
-    tested=_PAIRS,
+    tested=(4, 8, 16, 32, 64),
     lengths=(64, 256, 1024),
-)
-#: As in Zoology's figure 2.
-ZOOLOGY = Task(
-    scale=Scale(2, 128, 2, 64, 256, 60 * 256, 20_000, 1e-3),
-    vocab_size=8192,
-    fillers=4096,
-    pairs=_PAIRS,
-    tested=_PAIRS,
-    lengths=(256, 512, 1024),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(study.SeedsConfig):
-    """See `study.SeedsConfig`.
+class Config:
+    """Rows, seeds, training and tests of a study of recall.
 
     Attributes:
-        preset: "cpu" takes minutes on two cores; "zoology" is the paper's size.
-        steps: updates of each model; 0 is the preset's.
-        rates: learning rates to choose from; none is the preset's alone.
+        only: names of the rows to run; none is all.
+        seeds: of parameters and data order; at least 2, and 3 to claim a difference.
+        steps: updates of each model; 0 is the task's.
+        rates: learning rates to choose from; none is the task's alone.
         warmup: share of the updates in which the learning rate rises. Attention that
             reaches its peak sooner does not learn the task.
         test_rows: sequences of each test.
+        plan: print the missing runs, and stop.
+        run_dir: of runs and their numbers.
+        output: result file, without the ending.
     """
 
-    preset: Literal["cpu", "zoology"] = "cpu"
+    only: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0, 1)
     steps: int = 0
     rates: tuple[float, ...] = ()
     warmup: float = 0.3
     test_rows: int = 64
+    plan: bool = False
+    run_dir: Path = Path("runs/recall")
+    output: Path = RESULTS / "memories"
 
     def __post_init__(self):
-        super().__post_init__()
+        if len(set(self.seeds)) < max(2, len(self.seeds)):
+            raise ValueError(f"seeds must be 2 or more, all distinct, got {self.seeds}")
         check_sizes(test_rows=self.test_rows)
         if self.steps < 0:
             raise ValueError(f"steps must be >= 0, got {self.steps}")
@@ -113,10 +112,9 @@ class Config(study.SeedsConfig):
 
     @property
     def task(self) -> Task:
-        """The preset's, with the steps of the options."""
-        task = SMALL if self.preset == "cpu" else ZOOLOGY
-        steps = self.steps or task.scale.steps
-        return task._replace(scale=task.scale._replace(steps=steps))
+        """The task, with the steps of the options."""
+        steps = self.steps or SMALL.scale.steps
+        return SMALL._replace(scale=SMALL.scale._replace(steps=steps))
 
 
 # Memories are square, as in the papers: as many slots as a key is wide.
@@ -146,7 +144,7 @@ def model(task: Task, mechanism: str, **options: Any) -> ModelConfig:
 
     Full attention keeps all tokens. `options` are the mechanism's own.
     """
-    if task.scale.model_dim < 128 and mechanism in RECURRENT:
+    if mechanism in RECURRENT:
         options = SMALL_OPTIONS | OPTIONS.get(mechanism, {}) | options
 
     def make(**sizes: int) -> ModelConfig:

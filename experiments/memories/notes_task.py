@@ -58,7 +58,9 @@ def draw_notes(key: Array, rows: int, count: int, part: int) -> Notes:
     """Draws `count` notes, at most `part // 2`, for each of `rows` texts."""
 
     def choose(key, among):
-        order = lambda key: jax.random.permutation(key, among)[:count]
+        def order(key):
+            return jax.random.permutation(key, among)[:count]
+
         return jax.vmap(order)(jax.random.split(key, rows))
 
     keys = jax.random.split(key, 4)

@@ -46,7 +46,6 @@ class Config(mqar.Config):
     """See `mqar.Config`."""
 
     rates: tuple[float, ...] = (3e-3, 1e-2)
-    run_dir: Path = Path("runs/recall")
     output: Path = RESULTS / "memories" / "recall"
 
 

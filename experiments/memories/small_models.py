@@ -41,7 +41,6 @@ def base_model(
 
     `options` are the mechanism's own, such as slots=8.
     """
-    small = scale.model_dim < 512
     size = Size(
         num_layers=scale.layers,
         model_dim=scale.model_dim,
@@ -53,8 +52,8 @@ def base_model(
         capacity=length,
         slots=scale.slots,
         options={mechanism: options},
-        dtype="float32" if small else "bfloat16",
-        remat=not small,
+        dtype="float32",
+        remat=False,
     )
     return size.model(mechanism, vocab_size=vocab_size)
 
@@ -107,9 +106,8 @@ def equal_state(make: Callable[[int], ModelConfig], goal: int) -> ModelConfig:
     Raises:
         ValueError: if the nearest is off by more than a tenth.
     """
-    bytes_of = lambda size: state_bytes(make(size))
     size = 1
-    while bytes_of(size + 1) <= goal:
+    while state_bytes(make(size + 1)) <= goal:
         size += 1
     model = min(make(size), make(size + 1), key=lambda m: abs(state_bytes(m) - goal))
     if abs(state_bytes(model) - goal) > goal / 10:

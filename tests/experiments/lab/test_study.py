@@ -28,12 +28,12 @@ def test_the_rate_with_the_lowest_validation_loss_is_taken_and_stored(tmp_path):
     def choose(*rates, **settings):
         return study.choose_rate(rates, loss, tmp_path / "a" / "rate.json", settings)
 
-    assert choose(1e-2, 1e-3, 1e-4, updates=2)["rate"] == 1e-4
-    assert choose(1e-2, 1e-3, 1e-4, updates=2)["validation"][1:] == [2.0, 1.0]
+    assert choose(1e-2, 1e-3, 1e-4, updates=(2, 3))["rate"] == 1e-4
+    assert choose(1e-2, 1e-3, 1e-4, updates=(2, 3))["validation"][1:] == [2.0, 1.0]
     assert tried == [1e-2, 1e-3, 1e-4]
-    assert choose(5e-4, updates=2) == {"rate": 5e-4}
+    assert choose(5e-4, updates=(2, 3)) == {"rate": 5e-4}
     with pytest.raises(StopIteration):
-        choose(1e-2, 1e-3, 1e-4, updates=3)
+        choose(1e-2, 1e-3, 1e-4, updates=(2, 4))
 
 
 def test_rows_continue_with_the_missing_runs(tmp_path):

@@ -64,19 +64,19 @@ def test_rows_are_trained_on_as_many_tokens(name, model):
     assert make is not None
     made = make(model, sizes, tuning)
     # An alignment sees texts of the tuning.
-    aligns = lambda stage: isinstance(stage, RetrofitStage) and stage.part == "distill"
-    tuned = [stage for _, stage in made if not aligns(stage)]
-    read = lambda s: s.loop.steps * s.data.batch_size * s.tokens_read
-    assert sum(map(read, tuned)) == 16 * sizes.context
+    tuned = [stage for _, stage in made if getattr(stage, "part", "") != "distill"]
+    read = [s.loop.steps * s.data.batch_size * s.tokens_read for s in tuned]
+    assert sum(read) == 16 * sizes.context
     assert {stage.seed for _, stage in made} == {3}
     assert made[-1][1].optimizer.learning_rate == 1e-3
 
 
 def test_a_memory_is_tuned_on_the_texts_of_a_window(model):
     tuning = Tuning("embedded", updates=6, rate=1e-3, seed=3)
-    made = lambda tune: tune(model, SIZES, tuning)
-    ((_, window),) = made(stages.tune_beside("none"))
-    (_, aligned), (_, tuned) = made(stages.tune_beside("gated_deltanet"))
+    ((_, window),) = stages.tune_beside("none")(model, SIZES, tuning)
+    (_, aligned), (_, tuned) = stages.tune_beside("gated_deltanet")(
+        model, SIZES, tuning
+    )
     for stage in (window, tuned):
         assert (stage.loop.steps, stage.seed) == (6, 3)
         assert stage.optimizer == window.optimizer and stage.data == window.data
@@ -93,9 +93,12 @@ def test_mplus_keeps_no_more_than_the_wide_window(store, monkeypatch):
     sizes = dataclasses.replace(SIZES, window=64, context=64, more=1000)
     memory = stages.mplus_memory(model, sizes, store)
     target = state_bytes(stages.wide_window(model, sizes), sizes.tokens)
-    bytes_of = lambda config: state_bytes(
-        stages.add_mplus(model, config, key=jax.random.key(0)), sizes.tokens
-    )
+
+    def bytes_of(config):
+        return state_bytes(
+            stages.add_mplus(model, config, key=jax.random.key(0)), sizes.tokens
+        )
+
     names = ("pool_size", "num_retrieved", "store_size") if store else ("pool_size",)
     longer = {name: getattr(memory, name) + 2 for name in names}
     assert bytes_of(memory) <= target < bytes_of(dataclasses.replace(memory, **longer))

@@ -97,7 +97,10 @@ def test_a_training_continues_from_a_model():
     start = LanguageModel(model, key=jax.random.key(7))
     trained, _ = on_device.train(run, draw, start)
     fresh, _ = on_device.train(run, draw)
-    params = lambda model: jax.tree.leaves(nnx.state(model, nnx.Param))
+
+    def params(model):
+        return jax.tree.leaves(nnx.state(model, nnx.Param))
+
     same = [
         np.allclose(a, b) for a, b in zip(params(trained), params(start), strict=True)
     ]
@@ -109,15 +112,21 @@ def test_scores_are_means_over_seeds_beside_the_best_baseline(test):
     right = np.asarray(test.notes.numbers)[None] - FIRST_NUMBER
     wrong = (right + 1) % notes.NUMBERS
     models = program.models(program.Config())
-    runs = lambda *answers: [
-        {"seconds": 1.0, "answers": {"3": np.tile(x, (2, 1, 1))}} for x in answers
-    ]
+
+    def runs(*answers):
+        return [
+            {"seconds": 1.0, "answers": {"3": np.tile(x, (2, 1, 1))}} for x in answers
+        ]
+
     found = [
         program.Answered("window", models[program.WINDOW], runs(wrong, wrong)),
         program.Answered("memory", models["DeltaNet"], runs(right, wrong)),
     ]
     report = program.report(found, {3: test}, (64, 128))
-    mean = lambda name: [row["mean"] for row in report["models"][name]["right"]["3"]]
+
+    def mean(name):
+        return [row["mean"] for row in report["models"][name]["right"]["3"]]
+
     assert mean("memory") == [0.5, 0.5] and mean("window") == [0.0, 0.0]
     assert report["models"]["memory"]["seeds"]["3"] == [[1.0, 1.0], [0.0, 0.0]]
     # All of it fits the bytes, and is read again without a mistake.
