@@ -200,6 +200,7 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
     @jax.jit
     def search(state: MPlusState, queries: Array) -> Array:
         mask = jnp.ones(queries.shape[:2], bool)
+        assert state.store is not None
         return long_term_store.retrieve(config, state.store, 0, queries, mask).rows
 
     def write(params: PyTree, state: MPlusState, ids: Array) -> MPlusState:
