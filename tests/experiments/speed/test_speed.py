@@ -12,7 +12,6 @@ from experiments.speed import (
     memory_curve,
     official_hmt,
     official_mplus,
-    packing,
     shapes,
     train_step,
 )
@@ -174,23 +173,6 @@ def test_train_step_writes_ratios_to_the_baselines(tmp_path, monkeypatch):
     assert names == [("elastic_memory", 32), ("attention", 32), ("elastic_memory", 64)]
 
 
-def test_packed_rows_read_every_target():
-    config = packing.Config(context=128, short_context=32, tokens=256, longest=257)
-    documents = packing.short_documents(config)
-    lengths = [len(d.tokens) for d in documents]
-    assert max(lengths) <= 257 and np.median(lengths) > 33
-    shares = {
-        kind: packing.share_read(config, documents, kind)
-        for kind in ("packed", "chunked", "chunked, short")
-    }
-    whole = sum(n - 1 for n in lengths)
-    chunked = sum((n - 1) // 128 * 128 for n in lengths) / whole
-    assert shares["packed"] == 1 and shares["chunked"] == pytest.approx(chunked)
-    assert shares["chunked"] < shares["chunked, short"] < 1
-    batch = next(packing.make_batches(config, "transformer-tiny", "packed"))
-    assert batch.tokens.shape == (2, 128) and batch.mask.mean() > 0.9
-
-
 @pytest.mark.parametrize(
     ("study", "options", "message"),
     [
@@ -200,8 +182,6 @@ def test_packed_rows_read_every_target():
         (official_hmt, {"repeats": 0}, "repeats must"),
         (official_hmt, {"sizes": ()}, "sizes must not be empty"),
         (official_mplus, {"threads": 0}, r"threads must be in \[1, "),
-        (packing, {"shortest": 1}, "shortest must be at least 2"),
-        (packing, {"context": 1000}, "context=1000 must divide tokens=4096"),
         (memory_curve, {"piece": 64}, r"piece must be multiples of 128"),
         (memory_curve, {"lengths": (1000,)}, r"lengths must be multiples of 1024"),
     ],
