@@ -33,10 +33,10 @@ class DeltaNetConfig(RecurrentConfig):
         """The cell of these sizes."""
         return bind(
             self,
-            init_params=init_params,
-            init_state=init_state,
-            step=step,
-            apply=apply,
+            init_params,
+            init_state,
+            step,
+            apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
         )

@@ -67,10 +67,10 @@ class GSAConfig(RecurrentConfig):
         """The cell of these sizes."""
         return bind(
             self,
-            init_params=init_params,
-            init_state=init_state,
-            step=step,
-            apply=apply,
+            init_params,
+            init_state,
+            step,
+            apply,
             reset_chunk=1,
             apply_share=apply_share,
         )
@@ -110,10 +110,10 @@ class ABCConfig(RecurrentConfig):
         """The cell of these sizes."""
         return bind(
             self,
-            init_params=init_params,
-            init_state=init_state,
-            step=step,
-            apply=apply,
+            init_params,
+            init_state,
+            step,
+            apply,
             reset_chunk=1,
             apply_share=apply_share,
         )

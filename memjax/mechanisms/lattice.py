@@ -114,12 +114,7 @@ class LatticeConfig(RecurrentConfig):
     def cell(self) -> Cell:
         """The cell of these sizes."""
         return bind(
-            self,
-            init_params=init_params,
-            init_state=init_state,
-            step=step,
-            apply=apply,
-            reset_chunk=self.chunk_size,
+            self, init_params, init_state, step, apply, reset_chunk=self.chunk_size
         )
 
     def cell_axes(self) -> PyTree:

@@ -41,13 +41,7 @@ class FadingConfig(RecurrentConfig):
     name: ClassVar[str] = "fading"
 
     def cell(self):
-        return bind(
-            self,
-            init_params=init_params,
-            init_state=init_state,
-            step=step,
-            apply=apply,
-        )
+        return bind(self, init_params, init_state, step, apply)
 
     def cell_axes(self):
         return FadingParams(decay=axes("heads"), gate=axes("model", "heads"))

@@ -158,11 +158,11 @@ class CellDefaults:
 
 def bind(
     config: CellConfig,
-    *,
     init_params: Callable,
     init_state: Callable,
     step: Callable,
     apply: Callable,
+    *,
     unit_norm: bool = True,
     reset_chunk: int | None = None,
     apply_share: Callable | None = None,

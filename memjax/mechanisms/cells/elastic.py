@@ -96,14 +96,7 @@ class ElasticCellConfig(CellDefaults):
 
     def cell(self) -> Cell:
         """The cell of these sizes."""
-        return bind(
-            self,
-            init_params=init_params,
-            init_state=init_state,
-            step=step,
-            apply=apply,
-            unit_norm=False,
-        )
+        return bind(self, init_params, init_state, step, apply, unit_norm=False)
 
     def cell_axes(self) -> "ElasticCellParams":
         """No parameters."""
