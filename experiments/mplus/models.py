@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import jax.numpy as jnp
-
 from memjax.data import (
     Passage,
     Question,
@@ -17,8 +15,6 @@ from memjax.data import (
 )
 from memjax.data.documents.sources import open_documents
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
-from memjax.models.adapters import Frozen
-from memjax.models.mplus import write as mplus_writing
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.training.checkpoints.checkpoint import open_folder
@@ -113,37 +109,20 @@ def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
 def with_attention_retrieval(model: MPlus) -> MPlus:
     """M+-Attn of the same parameters: attention scores replace the retriever.
 
-    The store is on the device, where every token searches it. Memory tokens that come
-    from a checkpoint become keys and values.
+    The store is on the device, where every token searches it.
 
     Raises:
-        ValueError: if the model has no retriever, or the program's legacy store.
+        ValueError: if the model has no retriever, or memory from a checkpoint.
     """
-    if not model.config.has_retriever:
+    config = model.config
+    if not config.has_retriever or model.initial is not None:
         raise ValueError(
-            "model must have a learned retriever, got "
-            f"num_retrieved={model.config.num_retrieved}, "
-            f"retrieval={model.config.retrieval!r}"
+            "model must have a learned retriever and an empty memory, got "
+            f"num_retrieved={config.num_retrieved}, retrieval={config.retrieval!r}"
         )
-    rebuilt = _with_config(
-        model,
-        retrieval="attention",
-        retrieval_source="prefix",
-        store_memory="device",
+    return _with_config(
+        model, retrieval="attention", retrieval_source="prefix", store_memory="device"
     )
-    initial = rebuilt.initial
-    if initial is None or initial.rows is None or initial.born is None:
-        return rebuilt
-    rows, born = initial.rows.get_value(), initial.born.get_value()
-    layers = [
-        mplus_writing.stored(rebuilt.weights, i, rows[i][None], born[i][None])
-        for i in range(rebuilt.layers)
-    ]
-    values, keys = (
-        Frozen(jnp.concatenate([getattr(layer, part) for layer in layers]))
-        for part in ("rows", "keys")
-    )
-    return MPlus(rebuilt.weights, initial._replace(rows=values, keys=keys))
 
 
 def _with_config(model: MPlus, **changes: Any) -> MPlus:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.hmt import ablations, length, questions, rows, training
+from experiments.hmt import length, questions, rows, training
 from experiments.lab import backbones
 from memjax.data import Question, load_tokens
 from memjax.mechanisms import AttentionConfig
@@ -148,38 +148,6 @@ def test_targets_that_a_row_reads_ahead_do_not_count():
 
 
 @pytest.mark.slow
-def test_ablations(run_dir, tmp_path, untrained):
-    config = ablations.Config(
-        group="sensory",
-        run_dir=run_dir,
-        backbone_steps=2,
-        output=tmp_path,
-        sensory=(1,),
-        depths=(2,),
-    )
-    ablations.main(config)
-    trained = [*untrained.values()]
-    assert [x.hmt.num_sensory_tokens for x in trained] == [1, 1] * 2
-    assert [x.hmt.retrieval for x in trained] == [False, True] * 2
-    assert [x.seed for x in trained] == [0, 0, 1, 1]
-    untrained.clear()
-    report = json.loads((tmp_path / "sensory.json").read_text())
-    assert list(report["models"]) == ["k = 1", "3-gram"] and report["base"] == "k = 1"
-    first, counted = report["models"].values()
-    # Two models that are hardly trained, and counts of all training documents.
-    assert len(first["gain_by_seed"]) == 2 and not counted["gain_by_seed"]
-    assert counted["gain"]["nats"] > 1
-    ablations.main(dataclasses.replace(config, group="depth", seeds=(0,)))
-    report = json.loads((tmp_path / "depth.json").read_text())
-    hmt, rmt, counted = report["models"]
-    assert (hmt, rmt) == ("HMT, depth 2 (32 tokens a row)", "RMT, depth 2")
-    for row in report["models"].values():
-        assert set(row["perplexity"]) == {"causal", "all"}
-    sensory = [x.hmt.num_sensory_tokens for x in untrained.values()]
-    assert sensory == [1, 1, 0]
-
-
-@pytest.mark.slow
 def test_questions(run_dir, tmp_path, untrained):
     path = tmp_path / "questions.jsonl"
     lines = [
@@ -238,8 +206,6 @@ def test_settings_out_of_range_are_refused():
         (length, {"test_tokens": -1}, "test_tokens must be >= 0"),
         (length, {"lengths": ()}, "lengths must be at least 1"),
         (length, {"seeds": ()}, "seeds must name at least one"),
-        (ablations, {"sensory": (SEGMENT + 1,)}, r"sensory must be in \[0, 8\]"),
-        (ablations, {"depths": (1,)}, "depths must be at least 2"),
         (questions, {"test_contexts": (0,)}, "test_contexts and test_items"),
     ]
     for study, changes, message in cases:

@@ -1,9 +1,6 @@
 """Methods that answer questions: their memories, their sizes, their positions."""
 
 import dataclasses
-import functools
-import json
-from pathlib import Path
 
 import chex
 import jax
@@ -12,10 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.lab.measure import tree_bytes
 from experiments.mplus import methods, models
-from memjax.models.mplus.build import add_memoryllm
-from memjax.models.mplus.checkpoints.checkpoint import load_official
-from memjax.nnx import as_arrays
 from tests.experiments.mplus.tiny import (
     ANSWER,
     BYTES,
@@ -26,9 +21,6 @@ from tests.experiments.mplus.tiny import (
     memory_model,
     samples,
 )
-
-GOLDEN = Path(__file__).parents[2] / "models" / "golden" / "mplus"
-HF = json.loads((GOLDEN / "config.json").read_text())
 
 
 def test_bm25_reads_the_best_chunks_in_their_order():
@@ -137,62 +129,20 @@ def test_stores_of_other_sizes():
         models.with_store(alone, 96)
 
 
-@functools.cache
-def official_model():
-    return load_official(GOLDEN / "tiny_model.safetensors", HF)
-
-
-@functools.cache
-def by_attention():
-    return models.with_attention_retrieval(official_model())
-
-
-@pytest.mark.slow
-def test_attention_retrieval_has_the_parameters_without_the_retrievers():
-    before, after = (
-        nnx.to_pure_dict(nnx.state(m)) for m in (official_model(), by_attention())
-    )
-    for name in ("query", "key", "encoder_query", "initial"):
+def test_attention_retrieval_replaces_the_retriever():
+    model = memory_model()
+    found = models.with_attention_retrieval(model)
+    before, after = (nnx.to_pure_dict(nnx.state(x)) for x in (model, found))
+    for name in ("query", "key", "encoder_query"):
         del before[name]
-    del after["initial"]
     chex.assert_trees_all_equal(after, before)
-    expected = dataclasses.replace(official_model().config, retrieval="attention")
-    assert by_attention().config == expected
+    expected = dataclasses.replace(model.config, retrieval="attention")
+    assert found.config == expected
     # All of the store is on the device, keys and values.
-    state = by_attention().init_state(1)
-    size = sum(x.nbytes for x in jax.tree.leaves(state))
-    assert methods.LatentMemory(by_attention()).state_bytes() == (size, 0)
-
-
-@pytest.mark.slow
-def test_stored_rows_of_a_checkpoint_become_keys_and_values():
-    """Each row's through the layer that reads, in float64."""
-    state, official = by_attention().init_state(1), official_model().init_state(1)
-    assert state.store is not None and official.store is not None
-    count, width = HF["ltm_initial_size"], 2 * 16
-    assert state.store.num_valid.tolist() == [count]
-    chex.assert_trees_all_equal(state.pool, official.pool)
-    scale = HF["lora_config"]["lora_alpha"] / HF["lora_config"]["r"]
-    for layer, block in enumerate(official_model().backbone.blocks):
-        rows = np.asarray(official.store.layers[layer].rows[0, :count], np.float64)
-        norm = np.asarray(block.mechanism_norm.get_value())
-        rows /= np.sqrt((rows**2).mean(-1, keepdims=True) + HF["rms_norm_eps"])
-        changes = as_arrays(official_model().read_adapter)[layer]["mechanism"]
-        found = state.store.layers[layer]
-        np.testing.assert_array_equal(found.born, official.store.layers[layer].born)
-        for name, part in (("key", found.keys), ("value", found.rows)):
-            plain = np.asarray(getattr(block.parameters().mechanism, name), np.float64)
-            change = np.tensordot(changes[name].down, changes[name].up, 1)
-            expected = np.tensordot(rows * norm, plain + scale * change, 1)
-            expected = expected.reshape(count, width)
-            np.testing.assert_allclose(part[0, :count], expected, atol=1e-5)
-
-
-def test_attention_retrieval_needs_a_retriever():
-    plain = add_memoryllm(
-        official_model().backbone, official_model().config, key=jax.random.key(0)
+    size = methods.LatentMemory(found).state_bytes()
+    assert size.host == 0 and size.device == tree_bytes(
+        jax.eval_shape(lambda: found.init_state(1))
     )
-    with pytest.raises(ValueError, match="must have a learned .* num_retrieved=0"):
-        models.with_attention_retrieval(plain)
-    with pytest.raises(ValueError, match="must have a learned .*'attention'"):
-        models.with_attention_retrieval(by_attention())
+    for other in (memory_model(num_retrieved=0), found):
+        with pytest.raises(ValueError, match="must have a learned retriever"):
+            models.with_attention_retrieval(other)
