@@ -54,10 +54,12 @@ def test_equal_bytes(model):
     assert full.config.capacity == 64 and kept(full) > kept(wide)
 
 
-@pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.stages])
+# Sizes of the preset of M+ do not fit a tiny window.
+@pytest.mark.parametrize(
+    "name",
+    [n for n, row in ROWS.items() if row.stages and n not in ("mplus", "memoryllm")],
+)
 def test_rows_are_trained_on_as_many_tokens(name, model):
-    if "mplus" in name or "memory" in name:
-        pytest.skip("sizes of the preset do not fit a tiny window")
     tuning = Tuning("embedded", updates=16, rate=1e-3, seed=3)
     sizes = dataclasses.replace(SIZES, window=32, context=64)
     make = ROWS[name].stages
