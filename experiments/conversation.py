@@ -71,7 +71,7 @@ CHAT = (
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is run.
+    """Parts, model and output.
 
     Attributes:
         parts: the session, the turns, or both.

@@ -23,7 +23,7 @@ from memjax.data.documents.tokenizer import parse_tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to train on, and where the tokenizer goes.
+    """Source, size and destination.
 
     Attributes:
         destination: file to write, of `tokenizers` JSON; compressed if it ends in .xz.

@@ -1,13 +1,12 @@
-"""Do the GPU kernels compute what they should on a real GPU?
+"""Agreement of the GPU kernels with the token loop, on a real GPU.
 
     python -m experiments.gpu.check --jobs 8
 
-Compares every Mosaic GPU kernel with the token loop in float32 on the same bfloat16
+Every Mosaic GPU kernel is compared with the token loop in float32 on the same bfloat16
 inputs: outputs, memories and all gradients, as relative root mean squares. The shapes
 are the benchmark's, scaled down, with open chunks and packed documents. Every case has
 a process of its own, because a kernel that fails can take its process's GPU with it.
-Prints a line a case. Writes results/gpu/check.json where there is a GPU. The exit
-code is 1 if a case disagrees or does not run, and 2 without a Hopper GPU.
+The exit code is 1 if a case disagrees or does not run, and 2 without a Hopper GPU.
 """
 
 import concurrent.futures

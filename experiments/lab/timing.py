@@ -156,15 +156,17 @@ def confine(threads: int) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The C library reads them when a process begins."""
+    """Sets variables, which the C library reads when a process begins."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    yield
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def check_threads(threads: int) -> None:

@@ -65,7 +65,7 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is timed.
+    """Settings of the comparison.
 
     Attributes:
         model: a GGUF file; None is SmolLM2-135M of its package.

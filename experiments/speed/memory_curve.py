@@ -72,7 +72,7 @@ VOCABULARY = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is measured.
+    """Lengths and models.
 
     Attributes:
         lengths: of the texts, in tokens; multiples of `piece`.

@@ -68,7 +68,7 @@ RETRIEVAL: dict[Size, int] = {"tiny": 128, "smollm2": 1536}
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is timed.
+    """Settings of the comparison.
 
     Attributes:
         sizes: of the backbone: "tiny", or "smollm2" (135M).

@@ -115,7 +115,7 @@ SEARCHED = Memory(pool=256, store=150_000)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is timed.
+    """Settings of the comparison.
 
     Attributes:
         size: of the backbone: "tiny", or "smollm2" (135M).
@@ -142,7 +142,7 @@ class Config:
 
 
 class Subject(NamedTuple):
-    """What is timed of an implementation; each returns when it is done.
+    """The timed functions of an implementation; each returns when it is done.
 
     Attributes:
         inject: writes tokens [1, T], whole chunks.

@@ -56,7 +56,7 @@ CASES: dict[str, Case] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Which cases are counted.
+    """Choice of cases.
 
     Attributes:
         only: names of cases, or their beginnings up to a slash, to count anew; all
