@@ -92,9 +92,9 @@ def make_samples(
             f"samples must be at most {len(full) * batch} of these facts, in batches "
             f"of {batch} with questions of one length, got {samples}"
         )
-    groups = [[fact for fact, _ in group] for group in full]
-    sizes = num_chunks, chunk
-    return [_batch(group, passages, encode, sizes, seed) for group in groups]
+    asked = [fact for group in full for fact, _ in group]
+    sizes = {"batch": batch, "num_chunks": num_chunks, "chunk": chunk}
+    return samples_of(asked, passages, tokenizer, **sizes, seed=seed)
 
 
 def samples_of(
