@@ -64,13 +64,17 @@ def greedy():
     return go()
 
 
+def test_all_tokens_are_drawn_without_a_stop(greedy):
+    assert greedy.tokens.shape == greedy.log_probs.shape == (B, NEW)
+    assert greedy.lengths.tolist() == [NEW] * B
+
+
 def test_greedy_equals_argmax_of_full_text(greedy):
     text = np.concatenate([PROMPT, greedy.tokens], axis=1)
     after, logits = forward(jnp.asarray(text, jnp.int32))
     rows = np.asarray(jax.nn.log_softmax(logits))[:, P - 1 : -1]
     np.testing.assert_array_equal(greedy.tokens, np.argmax(rows, axis=-1))
     np.testing.assert_allclose(greedy.log_probs, rows.max(axis=-1), atol=1e-5)
-    assert greedy.lengths.tolist() == [NEW] * B
     # All drawn tokens have been read.
     chex.assert_trees_all_close(greedy.state, after, rtol=1e-5, atol=1e-5)
 

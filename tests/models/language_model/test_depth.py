@@ -59,6 +59,19 @@ def of_model(make, **options):
     return gradients(*nnx.split(tiny.drawn(make)), options)
 
 
+def test_scanned_features_equal_unrolled():
+    models = [
+        tiny.drawn(functools.partial(build, MODELS["equal"], scan))
+        for scan in (False, True)
+    ]
+    expected, found = (
+        tiny.method(model, "features", model.init_state(B), tiny.tokens(0, B, T))
+        for model in models
+    )
+    tiny.assert_close(found, expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "remat"),
     [("equal", False), ("hybrid", True), ("one differs", False)],

@@ -105,6 +105,12 @@ def _case(request):
     return model, states, logits
 
 
+def test_single_tokens_have_finite_logits(case):
+    _, states, logits = case
+    assert logits.shape == (B, T, V) and jnp.isfinite(logits).all()
+    assert states[-1].length.tolist() == [T % C] * B
+
+
 def test_call_equals_single_tokens(case):
     model, states, logits = case
     close(run(model, states[0], TOKENS), (states[-1], logits))

@@ -226,9 +226,8 @@ def _decode(graph, params, reading, tokens, alone):
     return nnx.merge(graph, params).decode(reading, tokens, only_new=alone)
 
 
-@pytest.mark.parametrize(
-    "memory", ["pool", pytest.param("delta", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["pool", "delta"])
 def test_decoding_with_the_cache(prepared, memory):
     """Five tokens one by one, then three at once, without another retrieval."""
     m, state = prepared
