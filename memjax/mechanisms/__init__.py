@@ -2,7 +2,10 @@
 
 from memjax.mechanisms.attention import AttentionConfig as AttentionConfig
 from memjax.mechanisms.base import Mechanism as Mechanism
+from memjax.mechanisms.base import Packed as Packed
 from memjax.mechanisms.base import replace_rows as replace_rows
+from memjax.mechanisms.cells.base import Cell as Cell
+from memjax.mechanisms.cells.base import CellConfig as CellConfig
 from memjax.mechanisms.cells.elastic import ElasticCellConfig as ElasticCellConfig
 from memjax.mechanisms.cells.infini import InfiniConfig as InfiniConfig
 from memjax.mechanisms.config import MechanismConfig as MechanismConfig
@@ -15,6 +18,8 @@ from memjax.mechanisms.gsa import ABCConfig as ABCConfig
 from memjax.mechanisms.gsa import GSAConfig as GSAConfig
 from memjax.mechanisms.hybrid import HybridConfig as HybridConfig
 from memjax.mechanisms.lattice import LatticeConfig as LatticeConfig
+from memjax.mechanisms.layers.heads import HeadsConfig as HeadsConfig
+from memjax.mechanisms.layers.recurrent_block import RecurrentConfig as RecurrentConfig
 from memjax.mechanisms.linear_attention import (
     LinearAttentionConfig as LinearAttentionConfig,
 )

@@ -52,7 +52,7 @@ from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.windowed import limit_length
-from memjax.nnx.compiled import compiled
+from memjax.nnx.compilation import compiled
 from memjax.nnx.params import params_key
 
 

@@ -46,7 +46,7 @@ from memjax.models.language_model.layers import (
     with_remat,
 )
 from memjax.models.remat import LAYER_INPUT
-from memjax.nnx.compiled import compiled
+from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.common.partition import along_batch
 

@@ -34,7 +34,7 @@ from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.remat import cond_with_remat
-from memjax.nnx.compiled import compiled
+from memjax.nnx.compilation import compiled
 from memjax.nnx.params import copy
 
 NOT_SAVED = (

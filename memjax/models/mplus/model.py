@@ -43,7 +43,7 @@ from memjax.models.mplus.state import Initial, KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
 from memjax.models.offload import near
 from memjax.models.sampling import Sampling
-from memjax.nnx.compiled import compiled
+from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays, as_params
 
 

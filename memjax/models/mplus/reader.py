@@ -19,7 +19,7 @@ from memjax.models.mplus import attention_retrieval, kv_cache, read
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import KVCache, MPlusState
-from memjax.nnx.compiled import compiled
+from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays
 
 

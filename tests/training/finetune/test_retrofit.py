@@ -26,7 +26,7 @@ from memjax.models.checkpoints.memory_state import load_memory, save_memory
 from memjax.models.language_model.retrofit import MemoryOptions, add_memory
 from memjax.models.language_model.windowed import limit_attention
 from memjax.models.lora import LoraConfig, add_lora
-from memjax.nnx.tabulate import tabulate
+from memjax.nnx.table import tabulate
 from memjax.training.config import LoopConfig
 from memjax.training.distributed import sharding
 from memjax.training.finetune import finetune
