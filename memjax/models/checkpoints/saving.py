@@ -77,3 +77,53 @@ def write_contents(
         shard_bytes=shard_bytes,
     )
     return contents.config["model_type"]
+
+
+class Savable:
+    """A model that is saved by its `contents`."""
+
+    def contents(self, dtype: Dtype) -> Contents:
+        """What `save` writes, in `dtype`."""
+        raise NotImplementedError
+
+    def save(
+        self,
+        folder: Path | str,
+        text: TextInterface | None = None,
+        *,
+        origin: str = "",
+        readme: str | None = None,
+        dtype: Dtype = "float32",
+        shard_bytes: int = SHARD_BYTES,
+    ) -> str:
+        """Writes a folder that transformers loads, if it has such a model.
+
+        Models of the families of `from_hf_config` have their tensor names. Others, as
+        all with recurrent layers, are written for `memjax.load` alone. LoRA adapters
+        are merged.
+
+        Args:
+            folder: must not exist, or be empty; it appears whole or not at all.
+            text: tokenizer, chat template, and the makers' sampling; None is none.
+            origin: the model that this one was made from; of a path the last part is
+                written.
+            readme: the model card, `README.md`; None is none.
+            dtype: of the saved tensors.
+            shard_bytes: size of the largest file; more tensors go to several files.
+
+        Returns:
+            The model_type: that of the family, or "memjax" for a model that
+            transformers does not have.
+
+        Raises:
+            ValueError: if the folder is not empty.
+        """
+        return write_contents(
+            self.contents(dtype),
+            folder,
+            text,
+            origin=origin,
+            readme=readme,
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+        )

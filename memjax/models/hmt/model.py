@@ -30,8 +30,6 @@ Shapes: B batch, T time, E width of the backbone's embeddings, V vocabulary, L s
 k sensory tokens, N memories, d_h retrieval width.
 """
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -40,8 +38,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.models import ragged
 from memjax.models.adapters import merge_lora
-from memjax.models.checkpoints.saving import write_contents
-from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.models.checkpoints.saving import Contents, Savable
 from memjax.models.hmt import saving
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.hmt.decode import open_last_segment, read_tokens
@@ -56,7 +53,7 @@ from memjax.nnx.compilation import compiled
 from memjax.nnx.params import params_key
 
 
-class HMT(nnx.Module):
+class HMT(Savable, nnx.Module):
     """A backbone with hierarchical memory: itself a language model.
 
     Holds parameters only: `initial_memory` (M_init), and with retrieval
@@ -151,25 +148,13 @@ class HMT(nnx.Module):
             merge_lora(self.backbone), mechanisms=own.mechanisms, remat=own.remat
         )
 
-    def save(
-        self,
-        folder: Path | str,
-        text: TextInterface | None = None,
-        *,
-        origin: str = "",
-        readme: str | None = None,
-        dtype: Dtype = "float32",
-    ) -> str:
-        """Writes a folder for `memjax.load`, with the official program's tensor names.
+    def contents(self, dtype: Dtype) -> Contents:
+        """What `save` writes, under the official program's names, adapters merged.
 
-        LoRA adapters are merged. The model_type is "hmt", which transformers refuses:
-        by the backbone's it would load the folder and draw every parameter anew.
-        Arguments and errors are those of `LanguageModel.save`.
+        transformers refuses the model_type "hmt": by the backbone's it would load the
+        folder and draw every parameter anew.
         """
-        contents = saving.contents(self.config, self.weights, self.plain())
-        return write_contents(
-            contents, folder, text, origin=origin, readme=readme, dtype=dtype
-        )
+        return saving.contents(self.config, self.weights, self.plain())
 
     def init_state(
         self, batch: int, capacity: int | None = None, *, masked: bool = False

@@ -11,7 +11,6 @@ Shapes: B batch, T time, D model, E embedding (D but in OPT 350m), V vocabulary.
 """
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +26,11 @@ from memjax.mechanisms.layers.ragged import apply_ragged
 from memjax.models import ragged
 from memjax.models.adapters import merge_lora
 from memjax.models.checkpoints.saving import (
-    SHARD_BYTES,
+    Contents,
+    Savable,
     plain_contents,
     saved_type,
-    write_contents,
 )
-from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model import caches, inputs
 from memjax.models.language_model.config import Dtype, ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
@@ -55,7 +53,7 @@ from memjax_kernels._src.common.partition import along_batch
 State = tuple[PyTree, ...]
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(Savable, nnx.Module):
     """A decoder. Holds parameters only; the memory is an argument and a result.
 
     Example:
@@ -146,48 +144,10 @@ class LanguageModel(nnx.Module):
         """The model with its adapters merged."""
         return merge_lora(self)
 
-    def save(
-        self,
-        folder: Path | str,
-        text: TextInterface | None = None,
-        *,
-        origin: str = "",
-        readme: str | None = None,
-        dtype: Dtype = "float32",
-        shard_bytes: int = SHARD_BYTES,
-    ) -> str:
-        """Writes a folder that transformers loads, if it has such a model.
-
-        Models of the families of `from_hf_config` have their tensor names. Others, as
-        all with recurrent layers, are written for `memjax.load` alone. LoRA adapters
-        are merged.
-
-        Args:
-            folder: must not exist, or be empty; it appears whole or not at all.
-            text: tokenizer, chat template, and the makers' sampling; None is none.
-            origin: the model that this one was made from; of a path the last part is
-                written.
-            readme: the model card, `README.md`; None is none.
-            dtype: of the saved tensors.
-            shard_bytes: size of the largest file; more tensors go to several files.
-
-        Returns:
-            The model_type: that of the family, or "memjax" for a model that
-            transformers does not have.
-
-        Raises:
-            ValueError: if the folder is not empty.
-        """
-        return write_contents(
-            # No other program knows where our adapters are.
-            plain_contents(self.config, self.plain()),
-            folder,
-            text,
-            origin=origin,
-            readme=readme,
-            dtype=dtype,
-            shard_bytes=shard_bytes,
-        )
+    def contents(self, dtype: Dtype) -> Contents:
+        """What `save` writes, without adapters."""
+        # No other program knows where our adapters are.
+        return plain_contents(self.config, self.plain())
 
     @property
     def vocab_size(self) -> int:

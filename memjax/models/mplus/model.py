@@ -21,7 +21,6 @@ Shapes: B batch, L layers, T time, K memory tokens of a chunk, C longest chunk, 
 V vocabulary.
 """
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,8 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged
-from memjax.models.checkpoints.saving import write_contents
-from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.models.checkpoints.saving import Contents, Savable
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus import kv_cache, read, write
@@ -47,7 +45,7 @@ from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays, as_params
 
 
-class MPlus(nnx.Module):
+class MPlus(Savable, nnx.Module):
     """A backbone with latent memory: itself a language model.
 
     Holds parameters; the memory is an argument and a result. `MPlusWeights` says what
@@ -97,32 +95,18 @@ class MPlus(nnx.Module):
         """The backbone without the memory, adapters merged."""
         return self.backbone.plain()
 
-    def save(
-        self,
-        folder: Path | str,
-        text: TextInterface | None = None,
-        *,
-        origin: str = "",
-        readme: str | None = None,
-        dtype: Dtype = "float32",
-    ) -> str:
-        """Writes a folder that `memjax.load` and the official program read.
+    def contents(self, dtype: Dtype) -> Contents:
+        """What `save` writes, for the official program too.
 
-        The model_type is "memoryllm", the program's own, which transformers refuses.
         What was injected is in the state, see `memjax.save_memory`. The program's R is
-        a multiple of K, and rounded up for it where ours is none. Arguments are those
-        of `LanguageModel.save`.
+        a multiple of K, and rounded up for it where ours is none.
 
         Raises:
-            ValueError: if the folder holds something, dtype cannot hold the initial
-                store's ages, or attention finds the rows of the store, which no model
-                of the program's does.
+            ValueError: if dtype cannot hold the initial store's ages, or attention
+                finds the rows of the store, which no model of the program's does.
         """
-        saving.require_official(self.config, str(folder))
-        contents = saving.contents(self.weights, self.initial, self.plain(), dtype)
-        return write_contents(
-            contents, folder, text, origin=origin, readme=readme, dtype=dtype
-        )
+        saving.require_official(self.config, "save")
+        return saving.contents(self.weights, self.initial, self.plain(), dtype)
 
     @property
     def vocab_size(self) -> int:
