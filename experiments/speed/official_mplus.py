@@ -19,20 +19,14 @@ rows when it merges. Without `--official` ours is timed alone.
 """
 
 import dataclasses
-import importlib.util
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
-from jaxtyping import Array, PyTree
 
 from experiments.lab.results import (
     RESULTS,
@@ -54,12 +48,9 @@ from experiments.lab.timing import (
     time_processes,
     versions,
 )
-from experiments.speed.shapes import SHAPES, Shape, Size, backbone, llama_config
+from experiments.speed.official_mplus_programs import FILE, Memory, authors, ours
+from experiments.speed.shapes import SHAPES, Shape, Size
 from memjax.checks import check_sizes
-from memjax.models import MPlusConfig, add_mplus
-from memjax.models.mplus import store as long_term_store
-from memjax.models.mplus.read import ReadOptions
-from memjax.models.mplus.state import LayerStore, MPlusState
 
 Implementation = Literal["official", "official_fused", "ours"]
 Part = Literal["rounds", "search"]
@@ -67,45 +58,6 @@ Part = Literal["rounds", "search"]
 CHUNKS, PROMPT = 16, 256
 #: The attention that the authors' program runs with.
 ATTENTION = {"official": "eager", "official_fused": "sdpa"}
-FILE = "modeling_mplus.py"
-#: The linear maps that LoRA adapts.
-ADAPTED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
-#: How many of the five values that a layer takes its attention classes leave out.
-MISSING = {"LlamaAttention": 1, "LlamaSdpaAttention": 2}
-
-
-class Memory(NamedTuple):
-    """Sizes of a memory; the defaults are the paper's.
-
-    Attributes:
-        tokens: memory tokens of a chunk.
-        chunk: its tokens.
-        pool: rows of the short-term pool.
-        retrieved: rows that a read takes from the store.
-        store: rows of the store, with those dropped since the last merge.
-        key_dim: width of queries and keys.
-        merge_every: updates between two merges of the authors' program.
-    """
-
-    tokens: int = 256
-    chunk: int = 512
-    pool: int = 10_240
-    retrieved: int = 2_560
-    store: int = 153_600
-    key_dim: int = 256
-    merge_every: int = 60
-
-    @property
-    def config(self) -> MPlusConfig:
-        """Ours, with as many rows."""
-        return MPlusConfig(
-            num_memory_tokens=self.tokens,
-            chunk_size=self.chunk,
-            pool_size=self.pool,
-            num_retrieved=self.retrieved,
-            store_size=self.store,
-            key_dim=self.key_dim,
-        )
 
 
 #: Of the rounds, and of the search.
@@ -139,179 +91,6 @@ class Config:
         check_sizes(repeats=self.repeats)
         require_checkout(self.official, FILE)
         check_threads(self.threads)
-
-
-class Subject(NamedTuple):
-    """The timed functions of an implementation; each returns when it is done.
-
-    Attributes:
-        inject: writes tokens [1, T], whole chunks.
-        read: logits of tokens [1, T] that follow the memory.
-        search: one layer's retrieval for queries [T, key_dim].
-    """
-
-    inject: Callable[[np.ndarray], Any]
-    read: Callable[[np.ndarray], Any]
-    search: Callable[[np.ndarray], Any]
-
-
-def filled(state: MPlusState, held: int) -> MPlusState:
-    """The state of one text, its pool full and `held` rows in its store, all random."""
-    random = np.random.default_rng(0)
-    store, rows = state.store, state.pool.shape[2]
-    assert store is not None
-
-    def normal(x: Array) -> Array:
-        return jnp.asarray(random.standard_normal(x.shape, np.float32))
-
-    def layer(old: LayerStore) -> LayerStore:
-        # Every layer has its own, so that all can be donated.
-        born = jnp.arange(old.born.shape[1], dtype=jnp.int32)[None] - (held + rows - 1)
-        new = LayerStore(normal(old.rows), normal(old.keys), born)
-        # Or the peak of the memory would be that of both.
-        jax.tree.map(lambda x: x.delete(), old)
-        return new
-
-    ages = jnp.arange(rows - 1, -1, -1, dtype=jnp.int32)[None, None]
-    return state._replace(
-        pool=normal(state.pool),
-        ages=jnp.broadcast_to(ages, state.ages.shape),
-        num_valid=jnp.full_like(state.num_valid, rows),
-        store=store._replace(
-            layers=tuple(map(layer, store.layers)),
-            num_valid=jnp.full_like(store.num_valid, held),
-        ),
-    )
-
-
-def ours(shape: Shape, memory: Memory, held: int) -> Subject:
-    """Our model, `held` rows in its store; compiled at its first calls."""
-    config = memory.config
-    model = add_mplus(backbone(shape), config, key=jax.random.key(1))
-    graph, params = nnx.split(model)
-    state = filled(model.init_state(1), held)
-
-    @jax.jit
-    def read(params: PyTree, state: MPlusState, ids: Array) -> Array:
-        # As in the authors' program, every token takes part in the search.
-        options = ReadOptions(prompt_length=ids.shape[1])
-        return nnx.merge(graph, params).read(state, ids, options)[1]
-
-    @jax.jit
-    def search(state: MPlusState, queries: Array) -> Array:
-        mask = jnp.ones(queries.shape[:2], bool)
-        assert state.store is not None
-        return long_term_store.retrieve(config, state.store, 0, queries, mask).rows
-
-    def write(params: PyTree, state: MPlusState, ids: Array) -> MPlusState:
-        return nnx.merge(graph, params).inject(state, ids)
-
-    compiled = jax.jit(write, donate_argnums=1)
-
-    def inject(ids: np.ndarray) -> None:
-        nonlocal state
-        state = jax.block_until_ready(compiled(params, state, jnp.asarray(ids)))
-
-    return Subject(
-        inject=inject,
-        read=lambda ids: jax.block_until_ready(read(params, state, jnp.asarray(ids))),
-        search=lambda queries: jax.block_until_ready(search(state, queries[None])),
-    )
-
-
-def merging(memory: Memory, held: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """What makes each merge of the peer drop the oldest of `held` rows.
-
-    A store then stays as large as it is; one that is empty grows.
-
-    Returns:
-        The recall frequency of a row when it is merged, and the ages and the remaining
-        frequencies of the rows held.
-    """
-    batch = memory.merge_every * memory.tokens
-    ages = np.arange(held)[::-1]
-    merges = -(-held // batch) or 10**9
-    return merges + 1.0, ages + memory.pool, (merges - ages // batch).astype(float)
-
-
-def authors(
-    checkout: Path, attention: str, shape: Shape, memory: Memory, held: int
-) -> Subject:
-    """The authors' program, `held` rows in its store; after a search nothing else."""
-    # Optional, and no other implementation's process should load it.
-    import torch  # pyright: ignore[reportMissingImports]
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
-    first_recalls, ages, recalls = merging(memory, held)
-    lora = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "inference_mode": False}
-    blocks = memory.retrieved // memory.tokens
-    # Its own settings ride in the backbone's.
-    config = llama_config(
-        shape,
-        attn_implementation=attention,
-        num_tokens=memory.tokens,
-        num_ltm_blocks=blocks,
-        num_blocks=memory.pool // memory.tokens + blocks,
-        drop_memory_per_layer=True,
-        add_bos_embedding=True,
-        add_decoder_lora=True,
-        lora_config=lora | {"target_modules": list(ADAPTED)},
-        update_ltm_mode="immediate",
-        update_ltm_frequency=memory.merge_every,
-        initial_rf_when_moving_stm_to_ltm=first_recalls,
-        decay_frequency=1.0,
-        ltm_initial_size=held,
-        add_selector=True,
-        add_encoder_retriever=True,
-        num_selector_layers=2,
-        selector_hidden_dim=memory.key_dim,
-        map_from_hidden_states=True,
-    )
-    model = _program(checkout).MPlus(config).eval()
-    model.put_ltm_to_numpy()
-    for index in range(shape.layers):
-        model.ltm_ages[index] = ages.copy()
-        model.ltm_recall_frequencies[index] = recalls.copy()
-
-    def inject(ids: np.ndarray) -> None:
-        with torch.no_grad():
-            for start in range(0, ids.shape[1], memory.chunk):
-                chunk = torch.from_numpy(ids[:, start : start + memory.chunk]).long()
-                model.inject_memory(chunk, update_memory=True)
-
-    def read(ids: np.ndarray) -> None:
-        with torch.no_grad():
-            long = torch.from_numpy(ids).long()
-            model(input_ids=long, use_cache=True, return_dict=True)
-
-    def search(queries: np.ndarray) -> None:
-        layer = model.model.layers[0]
-        # It makes the queries itself: let it make them of themselves.
-        layer.input_layernorm = layer.self_attn.query_proj = torch.nn.Identity()
-        model.get_ltm(0, torch.from_numpy(queries)[None])
-
-    return Subject(inject, read, search)
-
-
-def _program(checkout: Path) -> Any:
-    """The authors' module, with attention that runs on a CPU."""
-    spec = importlib.util.spec_from_file_location("modeling_mplus", checkout / FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    for name, count in MISSING.items():
-        attention = getattr(module, name)
-        attention.forward = _completed(attention.forward, count)
-    return module
-
-
-def _completed(forward: Callable[..., tuple[Any, ...]], missing: int) -> Any:
-    def completed(*given: Any, **named: Any) -> tuple[Any, ...]:
-        return (*forward(*given, **named), *[None] * missing)
-
-    return completed
 
 
 def make(

@@ -12,10 +12,11 @@ from experiments.speed import (
     memory_curve,
     official_hmt,
     official_mplus,
+    official_mplus_programs,
     shapes,
     train_step,
 )
-from experiments.speed.official_mplus import Memory
+from experiments.speed.official_mplus_programs import Memory
 from memjax.models import HMTConfig, add_mplus
 
 SHAPE = shapes.Shape(1, 16, 2, 1, 24, 40, False)
@@ -91,7 +92,7 @@ def test_mplus_times_the_acts_of_a_part(part):
 @pytest.mark.slow
 def test_filled_state_is_full_and_its_store_older_than_its_pool():
     model = add_mplus(shapes.backbone(SHAPE), MEMORY.config, key=jax.random.key(1))
-    state = official_mplus.filled(model.init_state(1), 10)
+    state = official_mplus_programs.filled(model.init_state(1), 10)
     assert state.store is not None
     assert state.num_valid == 8 and state.store.num_valid == 10
     ages = state.clock[0] - state.store.layers[0].born[0, :10]
@@ -100,7 +101,7 @@ def test_filled_state_is_full_and_its_store_older_than_its_pool():
 
 
 def test_every_merge_of_the_peer_drops_the_oldest_rows():
-    first, ages, recalls = official_mplus.merging(MEMORY, 20)
+    first, ages, recalls = official_mplus_programs.merging(MEMORY, 20)
     # Three merges of 8 rows, the last of 4: one recall is left to the oldest.
     assert first == 4 and ages.tolist() == list(range(27, 7, -1))
     assert recalls.tolist() == [1] * 4 + [2] * 8 + [3] * 8
