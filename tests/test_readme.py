@@ -10,12 +10,14 @@ import jax
 import pytest
 
 from memjax.cli.finetune import presets as finetune_presets
-from memjax.mechanisms import ElasticMemoryConfig
+from memjax.mechanisms import TrellisConfig
 from memjax.models import LanguageModel
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model import presets
 from memjax.nnx import Memory
 from memjax.training.config import presets as training_presets
+from tests import tiny
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 
@@ -29,10 +31,10 @@ def run(example, scope):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What the examples call is compiled whole: eagerly each operation is a program."""
+    """Compiles whole calls of the examples: eagerly each operation is a program."""
     for kind in (LanguageModel, HMT, Memory):
         monkeypatch.setattr(kind, "__call__", compile_method(kind.__call__))
-    plain = ElasticMemoryConfig.build
+    plain = TrellisConfig.build
 
     def build(config):
         mechanism = plain(config)
@@ -40,7 +42,7 @@ def compiled(monkeypatch):
             apply=jax.jit(mechanism.apply), step=jax.jit(mechanism.step)
         )
 
-    monkeypatch.setattr(ElasticMemoryConfig, "build", build)
+    monkeypatch.setattr(TrellisConfig, "build", build)
 
 
 def compile_method(method):
@@ -60,20 +62,22 @@ def test_the_examples_run(tmp_path, monkeypatch, compiled):
     scope = {}
     run(EXAMPLE, scope)
     assert scope["y"].shape == (2, 256)
-    assert scope["drawn"].shape == (2, 20)
+    assert scope["logits"].shape == (2, 1000, 4096)
 
     run(FLAX, scope)
     assert scope["y"].shape == (2, 1000, 256)
 
     # A model of another size in the place of the one that is named.
     size = dataclasses.replace(presets.TINY, num_layers=1)
-    config = size.model("attention", vocab_size=4096)
+    tokenizer = tiny.tokenizer()
+    config = size.model("attention", vocab_size=tokenizer.vocab_size)
     small = LanguageModel(config, key=jax.random.key(0))
-    small.save(tmp_path / "HuggingFaceTB" / "SmolLM2-135M")
+    folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M"
+    small.save(folder, TextInterface(tokenizer))
     monkeypatch.chdir(tmp_path)
     run(PRETRAINED.replace("2000", "20"), scope)
-    assert scope["logits"].shape == (2, 1000, 4096)
-    assert scope["drawn"].shape == (2, 20)
+    assert scope["found"].tokens.shape == (1, 20)
+    assert (tmp_path / "night").is_dir()
 
 
 def test_commands_name_presets_that_exist():
