@@ -7,8 +7,9 @@ import pytest
 
 import memjax_kernels
 
-OPS = ("linear_attention", "ssd", "gla", "delta_rule", "gated_delta_rule")
-OPS += ("gated_slots", "ttt_linear", "trellis", "lattice")
+#: Those whose state is a matrix for each head, `MatrixState`.
+LINEAR = ("linear_attention", "ssd", "gla", "delta_rule", "gated_delta_rule")
+OPS = (*LINEAR, "gated_slots", "ttt_linear", "trellis", "lattice")
 #: Modules below `_src` that memjax imports; names of ops come from `memjax_kernels`.
 SHARED = {
     *("causal_attention", "causal_attention.blocks"),
@@ -18,11 +19,13 @@ SHARED = {
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_op_has_a_step_and_an_empty_memory(op):
+def test_every_op_has_a_step_an_empty_memory_and_a_state_type(op):
     for name in (op, f"{op}_step", f"{op}_init_state"):
-        assert (
-            callable(getattr(memjax_kernels, name)) and name in memjax_kernels.__all__
-        )
+        assert callable(getattr(memjax_kernels, name))
+        assert name in memjax_kernels.__all__
+    states = {name.lower() for name in memjax_kernels.__all__ if "State" in name}
+    assert op in LINEAR or f"{op.replace('_', '')}state" in states
+    assert {"matrixstate", "hippostate"} <= states
 
 
 def test_no_public_name_shadows_a_module():

@@ -22,20 +22,23 @@ from memjax_kernels._src.hippo.bank import hippo_reconstruction as hippo_reconst
 from memjax_kernels._src.hippo.bank import hippo_sample_points as hippo_sample_points
 from memjax_kernels._src.hippo.reference import hippo_reference
 
+#: Coefficients of all channels, float32.
+HippoState = Float[Array, "B N X"]
+
 HippoImplementation = Literal["reference", "scan", "associative", "direct"]
 
 
 def hippo(
     features: Float[Array, "B n L X"],
     reconstruction: Float[Array, "M N"],
-    state: Float[Array, "B N X"] | None = None,
+    state: HippoState | None = None,
     *,
     start: Int[Array, " B"] | None = None,
     count: Int[Array, " B"] | None = None,
     in_step: bool | None = None,
     bank: HippoBank | None = None,
     implementation: HippoImplementation | None = None,
-) -> tuple[Float[Array, "B N X"], Float[Array, "B n M X"]]:
+) -> tuple[HippoState, Float[Array, "B n M X"]]:
     """Absorbs blocks of tokens and reads the memory as it was before each of them.
 
     Args:
@@ -88,10 +91,10 @@ def hippo(
 
 def hippo_update(
     features: Float[Array, "B T X"],
-    state: Float[Array, "B N X"],
+    state: HippoState,
     start: Int[Array, " B"],
     count: Int[Array, " B"] | None = None,
-) -> Float[Array, "B N X"]:
+) -> HippoState:
     """Absorbs one block of any length: C <- (t0/t1)^A C + K(t0..t1) F (eq. 6).
 
     Args:

@@ -9,6 +9,7 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.linear import chunks, delta_chunks, pallas_tpu, steps
+from memjax_kernels._src.linear.steps import MatrixState
 from memjax_kernels._src.linear.table import LinearOp, run
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
@@ -56,12 +57,12 @@ def linear_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
-    state: Float[Array, "B H K V"] | None = None,
+    state: MatrixState | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """Linear attention: S ← S + k vᵀ, y = Sᵀ q, for T tokens, T at least 1.
 
     Katharopoulos et al. (2020), https://arxiv.org/abs/2006.16236, equations 16 to 20,
@@ -94,12 +95,12 @@ def ssd(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     g: Float[Array, "B T H"],
-    state: Float[Array, "B H K V"] | None = None,
+    state: MatrixState | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """State-space duality (Mamba-2): S ← exp(g) S + k vᵀ, y = Sᵀ q, for T tokens.
 
     T is at least 1. Dao and Gu (2024), https://arxiv.org/abs/2405.21060, equation 1
@@ -134,12 +135,12 @@ def gla(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     g: Float[Array, "B T H K"],
-    state: Float[Array, "B H K V"] | None = None,
+    state: MatrixState | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """Gated linear attention: S ← diag(exp(g)) S + k vᵀ, y = Sᵀ q, for T tokens.
 
     T is at least 1. Yang et al. (2023), https://arxiv.org/abs/2312.06635, equation 3
@@ -174,12 +175,12 @@ def delta_rule(
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
     beta: Float[Array, "B T H"],
-    state: Float[Array, "B H K V"] | None = None,
+    state: MatrixState | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """The delta rule: S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q, for T tokens, T at least 1.
 
     A write replaces what the memory holds for its key. Schlag, Irie & Schmidhuber
@@ -214,12 +215,12 @@ def gated_delta_rule(
     v: Float[Array, "B T H V"],
     beta: Float[Array, "B T H"],
     g: Float[Array, "B T H"],
-    state: Float[Array, "B H K V"] | None = None,
+    state: MatrixState | None = None,
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
+) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """The gated delta rule: S ← exp(g) S, then S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q.
 
     For T tokens, T at least 1. Yang, Kautz & Hatamizadeh (2024),

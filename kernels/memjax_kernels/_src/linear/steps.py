@@ -11,12 +11,15 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import one_pass
 
+#: The memory of all linear ops: a matrix for each head, float32.
+MatrixState = Float[Array, "B H K V"]
+
 F32 = jnp.float32
 
 
 def linear_attention_init_state(
     batch: int, heads: int, key_dim: int, value_dim: int
-) -> Float[Array, "B H K V"]:
+) -> MatrixState:
     """The memory before the first token: zeros, float32."""
     return jnp.zeros((batch, heads, key_dim, value_dim), F32)
 
@@ -26,8 +29,8 @@ def linear_attention_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
-    state: Float[Array, "B H K V"],
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    state: MatrixState,
+) -> tuple[MatrixState, Float[Array, "B H V"]]:
     """S ← S + k vᵀ, then y = Sᵀq; in float32, the read in the dtype of v."""
     key, value = k.astype(F32), v.astype(F32)
     state = state + key[..., :, None] * value[..., None, :]
@@ -43,8 +46,8 @@ def ssd_step(
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     g: Float[Array, "B H"],
-    state: Float[Array, "B H K V"],
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    state: MatrixState,
+) -> tuple[MatrixState, Float[Array, "B H V"]]:
     """S ← exp(g) S + k vᵀ, then y = Sᵀq; in float32, the read in the dtype of v."""
     decayed = jnp.exp(g.astype(F32))[..., None, None] * state
     return inspect.unwrap(linear_attention_step)(q, k, v, decayed)
@@ -56,8 +59,8 @@ def gla_step(
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     g: Float[Array, "B H K"],
-    state: Float[Array, "B H K V"],
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    state: MatrixState,
+) -> tuple[MatrixState, Float[Array, "B H V"]]:
     """S ← diag(exp(g)) S + k vᵀ, y = Sᵀq; in float32, the read in the dtype of v."""
     decayed = jnp.exp(g.astype(F32))[..., None] * state
     return inspect.unwrap(linear_attention_step)(q, k, v, decayed)
@@ -69,8 +72,8 @@ def delta_rule_step(
     k: Float[Array, "B H K"],
     v: Float[Array, "B H V"],
     beta: Float[Array, "B H"],
-    state: Float[Array, "B H K V"],
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    state: MatrixState,
+) -> tuple[MatrixState, Float[Array, "B H V"]]:
     """S ← S + β k (v - Sᵀk)ᵀ, then y = Sᵀq; in float32, the read in the dtype of v."""
     q, k, value, beta = (x.astype(F32) for x in (q, k, v, beta))
     # The prediction is of the memory before the write: the error is written.
@@ -86,8 +89,8 @@ def gated_delta_rule_step(
     v: Float[Array, "B H V"],
     beta: Float[Array, "B H"],
     g: Float[Array, "B H"],
-    state: Float[Array, "B H K V"],
-) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
+    state: MatrixState,
+) -> tuple[MatrixState, Float[Array, "B H V"]]:
     """S ← exp(g) S, then the delta rule; in float32, y in the dtype of v."""
     decayed = jnp.exp(g.astype(F32))[..., None, None] * state
     return inspect.unwrap(delta_rule_step)(q, k, v, beta, decayed)
