@@ -6,11 +6,11 @@
 `session` runs `memjax tell` and `memjax ask` in a pseudo-terminal, each command a
 process of its own: a page about an invented person is told to SmolLM2-135M-Instruct,
 which was not trained on it, and three questions are asked in plain words. The terminal
-is drawn as it is (`results/conversation/session.svg`). `turns` has the seconds of each
-turn of a chat, those of compiling, and the size of the memory's folder.
+is drawn as it is (`results/conversation/session.svg`). Nine questions are asked with
+the page and without. `turns` has the seconds of each turn of a chat, those of
+compiling, and the size of the memory's folder.
 
-What this does not show: how often answers are right. One page and three questions show
-that the memory is read, and no more.
+What this does not show: one page and nine questions do not rank models.
 """
 
 import dataclasses
@@ -48,19 +48,34 @@ QUESTION = "what does a conversation with a memory look like, and what does it c
 COLUMNS = 72
 PAGE = """\
 Mira Holm was born in 1951 in the harbour town of Vessby, where her father repaired
-clocks. As a child she collected broken watches and sorted their wheels by size. In
-1978 she moved to the island of Saarn and became the keeper of its lighthouse. She
-lived there for thirty-one years with a grey cat called Button. At night, when the
-lamp was lit, she searched the sky with a telescope that she had built herself. In
-March 1986 she discovered a comet, which carries her name today. After the lighthouse
-was closed in 2009 Mira Holm wrote a book about her years on the island, "The Slow
-Light".
+clocks. As a child she collected broken watches and sorted their wheels by size. At the
+age of nineteen she left for the city of Torrun to study astronomy, and she paid for her
+room by playing the cello in a small orchestra.
+
+In 1978 she moved to the island of Saarn and became the keeper of its lighthouse. She
+lived there for thirty-one years with a grey cat called Button. At night, when the lamp
+was lit, she searched the sky with a telescope that she had built herself. In March 1986
+she discovered a comet, which carries her name today.
+
+After the lighthouse was closed in 2009 Mira Holm wrote a book about her years on the
+island, "The Slow Light". It was translated into eleven languages. She gave the money to
+the school of Vessby, which bought a telescope with it. On clear evenings she still
+teaches the children of the town how to find the planets.
 """
-ASKED = (
-    "Where was Mira Holm born?",
-    "What was the name of Mira Holm's cat?",
-    "What did Mira Holm discover in 1986?",
-)
+#: Questions, and the words of a right answer; the picture shows the first three.
+QUESTIONS = {
+    "Where was Mira Holm born?": "Vessby",
+    "What did Mira Holm discover in 1986?": "comet",
+    "What is the title of Mira Holm's book?": "The Slow Light",
+    "What did Mira Holm study?": "astronomy",
+    "What instrument did Mira Holm play?": "cello",
+    "Where did Mira Holm live for thirty-one years?": "Saarn",
+    "What was the name of Mira Holm's cat?": "Button",
+    "What did Mira Holm's father do?": "clocks",
+    "When was the lighthouse closed?": "2009",
+}
+#: Most tokens of an answer.
+TOKENS = 24
 CHAT = (
     "What is the capital of France?",
     "And of Italy?",
@@ -106,7 +121,9 @@ def session(model: Path) -> dict[str, Any]:
         name = f"smollm2{model.suffix}"
         (there / name).symlink_to(model.absolute())
         commands = [["tell", name, "mira.txt", "--memory", "mem"]]
-        commands += [["ask", name, f'"{q}"', "--memory", "mem"] for q in ASKED]
+        for question in list(QUESTIONS)[:3]:
+            ask = ["ask", name, f'"{question}"', "--memory", "mem"]
+            commands.append([*ask, "--tokens", str(TOKENS)])
         rows = []
         for words in commands:
             began = time.perf_counter()
@@ -114,7 +131,21 @@ def session(model: Path) -> dict[str, Any]:
             seconds = time.perf_counter() - began
             rows.append({"command": words, "lines": lines, "seconds": seconds})
         size = sum(x.stat().st_size for x in (there / "mem").rglob("*") if x.is_file())
-    return {"commands": rows, "memory_bytes": size}
+    return {"commands": rows, "memory_bytes": size, "answers": answers(model)}
+
+
+def answers(model: Path) -> list[dict[str, Any]]:
+    """Answers to all questions, after the page and from an empty memory."""
+    told, empty = Conversation.open(model), Conversation.open(model)
+    told.inject(PAGE, name="mira.txt")
+    rows = []
+    for question, words in QUESTIONS.items():
+        row: dict[str, Any] = {"question": question, "words": words}
+        for name, talk in (("told", told), ("empty", empty)):
+            said = talk.query(question, limit=TOKENS).text.strip()
+            row |= {name: said, f"{name}_right": words.lower() in said.lower()}
+        rows.append(row)
+    return rows
 
 
 def terminal(words: list[str], folder: Path, seconds: float = 600) -> Iterator[str]:
@@ -165,12 +196,14 @@ def draw(found: dict[str, Any], model: str, file: Path) -> None:
                 console.print(Text(line))
         made = provenance(QUESTION, {})
         seconds = max(row["seconds"] for row in found["commands"])
+        right = sum(row["told_right"] for row in found["answers"])
+        asked = f"{model}: {right} of {len(found['answers'])} questions answered right"
         cost = (
-            f"{model}; a command takes up to {seconds:.0f} s with loading, "
+            f"a command takes up to {seconds:.0f} s with loading, "
             f"the memory {found['memory_bytes'] / 1e6:.0f} MB"
         )
         where = f"{made['device']}, {made['date']}, {made['commit']}"
-        for line in (cost, where):
+        for line in (asked, cost, where):
             console.print(Text(line, "dim", justify="right"))
     console.save_svg(str(file), title="memjax")
 
@@ -212,6 +245,18 @@ def timed_turns(model: Path) -> list[dict[str, float]]:
             )
     jax.monitoring.unregister_event_duration_listener(note_compiling)
     return rows
+
+
+@table("conversation/answers", "conversation/session")
+def answer_table(result: dict[str, Any]) -> Rows:
+    """Answers to all questions about the page, and how many are right."""
+    columns = {"told": "answer after the page", "empty": "answer without it"}
+    rows = result["answers"]
+    for row in rows:
+        cells = {column: row[name] for name, column in columns.items()}
+        yield {"question": row["question"], "in the page": row["words"]} | cells
+    right = {c: str(sum(r[f"{n}_right"] for r in rows)) for n, c in columns.items()}
+    yield {"question": f"right of {len(rows)}"} | right
 
 
 @table("conversation/turns")

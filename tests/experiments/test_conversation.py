@@ -11,7 +11,14 @@ def test_lines_that_were_written_over_are_gone():
 def test_picture_names_model_cost_and_commit(tmp_path):
     row = {"command": ["ask", "smollm2"], "lines": ["Vessby."], "seconds": 7.4}
     found = {"commands": [row], "memory_bytes": 7_300_000}
+    found |= {"answers": [{"told_right": True}, {"told_right": False}]}
     conversation.draw(found, "SmolLM2", tmp_path / "session.svg")
     text = (tmp_path / "session.svg").read_text().replace("&#160;", " ")
-    for words in ("$ memjax ask smollm2", "Vessby.", "7 s", "the memory 7 MB"):
+    for words in (
+        "$ memjax ask smollm2",
+        "Vessby.",
+        "7 s",
+        "the memory 7 MB",
+        "1 of 2",
+    ):
         assert words in text
