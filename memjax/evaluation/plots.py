@@ -122,47 +122,6 @@ def accuracy_by_distance(
         axes.set(xlabel="tokens injected since", ylabel="right answers")
 
 
-def recall_histogram(
-    panels: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    path: Path,
-    *,
-    longest: int = 50,
-    title: str = "",
-    source: str = "",
-) -> None:
-    """Draws how many segments back searches go, one panel an experiment.
-
-    A line shows a uniform choice of memory (HMT, Figures 11, 14 and 15).
-
-    Args:
-        panels: distances and memories held, as of `recall_distances`, by name.
-        path: the PNG to write.
-        longest: distances beyond are not drawn; a panel says how many there are.
-        title: of the plot.
-        source: device and commit, small in a corner.
-    """
-    size = (1 + 3.2 * len(panels), 4.0)
-    back = np.arange(1, longest + 1)
-    with drawing(
-        path, columns=len(panels), size=size, title=title, source=source, sharey=True
-    ) as plot:
-        found = zip(plot.grid[0], panels.items(), strict=True)
-        for i, (axes, (name, (distances, held))) in enumerate(found):
-            count = max(len(distances), 1)
-            shares = [np.sum(distances == segments) / count for segments in back]
-            chance = [np.sum((segments <= held) / held) / count for segments in back]
-            axes.bar(back, shares, width=0.9, color="#56B4E9")
-            last = i == len(panels) - 1
-            plain = {"marker": None, "linestyle": "-", "color": "#000000"}
-            plot.line(axes, back, chance, "by chance", i, named=last, **plain)
-            beyond = np.mean(distances > longest) if len(distances) else 0.0
-            axes.set_title(
-                f"{name}\n{len(distances):,} searches\n{beyond:.0%} go back further"
-            )
-            axes.set_xlabel("segments back")
-        plot.grid[0, 0].set_ylabel("share of searches")
-
-
 #: Number of points from which a running mean over a twentieth of them is drawn.
 MANY = 60
 

@@ -9,7 +9,6 @@ from memjax.evaluation.plots import (
     accuracy_by_distance,
     loss_by_position,
     perplexity_by_length,
-    recall_histogram,
 )
 
 
@@ -43,20 +42,12 @@ def test_the_picture_shows_the_numbers(tmp_path):
     assert one == same != other
 
 
-def test_lines_by_length_and_histograms_become_pngs(tmp_path):
+def test_lines_by_length_become_a_png(tmp_path):
     path = tmp_path / "lines.png"
     curves = {"a": [3.0, 2.0, 1.5], "b": [3.0, float("nan"), 2.0]}
     perplexity_by_length(curves, [2048, 4096, 8192], path, title="t")
     width, height = read_png(path)
     assert width > height > 100
-
-    one, two = np.array([1, 2, 60]), np.array([70, 70, 70])
-    none = np.zeros(0, np.int64)
-    recall_histogram({"a": (one, two), "none": (none, none)}, path, title="t")
-    read_png(path)
-    before = path.read_bytes()
-    recall_histogram({"a": (one + 1, two), "none": (none, none)}, path, title="t")
-    assert path.read_bytes() != before
 
 
 def test_accuracy_by_distance_becomes_a_png(tmp_path):

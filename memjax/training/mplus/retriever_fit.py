@@ -1,8 +1,5 @@
-"""Initialisation and separate training of M+'s retriever on collected hidden states.
+"""Initialisation of M+'s retriever from collected hidden states.
 
-The retriever's input is detached: training it changes no other parameter, and the
-hidden states of a bank of documents serve many steps. Negatives of a document's rows
-are those of all other documents in the batch, where training has those of the pool.
 `similarity` constructs a retriever for rows similar to the queries, without a loss.
 
 Shapes: n documents, L layers, Q query tokens, R rows of a document, D model.
@@ -14,14 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, Scalar
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from memjax.checks import check_sizes
 from memjax.data.mplus_tasks.tasks import TaskBatch
 from memjax.models.mplus import read as mplus_reading
-from memjax.models.mplus import retriever
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.retriever import Retriever
@@ -176,85 +171,3 @@ def _linear(matrices):
         down=jnp.concatenate([matrices, -matrices], axis=2),
         up=jnp.broadcast_to(up, (layers, *up.shape)),
     )
-
-
-def fit(
-    model: MPlus,
-    bank: Bank,
-    *,
-    steps: int,
-    documents: int,
-    learning_rate: float,
-    key: PRNGKeyArray,
-) -> tuple[MPlus, list[float]]:
-    """The model with fitted `query` and `key`, and the loss of each step.
-
-    Args:
-        model: of the bank.
-        bank: of at least `documents`.
-        steps: updates of Adam with a cosine schedule to 0.
-        documents: of a batch, at least 2, negatives of each other.
-        learning_rate: at the start.
-        key: of the batches.
-
-    Raises:
-        ValueError: on fewer than two documents in a batch, or a smaller bank.
-    """
-    check_sizes(steps=steps)
-    if not 2 <= documents <= len(bank.query_mask):
-        raise ValueError(
-            f"documents must be in [2, {len(bank.query_mask)}], got {documents}"
-        )
-    transform = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(params, state, batch):
-        loss, gradients = jax.value_and_grad(bank_loss)(params, batch)
-        updates, state = transform.update(gradients, state)
-        return optax.apply_updates(params, updates), state, loss
-
-    # `update` donates them; the given model keeps its own.
-    params = jax.tree.map(jnp.copy, query_and_key(model))
-    state, losses = transform.init(params), []
-    for step in range(steps):
-        drawn = jax.random.fold_in(key, step)
-        chosen = jax.random.choice(
-            drawn, len(bank.query_mask), (documents,), replace=False
-        )
-        batch = jax.tree.map(lambda x, chosen=chosen: x[chosen], bank)
-        params, state, loss = update(params, state, batch)
-        losses.append(float(loss))
-    return model.replace(query=params[0], key=params[1]), losses
-
-
-def query_and_key(model: MPlus) -> tuple[Retriever, Retriever]:
-    """The parts of a model's retriever that a read uses.
-
-    Raises:
-        ValueError: for a model without a learned retriever.
-    """
-    query, key = model.weights.query, model.weights.key
-    if query is None or key is None:
-        raise ValueError(
-            "model must have a learned retriever, got "
-            f"num_retrieved={model.config.num_retrieved}, "
-            f"retrieval={model.config.retrieval!r}"
-        )
-    return query, key
-
-
-def bank_loss(params: tuple[Retriever, Retriever], batch: Bank) -> Scalar:
-    """The retriever's loss with each document's queries over the rows of all."""
-    query, key = params
-    n, layers, rows, width = batch.rows.shape
-    # A row belongs to the document that it was made from; all others are negatives.
-    own = jnp.repeat(jnp.eye(n, dtype=bool), rows, axis=1)
-    found = []
-    for layer in range(layers):
-        keys = retriever.project(key, layer, batch.rows[:, layer].reshape(-1, width))
-        asking = retriever.project(query, layer, batch.asking[:, layer])
-        keys = jnp.broadcast_to(keys[None], (n, *keys.shape))
-        found.append(retriever.probabilities(asking, keys, batch.query_mask))
-    probability = jnp.stack(found)
-    own = jnp.broadcast_to(own[None], probability.shape)
-    return retriever.retriever_loss(probability, own, ~own)

@@ -1,4 +1,4 @@
-"""The retriever made by similarity, and fitted: its bank, its loss, what changes."""
+"""The retriever made by similarity, and its bank."""
 
 import functools
 
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from memjax.data.mplus_tasks.tasks import Target, TaskBatch
 from memjax.mechanisms import AttentionConfig
@@ -103,55 +102,6 @@ def test_bank_equals_retriever_inputs():
         made = normed(layer, state.pool[0, layer, -2 * K :])
         for row in bank.rows[1, layer].astype(np.float32):
             assert np.abs(made - row[None]).max(axis=1).min() < 1e-2
-
-
-@pytest.mark.slow
-def test_negatives_are_the_rows_of_other_documents():
-    bank = bank_of_six()
-    params = retriever_fit.query_and_key(build())
-    loss = jax.jit(retriever_fit.bank_loss)(params, bank)
-    params, bank = jax.tree.map(np.asarray, (params, bank))
-
-    def silu(x):
-        return x / (1 + np.exp(-x))
-
-    def project(part, layer, x):
-        down, up = (np.asarray(w[layer], np.float64) for w in part)
-        return silu(np.asarray(x, np.float64) @ down) @ up
-
-    own, other = [], []
-    for layer in range(L):
-        for asker in range(6):
-            queries = project(params[0], layer, bank.asking[asker, layer])
-            queries = queries[np.asarray(bank.query_mask[asker])]
-            for told in range(6):
-                keys = project(params[1], layer, bank.rows[told, layer])
-                p = (1 / (1 + np.exp(-queries @ keys.T))).mean(axis=0)
-                if asker == told:
-                    own.extend(-np.log(p + 1e-5))
-                else:
-                    other.extend(-np.log(1 - p + 1e-5))
-    expected = (np.mean(own) + np.mean(other)) / 2
-    np.testing.assert_allclose(loss, expected, 1e-5)
-
-
-@pytest.mark.slow
-def test_fit_lowers_the_loss_and_changes_only_the_retriever():
-    query, key = (new_retriever(D, MEMORY.key_dim, seed) for seed in range(2))
-    before = build().replace(query=query, key=key)
-    model, losses = retriever_fit.fit(
-        before,
-        bank_of_six(),
-        steps=100,
-        documents=4,
-        learning_rate=3e-2,
-        key=jax.random.key(3),
-    )
-    assert len(losses) == 100 and np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    for name, value in nnx.to_pure_dict(nnx.state(before, nnx.Param)).items():
-        same = jax.tree.map(np.array_equal, value, after[name])
-        assert all(jax.tree.leaves(same)) == (name not in ("query", "key"))
 
 
 WIDTH, AXES = 24, 7
@@ -250,18 +200,3 @@ def test_bank_with_few_queries_is_refused(asking):
 def test_more_rows_than_a_document_has_are_refused(rows):
     with pytest.raises(ValueError, match=f"rows.*{rows}"):
         collect(build(), rows=rows)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [1, 7])
-def test_batch_sizes_out_of_range_are_refused(documents):
-    model = build()
-    with pytest.raises(ValueError, match=r"documents must be in \[2, 6\]"):
-        retriever_fit.fit(
-            model,
-            bank_of_six(),
-            steps=1,
-            documents=documents,
-            learning_rate=1.0,
-            key=jax.random.key(0),
-        )
