@@ -190,8 +190,7 @@ def test_rooms_are_of_a_size_to_walk_through():
     assert len(models) <= 14, f"files and folders of memjax/models: {models}"
     named = [path for path in SOURCES.values() if path.name != "__init__.py"]
     for folder, count in Counter(path.parent for path in named).items():
-        limit = 12 if folder.is_relative_to(ROOT / "experiments") else 15
-        assert count <= limit, f"{folder} has {count} files"
+        assert count <= 15, f"{folder} has {count} files"
 
 
 def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -226,7 +225,8 @@ def test_importing_is_quiet():
 def test_every_exported_mechanism_has_a_row_in_the_contract_test():
     mechanisms = importlib.import_module("memjax.mechanisms")
     configs = {name for name in dir(mechanisms) if name.endswith("Config")}
-    configs -= {"MechanismConfig"}
+    # What configurations of mechanisms derive from.
+    configs -= {"MechanismConfig", "CellConfig", "HeadsConfig", "RecurrentConfig"}
     assert len(configs) >= 4
     contract = ast.parse((ROOT / "tests/mechanisms/test_contract.py").read_text())
     rows = next(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax.mechanisms.config import MechanismConfig
 from memjax.mechanisms.layers import documents
+from memjax.models import ragged
 from memjax.models.language_model.config import build_once
 
 
@@ -57,6 +58,34 @@ def check_embeddings(model: Any, state: PyTree, x: Array, mask: Array | None) ->
                 "mask must be None with a mechanism that compresses what it reads, "
                 f"got {type(mechanism).__name__} among the mechanisms"
             )
+
+
+def with_room(model: Any, state: PyTree, tokens: Int[Array, "B T"]) -> PyTree:
+    """The state with slots for the tokens, where its lengths are known.
+
+    Raises:
+        ValueError: on tokens that the model with this state cannot read.
+    """
+    learned = bool(model.config.architecture.learned_positions)
+    ragged.check_parts(state, len(model.blocks) + learned)
+    leaves = jax.tree.leaves(state)
+    if tokens.shape[:1] != leaves[0].shape[:1]:
+        raise ValueError(
+            f"tokens must be integers [B, T] with {leaves[0].shape[0]} rows, as "
+            f"the state has, got {tokens.dtype}{list(tokens.shape)}"
+        )
+    if jnp.issubdtype(tokens.dtype, jnp.integer):
+        ragged.check_known(tokens, model.vocab_size)
+    if tokens.ndim < 2 or any(isinstance(leaf, Tracer) for leaf in leaves):
+        return state
+    return model.reserve(state, tokens.shape[1])
+
+
+def no_state(model: Any, x: Array) -> PyTree:
+    """An empty state for full sequences."""
+    taken = [jnp.zeros(x.shape[0], jnp.int32)]
+    learned = model.config.architecture.learned_positions
+    return (*[None] * len(model.blocks), *(taken if learned else []))
 
 
 def start_multiple(mechanisms: Sequence[MechanismConfig]) -> int:

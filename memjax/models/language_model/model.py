@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
@@ -285,7 +284,7 @@ class LanguageModel(Savable, nnx.Module):
             # The state is made and dropped inside the layer: nothing of it is kept.
             return None, mechanism.apply(params, mechanism.init_state(h.shape[0]), h)[1]
 
-        return self._read(mix, self._no_state(x), x, mask)[1]
+        return self._read(mix, inputs.no_state(self, x), x, mask)[1]
 
     @compiled(check=inputs.check_starts)
     def encode_packed(
@@ -309,7 +308,7 @@ class LanguageModel(Savable, nnx.Module):
         def mix(mechanism, params, memory, h):
             return memory, mechanism.packed.whole(params, h, starts)
 
-        return self._read(mix, self._no_state(x), x, None, starts)[1]
+        return self._read(mix, inputs.no_state(self, x), x, None, starts)[1]
 
     def features(
         self,
@@ -323,7 +322,7 @@ class LanguageModel(Savable, nnx.Module):
         full attention are refused with a ValueError, as are those out of range; inside
         they give NaN.
         """
-        return self._features(self._with_room(state, tokens), tokens, lengths)
+        return self._features(inputs.with_room(self, state, tokens), tokens, lengths)
 
     def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
@@ -340,7 +339,7 @@ class LanguageModel(Savable, nnx.Module):
         self, state: State, tokens: Int[Array, "B T"]
     ) -> tuple[State, Float[Array, "B T V"]]:
         """Next-token logits at every position, and the memory after the last."""
-        return self._logits_after(self._with_room(state, tokens), tokens)
+        return self._logits_after(inputs.with_room(self, state, tokens), tokens)
 
     @compiled
     def _features(self, state, tokens, lengths):
@@ -350,28 +349,6 @@ class LanguageModel(Savable, nnx.Module):
     def _logits_after(self, state, tokens):
         state, features = self.read(state, self.embed(tokens))
         return state, self.logits(features)
-
-    def _with_room(self, state, tokens):
-        """The state with slots for the tokens, where its lengths are known."""
-        memories = len(self.blocks) + bool(self.config.architecture.learned_positions)
-        ragged.check_parts(state, memories)
-        leaves = jax.tree.leaves(state)
-        if tokens.shape[:1] != leaves[0].shape[:1]:
-            raise ValueError(
-                f"tokens must be integers [B, T] with {leaves[0].shape[0]} rows, as "
-                f"the state has, got {tokens.dtype}{list(tokens.shape)}"
-            )
-        if jnp.issubdtype(tokens.dtype, jnp.integer):
-            ragged.check_known(tokens, self.vocab_size)
-        if tokens.ndim < 2 or any(isinstance(leaf, Tracer) for leaf in leaves):
-            return state
-        return self.reserve(state, tokens.shape[1])
-
-    def _no_state(self, x):
-        """An empty state for full sequences."""
-        taken = [jnp.zeros(x.shape[0], jnp.int32)]
-        learned = self.config.architecture.learned_positions
-        return (*[None] * len(self.blocks), *(taken if learned else []))
 
     def _read(self, mix, state, x, mask, starts=None):
         """All layers; `mix(mechanism, params, memory, h)` runs the mechanism of one."""

@@ -186,24 +186,14 @@ class MPlus(Savable, nnx.Module):
 
         return jax.tree.map(clear, state, empty)
 
-    def _check(self, state, tokens):
+    def _check(self, state, tokens, lengths=None):
         ragged.check_kind(state, MPlusState)
         ragged.check_tokens(tokens, state.num_valid.shape[0], self.vocab_size)
-
-    def _check_inject(self, state, tokens, lengths=None):
-        self._check(state, tokens)
         ragged.check_lengths(lengths, tokens, 0)
 
     def _check_compress(self, state, tokens, memory=None):
         self._check(state, tokens)
-        if tokens.shape[1] > self.config.chunk_size:
-            raise ValueError(
-                f"tokens must be at most chunk_size={self.config.chunk_size} a batch "
-                f"element, got {tokens.shape[1]}"
-            )
-        if memory is not None:
-            batch, count = tokens.shape[0], self.config.num_memory_tokens
-            self.weights.check_rows("memory", memory, batch, count)
+        write.check_compress(self.weights, tokens, memory)
 
     def _check_update(self, state, new, dropped=None):
         write.check_update(self.weights, state, new, dropped)
@@ -214,7 +204,7 @@ class MPlus(Savable, nnx.Module):
     def _check_decode(self, cache, tokens, *, only_new=False, state=None):
         read.check_decode(self.weights, cache, tokens, only_new, state)
 
-    @compiled(check=_check_inject)
+    @compiled(check=_check)
     def features(
         self,
         state: MPlusState,
@@ -249,7 +239,7 @@ class MPlus(Savable, nnx.Module):
         state, features = self.features(state, tokens)
         return state, self.logits(features)
 
-    @compiled(check=_check_inject)
+    @compiled(check=_check)
     def inject(
         self,
         state: MPlusState,
@@ -277,9 +267,8 @@ class MPlus(Savable, nnx.Module):
         Shorter ones stay open: with fewer than K tokens a chunk writes old memory
         again, and a few tokens have little weight in it.
         """
-        return write.write_open(
-            self.weights, state, state.length >= self.config.min_chunk_size
-        )
+        rows = state.length >= self.config.min_chunk_size
+        return write.write_open(self.weights, state, rows)
 
     @compiled(check=_check_compress)
     def compress(
@@ -319,9 +308,8 @@ class MPlus(Savable, nnx.Module):
             ValueError: on arrays of another shape, or known rows to drop that are out
                 of range or do not rise.
         """
-        return write.update(
-            self.weights, state, new, dropped, jnp.ones(new.shape[0], bool)
-        )
+        rows = jnp.ones(new.shape[0], bool)
+        return write.update(self.weights, state, new, dropped, rows)
 
     @compiled(check=_check_read)
     def read(
@@ -408,5 +396,4 @@ class MPlus(Savable, nnx.Module):
 
     @compiled
     def _generate(self, state, prompt, count, key, sampling, lengths):
-        given = (self.weights, count, sampling, state, prompt, lengths, key)
-        return read.generate(*given)
+        return read.generate(self.weights, count, sampling, state, prompt, lengths, key)

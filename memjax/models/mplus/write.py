@@ -219,6 +219,23 @@ def _keep_queries(weights, state, given, rows):
     )
 
 
+def check_compress(
+    weights: MPlusWeights,
+    tokens: Int[Array, "B T"],
+    memory: Float[Array, "B L K D"] | None,
+) -> None:
+    """Raises ValueError on what `MPlus.compress` refuses of these arguments."""
+    c = weights.config
+    if tokens.shape[1] > c.chunk_size:
+        raise ValueError(
+            f"tokens must be at most chunk_size={c.chunk_size} a batch element, "
+            f"got {tokens.shape[1]}"
+        )
+    if memory is not None:
+        batch = tokens.shape[0]
+        weights.check_rows("memory", memory, batch, c.num_memory_tokens)
+
+
 def check_update(
     weights: MPlusWeights,
     state: MPlusState,
