@@ -133,6 +133,42 @@ class SavableModel(Model, Protocol):
         ...
 
 
+class FixedSizeMemory:
+    """Members that memories of a fixed size around a backbone share.
+
+    Their state holds a text of any length, and rows of a call may differ in length.
+    """
+
+    backbone: Any
+    can_pad = True
+
+    @property
+    def first_scored(self) -> int:
+        """0: no logit has seen what it predicts."""
+        return 0
+
+    @property
+    def vocab_size(self) -> int:
+        """V; tokens are in [0, V)."""
+        return self.backbone.vocab_size
+
+    @property
+    def width(self) -> int:
+        """E, the width of the features."""
+        return self.backbone.width
+
+    def remaining(self, state: State) -> None:
+        """None: without a bound."""
+
+    def reserve(self, state: State, tokens: int) -> State:
+        """The same state."""
+        return state
+
+    def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
+        """Scores of the next token, in float32."""
+        return self.backbone.logits(features)
+
+
 def commit_state(params: PyTree, state: State) -> State:
     """The state, committed to its device if parameters are committed to one.
 

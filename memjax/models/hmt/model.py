@@ -38,6 +38,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.models import ragged
 from memjax.models.adapters import merge_lora
+from memjax.models.base import FixedSizeMemory
 from memjax.models.checkpoints.saving import Contents, Savable
 from memjax.models.hmt import saving
 from memjax.models.hmt.config import HMTConfig
@@ -53,7 +54,7 @@ from memjax.nnx.compilation import compiled
 from memjax.nnx.params import params_key
 
 
-class HMT(Savable, nnx.Module):
+class HMT(FixedSizeMemory, Savable, nnx.Module):
     """A backbone with hierarchical memory: itself a language model.
 
     Holds parameters only: `initial_memory` (M_init), and with retrieval
@@ -91,11 +92,6 @@ class HMT(Savable, nnx.Module):
             self.key = nnx.Param(weights.retrieval.key)
 
     @property
-    def vocab_size(self) -> int:
-        """V; tokens are in [0, V)."""
-        return self.backbone.vocab_size
-
-    @property
     def window(self) -> int:
         """L: calls of whole segments are fast."""
         return self.config.segment_length
@@ -104,24 +100,6 @@ class HMT(Savable, nnx.Module):
     def first_scored(self) -> int:
         """j where the summary reads ahead, else 0."""
         return self.config.summary if self.config.reads_ahead else 0
-
-    def remaining(self, state: HMTState) -> int | None:
-        """None: every segment starts the backbone afresh."""
-        return None
-
-    def reserve(self, state: HMTState, tokens: int) -> HMTState:
-        """The same state: it holds a text of any length."""
-        return state
-
-    @property
-    def can_pad(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def width(self) -> int:
-        """E, the width of memories and features."""
-        return self.backbone.width
 
     @property
     def weights(self) -> Weights:
@@ -246,10 +224,6 @@ class HMT(Savable, nnx.Module):
         """`features` with a trace of the memory, from the open segment on."""
         # Traces show summaries of all segments, those too that no search needs.
         return self._read_segments(state, tokens, mask, True)
-
-    def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Scores of the next token, in float32."""
-        return self.backbone.logits(features)
 
     @compiled(check=_check)
     def __call__(

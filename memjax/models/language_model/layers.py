@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
 
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.depth import Layer
 from memjax.models.remat import LAYER_INPUT
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.causal_attention import READS
@@ -188,16 +190,6 @@ class Block(nnx.Module):
         )
 
 
-def with_remat(config: ModelConfig, layer: Callable) -> Callable:
-    """The layer with rematerialisation, if the config has it.
-
-    The backward pass keeps the input of each layer, and computes a layer at a time.
-    """
-    if not config.remat:
-        return layer
-    return jax.checkpoint(layer, policy=SAVED[config.remat_saves])
-
-
 def apply_or_step(
     mechanism: Mechanism, params: PyTree, state: PyTree, x: Float[Array, "B T D"]
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
@@ -255,3 +247,19 @@ def run_block(
             h = norm(mechanism_norm, h + y)
             h = norm(hidden_norm, h + transform(h))
     return memory, h
+
+
+def run_layer(
+    config: ModelConfig, mix: Callable, layer: Layer, h: Float[Array, "B T D"]
+) -> tuple[PyTree, Float[Array, "B T D"]]:
+    """`run_block` with `mix(mechanism, params, memory, x)`, for `run_layers`.
+
+    With `config.remat` the backward pass keeps the input of each layer, and computes a
+    layer at a time.
+    """
+    mix_layer = functools.partial(mix, layer.mechanism)
+    block = functools.partial(run_block, config, mix_layer)
+    if config.remat:
+        block = jax.checkpoint(block, policy=SAVED[config.remat_saves])
+    # Named, so that a memory around this model can offload it: see `remat`.
+    return block(layer.params, layer.memory, checkpoint_name(h, LAYER_INPUT))

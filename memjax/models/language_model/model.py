@@ -15,7 +15,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes
@@ -39,10 +38,8 @@ from memjax.models.language_model.layers import (
     apply_or_step,
     init_norm,
     normalize,
-    run_block,
-    with_remat,
+    run_layer,
 )
-from memjax.models.remat import LAYER_INPUT
 from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.common.partition import along_batch
@@ -359,26 +356,17 @@ class LanguageModel(Savable, nnx.Module):
             if starts is not None:
                 # Each document takes the rows that it takes alone.
                 at -= documents.first_tokens(starts)
-            h, taken = (
-                h + rows_of(self.positions.get_value(), at).astype(h.dtype),
-                (last,),
-            )
+            h = h + rows_of(self.positions.get_value(), at).astype(h.dtype)
+            taken = (last,)
         layers = [
             Layer(block.functions, block.parameters(), memory)
             for block, memory in zip(self.blocks, memories, strict=True)
         ]
         # A loop copies the memories: that would cost more than the work of one token.
         scan = config.scan_layers and x.shape[1] > 1
-        after, h = run_layers(functools.partial(self._run, mix), layers, h, scan)
+        run = functools.partial(run_layer, config, mix)
+        after, h = run_layers(run, layers, h, scan)
         return (*after, *taken), self.leave(h)
-
-    def _run(self, mix, layer, h):
-        """One layer."""
-        mix_here = functools.partial(mix, layer.mechanism)
-        block = functools.partial(run_block, self.config, mix_here)
-        # Named, so that a memory around this model can offload it: see `remat`.
-        h = checkpoint_name(h, LAYER_INPUT)
-        return with_remat(self.config, block)(layer.params, layer.memory, h)
 
     def enter(self, x: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
         """Inputs of the first layer, without learned positions."""

@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged
+from memjax.models.base import FixedSizeMemory
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
@@ -59,7 +60,7 @@ class ReReadState(NamedTuple):
     length: Int[Array, " B"]
 
 
-class ReReadWindow(nnx.Module):
+class ReReadWindow(FixedSizeMemory, nnx.Module):
     """A backbone that reads the last `reread` tokens again before each segment.
 
     Holds the backbone's parameters only.
@@ -125,29 +126,9 @@ class ReReadWindow(nnx.Module):
         raise ValueError(NOT_SAVED)
 
     @property
-    def vocab_size(self) -> int:
-        """V; tokens are in [0, V)."""
-        return self.backbone.vocab_size
-
-    @property
-    def width(self) -> int:
-        """E, the width of the features."""
-        return self.backbone.width
-
-    @property
     def window(self) -> int:
         """s: calls of whole segments are fast."""
         return self.segment
-
-    @property
-    def first_scored(self) -> int:
-        """0: no logit has seen what it predicts."""
-        return 0
-
-    @property
-    def can_pad(self) -> bool:
-        """True."""
-        return True
 
     def init_state(self, batch: int, capacity: int | None = None) -> ReReadState:
         """No tokens.
@@ -167,14 +148,6 @@ class ReReadWindow(nnx.Module):
     def reset(self, state: ReReadState, mask: Bool[Array, " B"]) -> ReReadState:
         """Forgets the tokens of batch elements in `mask`, at their document's start."""
         return mechanisms.replace_rows(state, self.init_state(mask.shape[0]), mask)
-
-    def remaining(self, state: ReReadState) -> int | None:
-        """None: every segment starts the backbone afresh."""
-        return None
-
-    def reserve(self, state: ReReadState, tokens: int) -> ReReadState:
-        """The same state: it holds a text of any length."""
-        return state
 
     def _check(self, state, tokens, lengths=None):
         ragged.check_kind(state, ReReadState)
@@ -215,10 +188,6 @@ class ReReadWindow(nnx.Module):
         rows = segment * self._most + first + inside
         features = ragged.take(y.reshape(y.shape[0], -1, y.shape[-1]), rows)
         return self._carry(text, state.before, end), features
-
-    def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
-        """Scores of the next token, in float32."""
-        return self.backbone.logits(features)
 
     @compiled(check=_check)
     def __call__(

@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged
+from memjax.models.base import FixedSizeMemory
 from memjax.models.checkpoints.saving import Contents, Savable
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
@@ -45,7 +46,7 @@ from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays, as_params
 
 
-class MPlus(Savable, nnx.Module):
+class MPlus(FixedSizeMemory, Savable, nnx.Module):
     """A backbone with latent memory: itself a language model.
 
     Holds parameters; the memory is an argument and a result. `MPlusWeights` says what
@@ -109,37 +110,9 @@ class MPlus(Savable, nnx.Module):
         return saving.contents(self.weights, self.initial, self.plain(), dtype)
 
     @property
-    def vocab_size(self) -> int:
-        """V; tokens are in [0, V)."""
-        return self.backbone.vocab_size
-
-    @property
     def window(self) -> int:
         """C: calls with multiples of C tokens are fastest."""
         return self.config.chunk_size
-
-    @property
-    def first_scored(self) -> int:
-        """0: no logit has seen what it predicts."""
-        return 0
-
-    def remaining(self, state: MPlusState) -> int | None:
-        """None: every chunk starts the backbone afresh."""
-        return None
-
-    def reserve(self, state: MPlusState, tokens: int) -> MPlusState:
-        """The same state: it holds a text of any length."""
-        return state
-
-    @property
-    def can_pad(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def width(self) -> int:
-        """D, the width of memories and features."""
-        return self.backbone.width
 
     @property
     def layers(self) -> int:
@@ -226,10 +199,6 @@ class MPlus(Savable, nnx.Module):
         """
         read = kv_cache.read_piece
         return write.by_chunks(self.weights, state, tokens, lengths, read)
-
-    def logits(self, features: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Scores of the next token, in float32."""
-        return self.backbone.logits(features)
 
     @compiled(check=_check)
     def __call__(
