@@ -1,10 +1,7 @@
 """Does a memory lower perplexity beyond the window, on real documents?
 
-    python -m experiments.corpus.comparison --destination comparison
-    python -m experiments.memories.books --source folder:comparison --seeds 42 43 \\
-        --steps 8000
-    python -m experiments.memories.books --source folder:comparison --seeds 42 43 \\
-        --steps 2000 --window 64 --run-dir runs/books64
+    python -m experiments.memories.books
+    python -m experiments.memories.books --window 64 --steps 2000 --run-dir runs/books64
 
 Rows: three small models of equal parameters, trained on the same batches in the same
 order: a Transformer++ with short sliding windows; one with windows of as many bytes as
@@ -35,20 +32,20 @@ from experiments.lab.intervals import (
 )
 from experiments.lab.results import Rows, figure, number, settings, table, write_report
 from memjax import evaluation
-from memjax.checks import check_sizes
 from memjax.config_io import to_record
-from memjax.data import TokenisedDocument, load_tokenizer
+from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import TINY
-from memjax.training import LoopConfig, OptimizerConfig, run_data
+from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
 
 #: The models, and the name of the last in tables.
 FAMILIES = ("window", "wide", "elastic")
 MEMORY = "Elastic Memory"
 RESULTS = ("memories/books_window8", "memories/books_window64")
+TOKENIZER = load_tokenizer("bpe4k")
 #: Seconds of an update of 1,024 tokens, on two cores.
 SECONDS_AN_UPDATE = 0.3
 
@@ -59,36 +56,23 @@ class Config:
 
     Attributes:
         steps: of each model.
-        source: documents, as `memjax train` takes them.
+        source: of the documents, see `experiments.corpus.comparison`.
         seeds: of parameters and data order.
         window: tokens that attention sees, and block of the memory.
-        context_length: tokens of a text.
-        batch_size: texts in an update.
+        context_length: tokens of a text; an update reads one.
         test_texts: held-out texts of each document that are scored.
-        learning_rate: peak.
         plan: print the missing runs, and stop.
         run_dir: of runs, results and plots.
     """
 
-    steps: int = 2000
-    source: str = "embedded"
-    seeds: tuple[int, ...] = (42,)
+    steps: int = 8000
+    source: str = "folder:comparison"
+    seeds: tuple[int, ...] = (42, 43)
     window: int = 8
     context_length: int = 1024
-    batch_size: int = 1
     test_texts: int = 32
-    learning_rate: float = 3e-3
     plan: bool = False
     run_dir: Path = Path("runs/books")
-
-    def __post_init__(self):
-        sizes = {"test_texts": self.test_texts, "steps": self.steps}
-        check_sizes(**sizes, seeds=len(self.seeds))
-        if self.context_length <= self.window:
-            raise ValueError(
-                f"context_length={self.context_length} must be above "
-                f"window={self.window}: there is nothing beyond it to remember"
-            )
 
     @property
     def edges(self) -> list[int]:
@@ -103,7 +87,9 @@ def model_config(family: str, window: int) -> ModelConfig:
     size = dataclasses.replace(
         TINY, num_layers=3, window=window, options={"elastic_memory": read}
     )
-    return size.model("sliding_window", middle, "sliding_window", vocab_size=4096)
+    return size.model(
+        "sliding_window", middle, "sliding_window", vocab_size=TOKENIZER.vocab_size
+    )
 
 
 def wide_window(window: int) -> int:
@@ -143,11 +129,9 @@ def run_config(config: Config, family: str, seed: int) -> run.RunConfig:
         data=run.DataConfig(
             source=config.source,
             context_length=config.context_length,
-            batch_size=config.batch_size,
+            batch_size=1,
         ),
-        optimizer=OptimizerConfig(
-            learning_rate=config.learning_rate, warmup_ratio=0.05
-        ),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
         loop=LoopConfig(steps=config.steps, save_every=200, log_every=50),
         seed=seed,
     )
@@ -163,9 +147,7 @@ def main(config: Config) -> None:
 
     def measured(family: str, seed: int, folder: Path) -> dict[str, Any]:
         settings = run_config(config, family, seed)
-        outcome = run.train(settings, folder)
-        if outcome.reason != "finished":
-            raise SystemExit(outcome.exit_code)
+        study.train_once(folder, lambda: run.train(settings, folder))
         _, model = run.load_model(folder)
         losses = evaluation.token_losses(
             model,
@@ -206,14 +188,8 @@ def test_documents(config: Config) -> list[TokenisedDocument]:
     longest = config.test_texts * config.context_length + 1
     return [
         document._replace(tokens=document.tokens[:longest])
-        for document in _documents(config, "test")
+        for document in load_tokens(config.source, TOKENIZER, "test")
     ]
-
-
-def _documents(config: Config, split: Any) -> list[TokenisedDocument]:
-    settings = run_config(config, "window", 0)
-    tokenizer = load_tokenizer(settings.data.tokenizer)
-    return list(run_data.load_split(settings, tokenizer, split))
 
 
 def count(config: Config) -> TokenLosses:
@@ -224,79 +200,75 @@ def count(config: Config) -> TokenLosses:
         for document in test_documents(config)
         for start in range(0, len(document.tokens) - 1, size)
     ]
-    vocab_size = model_config("window", config.window).vocab_size
-    return NGram(_documents(config, "train"), ORDER, vocab_size).losses(texts)
+    train = load_tokens(config.source, TOKENIZER, "train")
+    return NGram(train, ORDER, TOKENIZER.vocab_size).losses(texts)
 
 
 def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Perplexities, loss differences and losses by position; means over seeds."""
     bins = len(config.edges) - 1
-    binned = {
-        family: [
+    binned: dict[str, list[TokenLosses]] = {}
+    models: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = name_of(config, row["name"])
+        binned.setdefault(name, []).append(
             measure.binned_losses(row["texts"], (0, bins))
-            for row in rows
-            if row["name"] == family
-        ]
-        for family in FAMILIES
-    }
-    sizes = ("parameters", "state_bytes")
-    models = {name_of(config, x["name"]): {k: x[k] for k in sizes} for x in rows}
-    means = {name_of(config, x): mean_losses(found) for x, found in binned.items()}
+        )
+        models[name] = {key: row[key] for key in ("parameters", "state_bytes")}
     counted = measure.bin_losses(count(config), config.edges)
+    means = {name: mean_losses(found) for name, found in binned.items()}
     means[f"{ORDER}-gram"] = measure.binned_losses(counted, (0, bins))
+    kinds = sorted(set(means[MEMORY].kinds))
     for name, losses in means.items():
-        models[name] = models.get(name, {}) | _perplexities(losses)
+        models[name] = models.get(name, {}) | {
+            "perplexity": evaluation.perplexity(losses),
+            "beyond_window": evaluation.perplexity(losses, first=1),
+            "beyond_window_by_kind": {
+                kind: evaluation.perplexity(losses, kind=kind, first=1)
+                for kind in kinds
+            },
+        }
+
+    def saved(base: TokenLosses, memory: TokenLosses, kind: str) -> dict[str, Any]:
+        """Loss difference beyond the short window."""
+        return loss_difference(
+            *(
+                select_kind(
+                    x._replace(nll=x.nll[:, 1:], mask=x.mask[:, 1:]),
+                    None if kind == "all" else kind,
+                )
+                for x in (base, memory)
+            )
+        )
+
+    gains = {
+        name: {
+            kind: saved(means[name], means[MEMORY], kind)
+            | {
+                "by_seed": [
+                    saved(base, memory, kind)["nats"]
+                    for base, memory in zip(found, binned[MEMORY], strict=True)
+                ]
+            }
+            for kind in ("all", *kinds)
+        }
+        for name, found in binned.items()
+        if name != MEMORY
+    }
+    by_position = {
+        name: evaluation.loss_by_position(losses, range(bins + 1))
+        for name, losses in means.items()
+    }
     return {
         "steps": config.steps,
         "models": models,
-        "gains": {
-            name_of(config, family): _differences(binned[family], binned["elastic"])
-            for family in FAMILIES
-            if family != "elastic"
-        },
+        "gains": gains,
         "edges": config.edges,
-        "nats_by_position": {
-            name: evaluation.loss_by_position(losses, range(bins + 1))
-            for name, losses in means.items()
-        },
+        "nats_by_position": by_position,
     }
 
 
-def _perplexities(losses: TokenLosses) -> dict[str, Any]:
-    return {
-        "perplexity": evaluation.perplexity(losses),
-        "beyond_window": evaluation.perplexity(losses, first=1),
-        "beyond_window_by_kind": {
-            kind: evaluation.perplexity(losses, kind=kind, first=1)
-            for kind in sorted(set(losses.kinds))
-        },
-    }
-
-
-def _differences(base: list[TokenLosses], memory: list[TokenLosses]) -> dict[str, Any]:
-    """Loss difference beyond the short window by kind; of means, and by seed."""
-
-    def beyond(losses: TokenLosses) -> TokenLosses:
-        return losses._replace(nll=losses.nll[:, 1:], mask=losses.mask[:, 1:])
-
-    def saved(a: TokenLosses, b: TokenLosses, kind: str | None) -> dict[str, Any]:
-        return loss_difference(
-            select_kind(beyond(a), kind), select_kind(beyond(b), kind)
-        )
-
-    kinds = {"all": None} | {kind: kind for kind in sorted(set(memory[0].kinds))}
-    return {
-        name: saved(mean_losses(base), mean_losses(memory), kind)
-        | {
-            "by_seed": [
-                saved(a, b, kind)["nats"] for a, b in zip(base, memory, strict=True)
-            ]
-        }
-        for name, kind in kinds.items()
-    }
-
-
-@figure(*RESULTS)
+@figure("memories/books_window8")
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Losses by position."""
     plots.loss_by_position(

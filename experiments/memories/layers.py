@@ -17,23 +17,11 @@ from typing import Any
 
 import numpy as np
 import tyro
-from jaxtyping import Float
 
 from experiments.lab import backbones
 from experiments.lab.measure import KINDS, documents_of_kinds
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    figure,
-    settings,
-    show,
-    spread,
-    table,
-    write_report,
-)
-from memjax.checks import check_sizes
+from experiments.lab.results import RESULTS, Rows, settings, spread, table, write_report
 from memjax.data import TokenisedDocument
-from memjax.evaluation.drawing import COLOURS, drawing, source_of
 from memjax.evaluation.sensitivity import layer_sensitivity
 from memjax.evaluation.statistics import standard_error
 from memjax.models import LanguageModel
@@ -51,7 +39,7 @@ class Config:
         sinks: first tokens that it sees too.
         tokens: read of each document.
         least: documents that each kind must have.
-        output: result file and plot, without the ending.
+        output: result file, without the ending.
     """
 
     corpus: str = "folder:comparison"
@@ -61,13 +49,6 @@ class Config:
     tokens: int = 2048
     least: int = 4
     output: Path = RESULTS / "memories" / "layers"
-
-    def __post_init__(self):
-        check_sizes(window=self.window, least=self.least)
-        if self.tokens <= (first := self.window + self.sinks):
-            raise ValueError(
-                f"tokens must be more than window + sinks = {first}, got {self.tokens}"
-            )
 
 
 def rises(
@@ -79,23 +60,24 @@ def rises(
         tokens = np.asarray(text.tokens)[None]
         found.append(layer_sensitivity(model, tokens, config.window, config.sinks))
         print(text.name, flush=True)
-    kinds = np.asarray([text.kind for text in texts])
-    return [_by_kind(values, kinds) for values in np.transpose(found)]
-
-
-def _by_kind(values: Float[np.ndarray, " D"], kinds: np.ndarray) -> dict[str, Any]:
-    named = {"all": values} | {k: values[kinds == k] for k in dict.fromkeys(kinds)}
-    return {
-        str(name): {
-            "nats": float(part.mean()),
-            "standard_error": standard_error(part),
-        }
-        for name, part in named.items()
+    of = np.asarray([text.kind for text in texts])
+    masks = {"all": np.ones(len(of), bool)} | {
+        kind: of == kind for kind in dict.fromkeys(of)
     }
+    return [
+        {
+            str(name): {
+                "nats": float(values[mask].mean()),
+                "standard_error": standard_error(values[mask]),
+            }
+            for name, mask in masks.items()
+        }
+        for values in np.transpose(found)
+    ]
 
 
 def main(config: Config) -> None:
-    """Measures, writes, draws and prints."""
+    """Measures and writes."""
     backbone = finetune.load_backbone(backbones.located(config.backbone))
     texts = documents_of_kinds(
         config.corpus,
@@ -109,14 +91,8 @@ def main(config: Config) -> None:
         "rise": rises(backbone.model, texts, config),
     }
     question = "which layers need what lies beyond a window?"
-    result = write_report(config.output, question, settings(config), results)
-    plot(result, Path(f"{config.output}.png"))
-    columns = ["all", *KINDS]
-    rows = {
-        f"layer {i}": [rise[kind]["nats"] for kind in columns]
-        for i, rise in enumerate(result["rise"])
-    }
-    show("Rise of the loss if a layer alone is windowed, nats/token", columns, rows)
+    write_report(config.output, question, settings(config), results)
+    print(f"wrote {config.output}.json")
 
 
 @table("memories/layers")
@@ -128,21 +104,6 @@ def layers(result: dict[str, Any]) -> Rows:
             kind: spread(found[i][kind]["nats"], found[i][kind]["standard_error"], 4)
             for kind in ("all", *KINDS)
         }
-
-
-@figure("memories/layers")
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars by layer and kind: the rise if its window is the only one."""
-    places = np.arange(len(result["rise"]))
-    title = "Rise of the loss if one layer alone sees a window"
-    with drawing(path, size=(9, 4), title=title, source=source_of(result)) as drawn:
-        axes = drawn.grid[0, 0]
-        for number, kind in enumerate(KINDS):
-            heights = [row[kind]["nats"] for row in result["rise"]]
-            at = places + 0.27 * (number - 1)
-            axes.bar(at, heights, 0.27, color=COLOURS[number], label=kind)
-        axes.set(xlabel="layer", ylabel="nats/token")
-        axes.legend(frameon=False)
 
 
 if __name__ == "__main__":

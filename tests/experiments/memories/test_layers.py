@@ -1,7 +1,5 @@
 """Layers windowed in turn: means by kind are those of the documents."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -32,15 +30,3 @@ def test_rises_are_of_the_models_with_these_layers():
         assert row["code"]["nats"] == pytest.approx(rise[1:].mean(), abs=1e-5)
         error = np.std(rise[1:], ddof=1) / 2**0.5
         assert row["code"]["standard_error"] == pytest.approx(error, abs=1e-5)
-
-
-def test_plot(tmp_path):
-    row = {kind: {"nats": 0.1, "standard_error": 0.1} for kind in layers.KINDS}
-    layers.plot({"rise": [row, row]}, tmp_path / "a.png")
-    assert (tmp_path / "a.png").stat().st_size > 1000
-
-
-def test_texts_within_the_window_are_refused():
-    message = r"tokens must be more than window \+ sinks = 6, got 6"
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, tokens=6)
