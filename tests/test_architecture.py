@@ -128,7 +128,9 @@ def imports(name: str) -> list[str]:
 
 
 def room_of(name: str) -> str | None:
-    inside = lambda room: name == room or name.startswith(f"{room}.")
+    def inside(room):
+        return name == room or name.startswith(f"{room}.")
+
     return next((room for room in ROOMS if inside(room)), None)
 
 
@@ -191,6 +193,41 @@ def test_rooms_are_of_a_size_to_walk_through():
     named = [path for path in SOURCES.values() if path.name != "__init__.py"]
     for folder, count in Counter(path.parent for path in named).items():
         assert count <= 15, f"{folder} has {count} files"
+
+
+def is_dispatched_on(owner: str, node: ast.ClassDef) -> bool:
+    """Whether a class is a model, a run, a stage or a mechanism's configuration."""
+    if not owner.startswith("memjax."):
+        return False
+    methods = {getattr(member, "name", "") for member in node.body}
+    ends = ("Run", "RunConfig", "Stage", "Stages", "Params")
+    return bool(methods & {"features", "build", "cell"}) or node.name.endswith(ends)
+
+
+def test_no_isinstance_on_models_runs_stages_and_mechanisms():
+    """A new kind brings its members; nobody asks elsewhere which kind one is."""
+    owners = {
+        node.name: name
+        for name, tree in TREES.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and is_dispatched_on(name, node)
+    }
+    assert {"HMT", "TrellisConfig", "CellConfig", "FinetuneRun"} <= set(owners)
+    for name in SOURCES:
+        if room_of(name) == "experiments":
+            continue
+        for node in ast.walk(TREES[name]):
+            asked: list[ast.AST] = []
+            if isinstance(node, ast.Call) and len(node.args) == 2:
+                called = getattr(node.func, "id", "")
+                asked = node.args[1:] if called in ("isinstance", "issubclass") else []
+            elif isinstance(node, ast.MatchClass):
+                asked = [node.cls]
+            for part in (part for tree in asked for part in ast.walk(tree)):
+                kind = getattr(part, "attr", getattr(part, "id", None))
+                assert owners.get(kind, name) == name, (
+                    f"{name}:{node.lineno} asks whether something is a {kind}"
+                )
 
 
 def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -74,7 +74,7 @@ class HybridConfig(MechanismDefaults):
 
     def __post_init__(self):
         heads, memory = self.window, self.memory
-        if not isinstance(memory, CellConfig):
+        if not hasattr(memory, "cell"):
             raise ValueError(f"memory must be a cell's configuration, got {memory}")
         if memory.cell().unit_norm:
             allowed = {

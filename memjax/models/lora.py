@@ -25,10 +25,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.checks import check_positive, check_sizes, require_known
 from memjax.mechanisms.hybrid import attention_params
-from memjax.mechanisms.layers.projections import Adapted, AttentionParams
+from memjax.mechanisms.layers.projections import Adapted
 from memjax.models.adapters import freeze
 from memjax.models.language_model.config import kinds
-from memjax.models.language_model.layers import FeedForwardParams
 from memjax.models.language_model.model import LanguageModel
 from memjax.nnx.params import as_params
 
@@ -105,7 +104,7 @@ def add_lora(
 
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
     """The parameters of a mechanism or feed-forward, with LoRA applied."""
-    own = _with_matrices(params)
+    own = attention_params(params)
     new = own._replace(
         **{
             name: Adapted(getattr(own, name), *change, scale)
@@ -126,19 +125,13 @@ def init_changes(
 
 def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
     """The targets of a mechanism or feed-forward."""
-    own = _with_matrices(params)
-    if not isinstance(own, AttentionParams | FeedForwardParams):
-        return []
-    return [t for t in targets if getattr(own, t, None) is not None]
-
-
-def _with_matrices(params):
-    """The attention of a hybrid; of other mechanisms their parameters."""
-    return attention_params(params)
+    own = attention_params(params)
+    matrices = getattr(own, "lora_targets", ())
+    return [t for t in targets if t in matrices and getattr(own, t) is not None]
 
 
 def _low_rank(params, rank, name, key):
-    weight = getattr(_with_matrices(params), name)
+    weight = getattr(attention_params(params), name)
     # The attention's output sums over heads and their widths; all others over one axis.
     inputs = weight.shape[: 2 if name == "output" else 1]
     outputs = weight.shape[len(inputs) :]

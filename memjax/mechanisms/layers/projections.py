@@ -54,6 +54,11 @@ class AttentionParams(NamedTuple):
     query_norm: Float[Array, "*H K"] | None = None
     key_norm: Float[Array, "*G K"] | None = None
 
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Names of the matrices that LoRA may change."""
+        return "query", "key", "value", "output"
+
 
 #: Sharding axes of the projections; see `MechanismConfig.param_axes`.
 AXES = AttentionParams(

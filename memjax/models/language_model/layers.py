@@ -59,6 +59,11 @@ class FeedForwardParams(NamedTuple):
     up_bias: Float[Array, " F"] | None = None
     down_bias: Float[Array, " D"] | None = None
 
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Names of the matrices that LoRA may change."""
+        return "gate", "up", "down"
+
 
 def init_norm(config: ModelConfig) -> NormParams:
     """A norm that scales by 1."""
