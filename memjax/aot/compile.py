@@ -92,11 +92,7 @@ def compiled(request: Request, cycles: bool) -> Compiled:
 
 
 def _record(request: Request) -> dict[str, Any]:
-    return {
-        **vars(request),
-        "run": to_record(request.run),
-        "kind": request.run.kind,
-    }
+    return {**vars(request), "run": to_record(request.run), "kind": request.run.kind}
 
 
 def _read(record: dict[str, Any]) -> Request:

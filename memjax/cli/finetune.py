@@ -13,10 +13,7 @@ from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_stages
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
-from memjax.training.finetune.retrofit_stages import (
-    RetrofitStages,
-    with_layers,
-)
+from memjax.training.finetune.retrofit_stages import RetrofitStages, with_layers
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.monitoring.curves import draw_curves
 

@@ -23,11 +23,7 @@ from memjax.conversation.streaming import printer
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling
 from memjax.models.base import Model
-from memjax.models.checkpoints.memory_state import (
-    load_memory,
-    read_note,
-    save_memory,
-)
+from memjax.models.checkpoints.memory_state import load_memory, read_note, save_memory
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.language_model.config import Dtype
 

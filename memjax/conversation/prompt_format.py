@@ -177,9 +177,7 @@ def _token_text(tokenizer, index):
 def _environment() -> jinja2.Environment:
     """Hugging Face's: a template reaches data only, and cannot change it."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols"],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
 
     def refuse(message: str) -> None:

@@ -183,14 +183,7 @@ def apply(
     """Equal to T steps, computed chunk by chunk."""
     q, alpha, g = _gates(params, x, q)
     return gated_slots(
-        q,
-        k,
-        v,
-        alpha,
-        g,
-        memory,
-        reset=reset,
-        implementation=config.implementation,
+        q, k, v, alpha, g, memory, reset=reset, implementation=config.implementation
     )
 
 

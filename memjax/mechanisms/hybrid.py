@@ -235,8 +235,7 @@ def _sizes(config: HybridConfig) -> tuple[int, int, int]:
 def init_state(config: HybridConfig, batch: int) -> HybridState:
     """An empty window and an empty memory."""
     return HybridState(
-        init_window(config.window, batch),
-        config.shared_cell().init_state(batch),
+        init_window(config.window, batch), config.shared_cell().init_state(batch)
     )
 
 

@@ -50,12 +50,8 @@ from memjax_kernels import (
     lattice_state,
     lattice_step,
 )
-from memjax_kernels import (
-    l2_normalize as l2_normalize_heads,
-)
-from memjax_kernels import (
-    lattice as lattice_op,
-)
+from memjax_kernels import l2_normalize as l2_normalize_heads
+from memjax_kernels import lattice as lattice_op
 from memjax_kernels._src.lattice.sphere import l2_normalize
 
 

@@ -55,9 +55,7 @@ from memjax_kernels import (
     trellis_init_state,
     trellis_step,
 )
-from memjax_kernels import (
-    trellis as trellis_op,
-)
+from memjax_kernels import trellis as trellis_op
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,9 +33,7 @@ from memjax.mechanisms.cells.learned_init import (
 )
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
-from memjax_kernels import (
-    ttt_linear as ttt_linear_op,
-)
+from memjax_kernels import ttt_linear as ttt_linear_op
 from memjax_kernels import (
     ttt_linear_batched_step,
     ttt_linear_init_state,

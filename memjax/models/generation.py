@@ -215,15 +215,7 @@ def _draw_all(model, state, open_, settings, limit, stop, stop_when):
         count = min(size, limit - taken)
         state = model.reserve(state, count)
         state, open_, *drawn = _draw(
-            graph,
-            size,
-            ragged,
-            params,
-            state,
-            open_,
-            settings,
-            stop,
-            jnp.int32(count),
+            graph, size, ragged, params, state, open_, settings, stop, jnp.int32(count)
         )
         parts.append([np.asarray(x)[:, :count] for x in drawn])
         taken, ended = taken + count, np.asarray(open_.done)

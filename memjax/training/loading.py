@@ -16,11 +16,7 @@ from memjax.data import Tokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf import hub
 from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, read_model_config
-from memjax.models.checkpoints.pretrained import (
-    Progress,
-    read_pretrained,
-    unseen,
-)
+from memjax.models.checkpoints.pretrained import Progress, read_pretrained, unseen
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt import checkpoint as hmt_checkpoint
 from memjax.models.language_model.config import Dtype

@@ -39,10 +39,7 @@ class OptimizerConfig:
     max_gradient_norm: float = 1.0
 
     def __post_init__(self):
-        check_positive(
-            learning_rate=self.learning_rate,
-            epsilon=self.epsilon,
-        )
+        check_positive(learning_rate=self.learning_rate, epsilon=self.epsilon)
         # Infinity does not clip.
         check_positive(most=math.inf, max_gradient_norm=self.max_gradient_norm)
         for name in ("warmup_ratio", "beta1", "beta2"):

@@ -16,12 +16,7 @@ from memjax.data.batches.batch import Batch
 from memjax.models import ModelConfig
 from memjax.models.base import LONGEST, Model
 from memjax.models.language_model.model import LanguageModel
-from memjax.models.loss import (
-    last_positions,
-    last_targets,
-    loss_sum,
-    scored_mask,
-)
+from memjax.models.loss import last_positions, last_targets, loss_sum, scored_mask
 
 Metrics = dict[str, Scalar]
 LossOn = Literal["all", "last", "scored"]

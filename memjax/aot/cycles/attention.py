@@ -10,9 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from memjax.aot.cycles.bundles import Shares
-from memjax.mechanisms import (
-    MechanismConfig,
-)
+from memjax.mechanisms import MechanismConfig
 from memjax.mechanisms.layers.softmax import on_tpu
 from memjax_kernels._src.causal_attention import blocks
 

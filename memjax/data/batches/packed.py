@@ -103,10 +103,7 @@ class PackedRows:
     """Rows of packed documents, by index."""
 
     def __init__(
-        self,
-        documents: Sequence[TokenisedDocument],
-        length: int,
-        start_multiple: int,
+        self, documents: Sequence[TokenisedDocument], length: int, start_multiple: int
     ):
         self._documents = documents
         self._length = length

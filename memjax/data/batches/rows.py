@@ -108,10 +108,7 @@ class Streams:
 
 
 def _row(
-    tokens: Int32[np.ndarray, " n"] | RecordTokens,
-    start: int,
-    length: int,
-    reset: bool,
+    tokens: Int32[np.ndarray, " n"] | RecordTokens, start: int, length: int, reset: bool
 ) -> Batch:
     """One row, shapes without B; grain stacks rows into a batch."""
     # One more token: targets are the inputs shifted by one.

@@ -24,10 +24,7 @@ from memjax.data.documents.tokenizer import Tokenizer
 
 
 def load_tokens(
-    spec: str,
-    tokenizer: Tokenizer,
-    split: Split,
-    cache_dir: Path | None = None,
+    spec: str, tokenizer: Tokenizer, split: Split, cache_dir: Path | None = None
 ) -> list[TokenisedDocument]:
     """Returns the documents of one split, tokenised once and cached.
 

@@ -19,13 +19,8 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
     read_model_config,
     require_no_pickle,
 )
-from memjax.models.checkpoints.hf.safetensors_write import (
-    SAVED_DTYPES,
-)
-from memjax.models.checkpoints.text_interface import (
-    TextInterface,
-    read_text_interface,
-)
+from memjax.models.checkpoints.hf.safetensors_write import SAVED_DTYPES
+from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 

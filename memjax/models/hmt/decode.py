@@ -41,8 +41,7 @@ def read_tokens(
         mask = jnp.ones(tokens.shape, bool) if mask is None else mask
         visible = ragged.write(visible, at, mask)
     state = state._replace(
-        tokens=ragged.write(state.tokens, at, tokens.astype(jnp.int32)),
-        visible=visible,
+        tokens=ragged.write(state.tokens, at, tokens.astype(jnp.int32)), visible=visible
     )
     # Before the tokens are read: their own features depend on the prompt.
     state = _find_prompt(config, weights, state)

@@ -106,10 +106,7 @@ def _read_last(config, weights, memories, segment, always_summarize):
     dtype = weights.backbone.config.dtype
 
     def skip(weights, memories, segment):
-        return (
-            memories,
-            empty_segment(memories, config.segment_length, dtype),
-        )
+        return (memories, empty_segment(memories, config.segment_length, dtype))
 
     return cond_with_remat(
         config.activations,

@@ -24,9 +24,7 @@ def rows_of(table: Float[Array, "N E"], at: Int[Array, "B T"]) -> Float[Array, "
 
 
 def next_positions(
-    taken: Int[Array, " B"],
-    x: Float[Array, "B T D"],
-    mask: Bool[Array, "B T"] | None,
+    taken: Int[Array, " B"], x: Float[Array, "B T D"], mask: Bool[Array, "B T"] | None
 ) -> tuple[Int[Array, " B"], Int[Array, "B T"]]:
     """Number of rows of OPT's table in use after new tokens, and their rows.
 

@@ -22,21 +22,12 @@ from flax import nnx
 from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, joined, require_known
-from memjax.mechanisms import (
-    CELLS,
-    ElasticMemoryConfig,
-    HybridConfig,
-    MechanismConfig,
-)
+from memjax.mechanisms import CELLS, ElasticMemoryConfig, HybridConfig, MechanismConfig
 from memjax.mechanisms.cells.base import CellConfig
 from memjax.mechanisms.elastic_memory import fitted
 from memjax.mechanisms.hybrid import hybrids, init_memory
 from memjax.mechanisms.layers.heads import HeadsConfig
-from memjax.models.language_model.config import (
-    ModelConfig,
-    build_once,
-    period,
-)
+from memjax.models.language_model.config import ModelConfig, build_once, period
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.language_model.rebuilt import replace_mechanisms
 from memjax.models.language_model.windowed import (

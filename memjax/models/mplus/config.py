@@ -238,11 +238,7 @@ def survived_evictions(recalls: float, decay: float) -> int:
 
 
 def most_rows(
-    batch: int,
-    retrieved: int,
-    recalls: float,
-    decay: float,
-    start: Mapping[float, int],
+    batch: int, retrieved: int, recalls: float, decay: float, start: Mapping[float, int]
 ) -> int:
     """The most rows that a store holds at a time that evicts by recall frequency.
 

@@ -29,12 +29,7 @@ from memjax.buckets.bucket import Bucket
 from memjax.checks import short
 from memjax.config_io import AnyPath, parse_json
 from memjax.training.checkpoints.checksums import DIGEST_FILE
-from memjax.training.checkpoints.folder import (
-    FORMAT,
-    FORMAT_FILE,
-    NEEDED,
-    Folder,
-)
+from memjax.training.checkpoints.folder import FORMAT, FORMAT_FILE, NEEDED, Folder
 
 #: The checkpoint library's own mark on a bucket.
 COMMITTED = "commit_success.txt"

@@ -92,12 +92,7 @@ class Checkpoints:
         return self._folder.steps()
 
     def save(
-        self,
-        step: int,
-        state: PyTree,
-        meta: dict[str, Any],
-        *,
-        drop_old: bool = True,
+        self, step: int, state: PyTree, meta: dict[str, Any], *, drop_old: bool = True
     ) -> None:
         """Starts writing a checkpoint and returns once `state` may be overwritten.
 

@@ -20,10 +20,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.adapters import freeze, merge_lora, thaw
 from memjax.models.language_model.distillation_init import initialise_from_teacher
 from memjax.models.language_model.rebuilt import replace_config
-from memjax.models.language_model.retrofit import (
-    add_memory,
-    check_layers,
-)
+from memjax.models.language_model.retrofit import add_memory, check_layers
 from memjax.models.language_model.windowed import limit_attention, widen_windows
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training.config import DataIterator, LoopConfig

@@ -31,10 +31,7 @@ from memjax.training.finetune.stage import (
     Stage,
 )
 from memjax.training.optimizer import OptimizerConfig
-from memjax.training.step import (
-    StepConfig,
-    check_run,
-)
+from memjax.training.step import StepConfig, check_run
 
 Memory = Literal["hmt", "window", "reread"]
 Trained = Literal["full", "lora"]

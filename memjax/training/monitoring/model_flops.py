@@ -4,9 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from memjax.mechanisms import (
-    MechanismConfig,
-)
+from memjax.mechanisms import MechanismConfig
 from memjax.models import LanguageModel
 
 

@@ -60,10 +60,7 @@ def cached_attention(
             f"keys must have {sizes['K']} channels of each head, of as many heads as "
             f"divide {sizes['H']}, got {sizes['J']}"
         )
-    forms = {
-        "xla": attend,
-        "pallas_tpu": gradients.like(attend, pallas_tpu.attend_tpu),
-    }
+    forms = {"xla": attend, "pallas_tpu": gradients.like(attend, pallas_tpu.attend_tpu)}
     reasons = {"pallas_tpu": pallas_tpu.unsupported(q, keys)}
     form = implementations.choose("cached_attention", implementation, forms, reasons)
     return form(q, keys, values, seen)

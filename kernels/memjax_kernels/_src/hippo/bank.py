@@ -240,9 +240,7 @@ def build_hippo_bank(order: int, block_length: int, blocks: int) -> HippoBank:
 
 
 def _transition(
-    nodes: Float64[np.ndarray, " N"],
-    weighted: Float64[np.ndarray, "N N"],
-    ratio: float,
+    nodes: Float64[np.ndarray, " N"], weighted: Float64[np.ndarray, "N N"], ratio: float
 ) -> Float64[np.ndarray, "N N"]:
     """Integrates g_n(ratio u) against the weighted basis at the nodes."""
     if ratio == 0:

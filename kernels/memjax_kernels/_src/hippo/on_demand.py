@@ -101,10 +101,7 @@ def block_at_nodes(
 
 
 def from_nodes(
-    order: int,
-    first: Int[Array, " R"],
-    last: Int[Array, " R"],
-    stop: Int[Array, " R"],
+    order: int, first: Int[Array, " R"], last: Int[Array, " R"], stop: Int[Array, " R"]
 ) -> Float[Array, "R N N"]:
     """From values at the nodes of tokens `first` to `last` to coefficients of `stop`.
 

@@ -40,12 +40,7 @@ def check_options(rule: Rule, chunk_size: int, g: Array | None) -> None:
 
 
 def check_tokens(
-    q: Array,
-    k: Array,
-    v: Array,
-    gamma: Array,
-    g: Array | None,
-    reset: Array | None,
+    q: Array, k: Array, v: Array, gamma: Array, g: Array | None, reset: Array | None
 ) -> dict[str, int]:
     """The sizes B, T, H, M and V.
 

@@ -74,12 +74,7 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
 
 
 def lattice_tpu(
-    tokens: Chunks,
-    start: Array,
-    empty: Array,
-    rule: Rule,
-    *,
-    interpret: Any = False,
+    tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
 ) -> tuple[Memory, Array]:
     """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
     if tpu_packed.fits(tokens):

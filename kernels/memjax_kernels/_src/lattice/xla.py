@@ -36,10 +36,7 @@ def lattice_xla(
 
 
 def lattice_xla_head(
-    tokens: Chunks,
-    memory: Memory,
-    empty: Float[Array, "B H M V"],
-    rule: Rule,
+    tokens: Chunks, memory: Memory, empty: Float[Array, "B H M V"], rule: Rule
 ) -> tuple[Memory, Float[Array, "B n C H V"]]:
     """One chunk, of which a part may be pending from an earlier call."""
     step = functools.partial(_chunk, rule=rule, empty=empty, entering=True)

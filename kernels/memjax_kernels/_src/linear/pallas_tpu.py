@@ -29,11 +29,7 @@ LINEAR = Op("linear_attention", packed.advance, packed.vjp, _linear_in_xla, exac
 GLA = Op("gla", packed_gla.advance, packed_gla.vjp, _linear_in_xla, exact=False)
 # Errors of the memory grow where a chunk is computed again from it.
 DELTA = Op(
-    "delta_rule",
-    packed_delta.advance,
-    packed_delta.vjp,
-    _delta_in_xla,
-    exact=True,
+    "delta_rule", packed_delta.advance, packed_delta.vjp, _delta_in_xla, exact=True
 )
 
 

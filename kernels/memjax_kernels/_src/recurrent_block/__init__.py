@@ -93,10 +93,7 @@ def l2_normalize(
     unsupported = "tokens must be [B, T, H, K]"
     if x.ndim == 4:
         unsupported = tiles.unsupported("x", x)
-    forms = {
-        "xla": norms.l2_normalize,
-        "pallas_tpu": unit_norm_tpu.l2_normalize_tpu,
-    }
+    forms = {"xla": norms.l2_normalize, "pallas_tpu": unit_norm_tpu.l2_normalize_tpu}
     form = implementations.choose(
         "l2_normalize", implementation, forms, {"pallas_tpu": unsupported}
     )

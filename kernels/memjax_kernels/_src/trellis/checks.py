@@ -52,10 +52,7 @@ def check_tokens(
 
 
 def check_states(
-    state: Any,
-    empty: Any,
-    sizes: dict[str, int],
-    chunk_size: int,
+    state: Any, empty: Any, sizes: dict[str, int], chunk_size: int
 ) -> TrellisState:
     """The empty memory, given or by default.
 

@@ -143,8 +143,5 @@ def _from_sums(d: Array, heads: int) -> Array:
 def by_completeness(d: Memories, full) -> Memories:
     """Cotangents of the memory at the start and of the new one, behind a chunk."""
     zeros = jax.tree.map(jnp.zeros_like, d.start)
-    to_new, to_start = (
-        choose(full, d.start, zeros),
-        choose(full, zeros, d.start),
-    )
+    to_new, to_start = (choose(full, d.start, zeros), choose(full, zeros, d.start))
     return Memories(to_start, jax.tree.map(jnp.add, d.running, to_new))

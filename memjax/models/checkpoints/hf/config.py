@@ -19,12 +19,7 @@ from memjax.models.checkpoints.hf.fields import (
     read_size,
     require_value,
 )
-from memjax.models.language_model.config import (
-    Architecture,
-    Dtype,
-    ModelConfig,
-    period,
-)
+from memjax.models.language_model.config import Architecture, Dtype, ModelConfig, period
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "opt"

@@ -27,14 +27,7 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
 HUB_ID = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[\w./-]+))?"
 )
-DESCRIPTION = (
-    CONFIG,
-    GENERATION,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    CHAT_TEMPLATE,
-    INDEX,
-)
+DESCRIPTION = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, INDEX)
 
 
 class Location(NamedTuple):

@@ -17,11 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from memjax.models.checkpoints.hf.safetensors_file import library
-from memjax.models.checkpoints.hf.safetensors_folder import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-)
+from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, INDEX, SINGLE
 from memjax.models.language_model.config import Dtype
 
 SAVED_DTYPES = {

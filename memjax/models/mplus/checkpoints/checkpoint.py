@@ -28,11 +28,7 @@ from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.checkpoints import tensor_names as mplus_names
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
-from memjax.models.mplus.checkpoints.saving import (
-    MODEL_TYPE,
-    RECORD,
-    require_official,
-)
+from memjax.models.mplus.checkpoints.saving import MODEL_TYPE, RECORD, require_official
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.state import Initial

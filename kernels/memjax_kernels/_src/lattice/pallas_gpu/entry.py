@@ -46,12 +46,7 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
 
 
 def lattice_gpu(
-    tokens: Chunks,
-    start: Array,
-    empty: Array,
-    rule: Rule,
-    *,
-    interpret: Any = None,
+    tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = None
 ) -> tuple[Memory, Array]:
     """A chunk implementation; see `segment`; `interpret` runs it in an interpreter."""
     static = Static(rule, interpret)
