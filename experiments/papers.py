@@ -1,4 +1,4 @@
-"""Tables across all studies: a row a paper, and a row a layer of the guide."""
+"""A table across all studies, with a row a paper."""
 
 from typing import Any
 
@@ -78,19 +78,14 @@ def _elastic(result: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _by_name(result: dict[str, Any], length: int, count: int) -> dict[str, str]:
-    """Recall of a number of pairs in texts of a length, by name."""
-    return {
-        row["name"]: spread(row["mean"], row["error"], 2)
-        for row in result["accuracy"][str(length)]
-        if row["pairs"] == count
-    }
-
-
 def _recalled(result: dict[str, Any], name: str) -> str:
     """Recall of the most pairs by a mechanism and DeltaNet."""
     count = max(result["task"]["pairs"])
-    found = _by_name(result, result["task"]["scale"]["context_length"], count)
+    found = {
+        row["name"]: spread(row["mean"], row["error"], 2)
+        for row in result["accuracy"][str(result["task"]["scale"]["context_length"])]
+        if row["pairs"] == count
+    }
     return f"of {count} pairs {found[name]} recalled, DeltaNet {found['DeltaNet']}"
 
 
@@ -121,20 +116,3 @@ def _mplus(result: dict[str, Any], speed: dict[str, Any]) -> tuple[str, str]:
         f"{times(inject['speedup']['official'])} as fast as the authors' program",
         f"SmolLM2-135M, 240 updates, {len(result['facts'])} facts, one seed",
     )
-
-
-@table("guide/layers", "memories/recall")
-def layers(result: dict[str, Any]) -> Rows:
-    """Size of the state and recall of each mechanism, near and far."""
-    near, *_, far = result["task"]["lengths"]
-    count = max(result["task"]["pairs"])
-    recalled = {length: _by_name(result, length, count) for length in (near, far)}
-    sizes = {row["name"]: row["state_bytes"] for row in reversed(result["rows"])}
-    for name in dict.fromkeys(row["name"] for row in result["rows"]):
-        yield {
-            "two layers of 32": name,
-            "state bytes": number(sizes[name], 0),
-        } | {
-            f"recall of {count} pairs, {n:,} tokens": recalled[n][name]
-            for n in (near, far)
-        }

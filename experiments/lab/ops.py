@@ -34,7 +34,7 @@ CHUNKED = ("ttt_linear", "trellis", "lattice")
 
 
 class Shape(NamedTuple):
-    """Sizes of a call; slots are as many as channels."""
+    """Sizes of a call; K, V and slots are as wide."""
 
     batch: int
     time: int
@@ -131,16 +131,6 @@ DEVICES = {
 }
 
 
-class Sizes(NamedTuple):
-    """K, V, M slots, C chunk, and bytes of an element of the tokens."""
-
-    key_dim: int
-    value_dim: int
-    slots: int = 0
-    chunk_size: int = 64
-    itemsize: int = 2
-
-
 class Work(NamedTuple):
     """Of a token and head.
 
@@ -148,44 +138,45 @@ class Work(NamedTuple):
         forward: operations of the forward pass.
         backward: of the backward pass alone.
         inputs: bytes of all inputs, whose gradients are as large.
-        kept: elements of memories kept for the backward pass.
+        residuals: elements of memories stored for the backward pass.
         state: float32 elements of a head's memory, moved twice a call.
     """
 
     forward: float
     backward: float
     inputs: float
-    kept: float = 0.0
+    residuals: float = 0.0
     state: int = 0
 
 
-def work(op: str, sizes: Sizes, variant: LatticeVariant = "dec") -> Work:
-    """Operations and bytes of the chunk forms, on whole chunks.
+def work(
+    op: str, d: int, chunk_size: int, itemsize: int, variant: LatticeVariant = "dec"
+) -> Work:
+    """Operations and bytes of the chunk forms, on whole chunks of heads of width d.
 
     Backward passes make products again, but not reads, and two more for each. The
     memory after the call has no gradient. Left out: norms and elementwise operations,
     except in Lattice with chunks of one token, where they are most of the work.
     """
-    k, v, m, c, item = sizes
+    c, tokens = chunk_size, itemsize * 3 * d
     match op:
         case "linear_attention":
-            again, read = 2 * CHUNK_SIZE * k + 2 * k * v, 2 * v * (CHUNK_SIZE + k)
-            gates, state = 0, k * v
+            again = read = 2 * CHUNK_SIZE * d + 2 * d**2
+            gates, state = 0, d**2
         case "gla":
             # Scores in halves of blocks.
             c = CHANNEL_CHUNK_SIZE
-            again, read = c * k + 2 * k * v, 2 * c * v + 2 * k * v
-            gates, state = 4 * k, k * v
+            again, read = c * d + 2 * d**2, 2 * c * d + 2 * d**2
+            gates, state = 4 * d, d**2
         case "gated_slots":
             # Comparison with the slots, then their read.
             c = CHANNEL_CHUNK_SIZE
-            again = 2 * c * (k + m) + 2 * m * k + 2 * m * (k + v)
-            read, state = 2 * v * (c + m), m * (k + v)
-            gates = item * m + 4 * m
+            again, read = 4 * c * d + 6 * d**2, 2 * d * (c + d)
+            gates, state = itemsize * d + 4 * d, 2 * d**2
         case "ssd" | "gated_delta_rule":
             # Sums of gates, backwards twice.
             plain = "linear_attention" if op == "ssd" else "delta_rule"
-            found, sums = work(plain, sizes), 2 * CHUNK_SIZE**2
+            found, sums = work(plain, d, c, itemsize), 2 * CHUNK_SIZE**2
             return found._replace(
                 forward=found.forward + sums,
                 backward=found.backward + 2 * sums,
@@ -194,53 +185,28 @@ def work(op: str, sizes: Sizes, variant: LatticeVariant = "dec") -> Work:
         case "delta_rule":
             # Reads and writes of the memory, inside a chunk, and the inverse.
             c = CHUNK_SIZE
-            products = 6 * k * v + 6 * c * k + 4 * c * v
+            products = 6 * d**2 + 10 * c * d
             total = products + 2 / 3 * c**2
-            back = total + 2 * products - 2 * k * v - 2 * c * v + 4 * c**2
-            return Work(total, back, item * (2 * k + v) + 4, state=k * v)
+            back = total + 2 * products - 2 * d**2 - 2 * c * d + 4 * c**2
+            return Work(total, back, tokens + 4, state=d**2)
         case "ttt_linear":
             # The layer at k and q, and its step; then inside the mini-batch.
-            total = 6 * v**2 + 4 * c * v
-            return Work(total, 3 * total, item * 3 * v + 4, state=v * (v + 1))
+            total = 6 * d**2 + 4 * c * d
+            return Work(total, 3 * total, tokens + 4, state=d * (d + 1))
         case "trellis":
-            # Two passes over tokens of width K and V.
-            total = sum(6 * m * d + 2 * c * (d + m) for d in (k, v))
-            back = sum(16 * m * d + 6 * c * d + 4 * c * m for d in (k, v)) + 2 * c * m
-            return Work(total, back, item * (2 * k + v + m) + 16, m * (k + v) / c)
+            # Two passes over tokens.
+            total = 2 * (6 * d**2 + 4 * c * d)
+            back = 2 * (16 * d**2 + 10 * c * d) + 2 * c * d
+            return Work(total, back, tokens + itemsize * d + 16, 2 * d**2 / c)
         case "lattice":
-            products, read = (4 if variant == "dec" else 3), 2 * m * v + 2 * c * v
-            total = 2 * products * m * v + 2 * c * (4 * m + 2 * v)
+            products = 4 if variant == "dec" else 3
+            total, read = 2 * products * d**2 + 12 * c * d, 2 * d**2 + 2 * c * d
             if c == 1:
-                total, read = (2 * products + 5) * m * v, 2 * m * v
-            return Work(total, 3 * total - read, item * (2 * m + v) + 4, m * v / c)
+                total, read = (2 * products + 5) * d**2, 2 * d**2
+            return Work(total, 3 * total - read, tokens + 4, d**2 / c)
         case _:
             raise ValueError(f"op must be one of {tuple(ARGUMENTS)}, got {op!r}")
-    inputs = item * (2 * k + v) + gates
-    return Work(again + read, 3 * again + 2 * read, inputs, state=state)
-
-
-def cost_of_pass(
-    op: str,
-    tokens: int,
-    heads: int,
-    sizes: Sizes,
-    backward: bool,
-    variant: LatticeVariant = "dec",
-) -> Cost:
-    """Of one direction alone.
-
-    Args:
-        op: its name.
-        tokens: B T H of the call.
-        heads: B H, its memories.
-        sizes: of a head.
-        backward: the backward pass, not the forward.
-        variant: of Lattice.
-    """
-    found = work(op, sizes, variant)
-    passes, flops = (2, found.backward) if backward else (1, found.forward)
-    moved = passes * found.inputs + sizes.itemsize * (sizes.value_dim + found.kept)
-    return Cost(tokens * flops, tokens * moved + 8 * heads * found.state)
+    return Work(again + read, 3 * again + 2 * read, tokens + gates, state=state)
 
 
 def cost(
@@ -253,12 +219,15 @@ def cost(
 ) -> Cost:
     """Operations and bytes of one call, forward or both directions."""
     b, t, h, d = shape
-    itemsize = jnp.dtype(dtype).itemsize
+    itemsize, tokens = jnp.dtype(dtype).itemsize, b * t * h
     if op == "attention":
         # The triangle of scores, twice; backward recomputes it and does four more.
-        flops = 2.0 * b * h * t * t * d * (3.5 if backward else 1)
-        return Cost(flops, 4.0 * b * t * h * d * itemsize * (3 if backward else 1))
-    given = (op, b * t * h, b * h, Sizes(d, d, d, chunk_size, itemsize))
-    passes = (False, True) if backward else (False,)
-    found = [cost_of_pass(*given, direction, variant) for direction in passes]
-    return Cost(sum(x.flops for x in found), sum(x.bytes for x in found))
+        flops = 2.0 * tokens * t * d * (3.5 if backward else 1)
+        return Cost(flops, 4.0 * tokens * d * itemsize * (3 if backward else 1))
+    found = work(op, d, chunk_size, itemsize, variant)
+    outputs = itemsize * (d + found.residuals)
+    flops, moved = found.forward, found.inputs + outputs
+    passes = 2 if backward else 1
+    if backward:
+        flops, moved = flops + found.backward, moved + 2 * found.inputs + outputs
+    return Cost(tokens * flops, tokens * moved + passes * 8 * b * h * found.state)

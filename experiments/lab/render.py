@@ -1,8 +1,7 @@
 """Renders all tables and plots from the result files, or checks them.
 
-    python -m experiments.lab.render                   # tables and plots
-    python -m experiments.lab.render --only hmt/ ops/  # plots of these names alone
-    python -m experiments.lab.render --check           # exit code 1 if one is stale
+    python -m experiments.lab.render
+    python -m experiments.lab.render --check  # exit code 1 if one is stale
 
 Studies declare tables and plots (`experiments.lab.results`). A table is written into a
 document between two marks:
@@ -25,12 +24,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import tyro
 
 import experiments
-from experiments.lab.results import RESULTS, Content, Figure, Table, load
+from experiments.lab.results import RESULTS, Figure, Table, load
 from memjax.evaluation.provenance import commit_of
 
 ROOT = Path(__file__).parents[2]
@@ -44,29 +42,15 @@ _MEASURED = re.compile(
 )
 
 Tables = Mapping[str, Table]
+Figures = Mapping[str, Figure]
 
 
-class Declared(NamedTuple):
-    """Tables and plots of all studies, by name."""
-
-    tables: Tables
-    figures: Mapping[str, Figure]
-
-
-def declared() -> Declared:
-    """Collects what the modules below `experiments` declare.
-
-    Raises:
-        ValueError: two tables or two plots have one name.
-    """
-    found = {id(x): x for module in _modules() for x in vars(module).values()}
-    tables = [(x.name, x) for x in found.values() if isinstance(x, Table)]
-    figures = [(n, x) for x in found.values() if isinstance(x, Figure) for n in x.names]
-    for pairs in (tables, figures):
-        names = [name for name, _ in pairs]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"declared twice: {sorted(twice)}")
-    return Declared(dict(tables), dict(figures))
+def declared() -> tuple[dict[str, Table], dict[str, Figure]]:
+    """Tables and plots that the modules below `experiments` declare, by name."""
+    found = [value for module in _modules() for value in vars(module).values()]
+    tables = {x.name: x for x in found if isinstance(x, Table)}
+    figures = {n: x for x in found if isinstance(x, Figure) for n in x.names}
+    return tables, figures
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -94,12 +78,7 @@ def write(files: Iterable[Path], tables: Tables) -> None:
 
 
 def replace(text: str, tables: Tables, folder: Path) -> str:
-    """A document's text with every block rendered anew.
-
-    Args:
-        text: of the document.
-        tables: by name.
-        folder: of the document; links are relative to it.
+    """A document's text with every block rendered anew; links are from `folder`.
 
     Raises:
         KeyError: there is no table of this name.
@@ -107,7 +86,7 @@ def replace(text: str, tables: Tables, folder: Path) -> str:
     """
 
     def block(match: re.Match[str]) -> str:
-        body = _markdown(tables[match["name"]].content(), folder)
+        body = _markdown(tables[match["name"]], folder)
         return f"<!-- table: {match['name']} -->\n{body}<!-- /table -->"
 
     return _BLOCK.sub(block, text)
@@ -127,7 +106,7 @@ def problems(files: Iterable[Path], tables: Tables, root: Path) -> Iterator[str]
                 yield f"{file}: table {name}: there is no such table"
                 continue
             try:
-                fresh = _markdown(tables[name].content(), file.parent)
+                fresh = _markdown(tables[name], file.parent)
             except FileNotFoundError as error:
                 yield f"{file}: table {name}: {error.filename} is missing"
                 continue
@@ -165,13 +144,14 @@ def measured_outside(text: str, whole: bool) -> Iterator[tuple[int, str]]:
                 yield number, line[max(0, match.start() - 8) : match.end()].strip()
 
 
-def _markdown(content: Content, folder: Path) -> str:
+def _markdown(table: Table, folder: Path) -> str:
     """The table with links to its result files, their devices, dates and commits."""
+    content = table.content()
     columns = zip(*content.rows, strict=True)
     lines = ["| " + " | ".join(row) + " |" for row in (content.header, *content.rows)]
     lines.insert(1, "".join("|--:" if _numeric(c) else "|---" for c in columns) + "|")
     sources = []
-    for name in content.sources:
+    for name in table.sources:
         report = load(name)
         facts = filter(None, (report["device"], report["date"], commit_of(report)))
         link = os.path.relpath(RESULTS / f"{name}.json", folder)
@@ -185,48 +165,31 @@ def _numeric(cells: Iterable[str]) -> bool:
     return all(re.match(r"[-+\d]|$", cell) for cell in cells)
 
 
-def draw(
-    figures: Mapping[str, Figure], only: tuple[str, ...] = ("",), folder: Path = RESULTS
-) -> None:
-    """Draws plots anew from their result files.
-
-    Args:
-        figures: by name.
-        only: beginnings of names.
-        folder: of the pictures.
-    """
+def draw(figures: Figures, folder: Path = RESULTS) -> None:
+    """Draws plots from their result files into a folder."""
     for name, figure in figures.items():
-        if name.startswith(only):
-            figure(load(figure.source or name), folder / f"{name}.png")
-            print(f"drew {folder / name}.png")
+        figure(load(figure.source or name), folder / f"{name}.png")
+        print(f"drew {folder / name}.png")
 
 
-def undeclared(figures: Mapping[str, Figure]) -> Iterator[str]:
+def undeclared(figures: Figures) -> Iterator[str]:
     """Pictures that no study draws, and declared ones that are missing."""
-    drawn = {
-        str(path.relative_to(RESULTS).with_suffix(""))
-        for path in RESULTS.rglob("*.png")
-    }
+    files = RESULTS.rglob("*.png")
+    drawn = {str(file.relative_to(RESULTS).with_suffix("")) for file in files}
     for name in drawn - figures.keys():
         yield f"results/{name}.png is drawn by no study"
     for name in figures.keys() - drawn:
         yield f"results/{name}.png is missing: run python -m experiments.lab.render"
 
 
-def main(check: bool = False, only: tuple[str, ...] = ()) -> int:
-    """Renders or checks tables and plots of all studies.
-
-    Args:
-        check: print what is wrong, write nothing.
-        only: draw only plots whose name begins so, and write no table.
-    """
-    found = declared()
-    if not check:
-        draw(found.figures, only or ("",))
+def main(check: bool = False) -> int:
+    """Renders or checks tables and plots of all studies; `check` writes nothing."""
+    tables, figures = declared()
     files = documents(ROOT)
-    if not check and not only:
-        write(files, found.tables)
-    wrong = [*problems(files, found.tables, ROOT), *undeclared(found.figures)]
+    if not check:
+        draw(figures)
+        write(files, tables)
+    wrong = [*problems(files, tables, ROOT), *undeclared(figures)]
     for problem in wrong:
         print(problem, file=sys.stderr)
     return 1 if wrong else 0

@@ -27,30 +27,15 @@ Rows = Iterator[Mapping[str, str] | str]
 
 
 def load(name: str) -> dict[str, Any]:
-    """The result file `experiments/results/NAME.json`.
-
-    Args:
-        name: such as "hmt/length".
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """The result file `experiments/results/NAME.json`."""
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
 class Content(NamedTuple):
-    """A table before it is written as Markdown.
-
-    Attributes:
-        header: names of the columns; the first column names the rows.
-        rows: one text a column.
-        sources: names of the result files.
-        notes: texts below the table, such as how a model was trained.
-    """
+    """Columns of a table (the first names the rows), its cells, and notes below it."""
 
     header: list[str]
     rows: list[list[str]]
-    sources: Sequence[str]
     notes: list[str]
 
 
@@ -77,7 +62,7 @@ class Table:
             if unknown := row.keys() - rows[0].keys():
                 raise ValueError(f"table {self.name}: no column {sorted(unknown)}")
         cells = [[row.get(column, "") for column in header] for row in rows]
-        return Content(header, cells, self.sources, list(dict.fromkeys(notes)))
+        return Content(header, cells, list(dict.fromkeys(notes)))
 
 
 def table(name: str, *sources: str) -> Callable[[Callable[..., Rows]], Table]:
@@ -91,8 +76,7 @@ def table(name: str, *sources: str) -> Callable[[Callable[..., Rows]], Table]:
     return lambda rows: Table(name, sources or (name,), rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A plot that a study declares with `figure`; called, it draws a result."""
 
     names: tuple[str, ...]
@@ -161,13 +145,7 @@ def write_report(
     settings: Mapping[str, Any],
     results: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Writes `output`.json: question, command, device, date, settings and results.
-
-    Args:
-        output: the file's path without its ending; folders are made.
-        question: that the results answer.
-        settings: as `settings` gives them.
-        results: added to the report's top level; values must be JSON's.
+    """Writes question, command, device, date, settings and results to `output`.json.
 
     Returns:
         The report as its file reads back, from which plots are drawn.
@@ -181,16 +159,8 @@ def write_report(
 
 def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
     """Prints a table with one row a name; floats with three decimals, text as it is."""
-    screen = ScreenTable(title=title)
-    screen.add_column("")
-    for column in columns:
-        screen.add_column(column, justify="right")
-
-    def text(cell: Any) -> str:
-        if isinstance(cell, str):
-            return cell
-        return f"{cell:.3f}" if isinstance(cell, float) else f"{cell:,}"
-
+    screen = ScreenTable("", *columns, title=title)
     for name, cells in rows.items():
-        screen.add_row(name, *(text(cell) for cell in cells))
+        texts = (f"{x:.3f}" if isinstance(x, float) else x for x in cells)
+        screen.add_row(name, *(x if isinstance(x, str) else f"{x:,}" for x in texts))
     Console().print(screen)

@@ -5,7 +5,6 @@ process. Implementations that would disturb each other's memory or threads get a
 each (`time_processes`), and only one of these works at a time.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -13,9 +12,10 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import jax
 
@@ -51,40 +51,20 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def speedups(
+def speedup(
     ours: Mapping[str, float], peers: Mapping[str, Mapping[str, float]]
-) -> dict[str, dict[str, float]]:
-    """How many times faster than each peer: by medians, and at least.
-
-    Args:
-        ours: a `summary`.
-        peers: a `summary` each.
-
-    Returns:
-        `speedup`, the peer's median over ours; `least_speedup`, its fastest round over
-        our slowest.
-    """
-    ratios = (("speedup", "median_s", "median_s"), ("least_speedup", "min_s", "max_s"))
-    return {
-        name: {peer: row[of] / ours[by] for peer, row in peers.items()}
-        for name, of, by in ratios
-    }
+) -> dict[str, float]:
+    """The median of each peer over ours, from their `summary`."""
+    return {name: peer["median_s"] / ours["median_s"] for name, peer in peers.items()}
 
 
 def time_functions(
     functions: Mapping[str, Callable[[], Any]], repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Times functions in this process.
+    """The `summary` of each function's times in this process, over rounds.
 
-    In every round each is called twice and timed once: the first call waits until the
-    memory that the function before it freed, perhaps gigabytes, is back at the kernel.
-
-    Args:
-        functions: by name; JAX arrays that they return are waited for.
-        repeats: rounds, at least 1.
-
-    Returns:
-        The `summary` of each function, and `repeats`.
+    Each is called twice and timed once: the first call waits until the memory that the
+    function before it freed, perhaps gigabytes, is back at the kernel.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
@@ -103,21 +83,19 @@ def time_processes(
     repeats: int,
     pages: Pages = "large",
 ) -> dict[str, list[Round]]:
-    """Times steps of implementations that have a process each.
+    """All rounds of each implementation, the first, in which it compiles, included.
 
     Args:
         make: builds an implementation's step, in that implementation's process.
         arguments: of `make`, for each implementation.
         threads: of each process.
-        repeats: rounds after the first, in which programs compile.
+        repeats: rounds after the first.
         pages: of each process's memory.
-
-    Returns:
-        All rounds of each implementation, the first included.
     """
     spawn = multiprocessing.get_context("spawn")
     lines, processes = {}, []
-    with _environment(PAGES[pages]):
+    # The C library reads these variables when a process begins.
+    with mock.patch.dict(os.environ, PAGES[pages]):
         for name, given in arguments.items():
             lines[name], other = spawn.Pipe()
             target = (other, threads, make, given)
@@ -139,7 +117,8 @@ def time_processes(
 
 def _serve(line: Any, threads: int, make: Callable[..., Any], given: Any) -> None:
     """One implementation's process: a step for each True received, until a False."""
-    confine(threads)
+    # XLA takes a thread for each core.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     step = make(*given)
     while line.recv():
         begin = time.perf_counter()
@@ -149,45 +128,8 @@ def _serve(line: Any, threads: int, make: Callable[..., Any], given: Any) -> Non
         line.send((seconds, value, peak))
 
 
-def confine(threads: int) -> None:
-    """Restricts this process to so many cores; XLA takes a thread for each."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables, which the C library reads when a process begins."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def check_threads(threads: int) -> None:
-    """Raises ValueError where this process may not use so many cores."""
-    cores = len(os.sched_getaffinity(0))
-    if not 1 <= threads <= cores:
-        raise ValueError(f"threads must be in [1, {cores}], got {threads}")
-
-
-def require_checkout(official: Path | None, file: str) -> None:
-    """Checks that the authors' program can run, if it is requested.
-
-    Args:
-        official: checkout of the program, or None.
-        file: a file of it.
-
-    Raises:
-        ValueError: the checkout lacks the file, or PyTorch is not installed.
-    """
-    if official is None:
-        return
+def require_checkout(official: Path, file: str) -> None:
+    """Raises ValueError if the checkout lacks this file, or PyTorch is missing."""
     if not (official / file).is_file():
         raise ValueError(f"official must be a folder with {file}, got {official}")
     for package in ("torch", "transformers"):

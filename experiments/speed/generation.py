@@ -17,8 +17,7 @@ and the first round are left out.
 What this does not show: a GPU or TPU, sampling, batches that change while they run.
 """
 
-import dataclasses
-import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 
 import memjax
 from experiments.lab.backbones import smollm2
@@ -36,7 +34,6 @@ from experiments.lab.results import (
     Rows,
     number,
     percent,
-    settings,
     show,
     table,
     times,
@@ -44,15 +41,12 @@ from experiments.lab.results import (
 )
 from experiments.lab.timing import (
     PAGES,
-    Pages,
     Round,
-    check_threads,
-    speedups,
+    speedup,
     summary,
     time_processes,
     versions,
 )
-from memjax.checks import check_sizes
 from memjax.data import open_documents
 from memjax.models import Sampling, generate
 
@@ -63,90 +57,45 @@ NAMES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Settings of the comparison.
-
-    Attributes:
-        model: a GGUF file; None is SmolLM2-135M of its package.
-        document: of the embedded corpus: prompts are passages of it.
-        prompt: tokens of the longest prompt of a batch; the shortest has half of them.
-        new_tokens: drawn for each prompt.
-        batches: numbers of prompts.
-        cores: numbers of cores.
-        compiled_batches: numbers of prompts at which transformers is timed compiled
-            too; each takes minutes to compile.
-        repeats: timed rounds.
-        pages: of every implementation's memory: "large", or "kept" when it is freed.
-        output: where .json goes, without the ending.
-    """
-
-    model: Path | None = None
-    document: str = "austen__northangerabbey"
-    prompt: int = 128
-    new_tokens: int = 128
-    batches: tuple[int, ...] = (1, 8)
-    cores: tuple[int, ...] = (1, 2)
-    compiled_batches: tuple[int, ...] = (1,)
-    repeats: int = 5
-    pages: Pages = "large"
-    output: Path = RESULTS / "speed" / "generation"
-
-    def __post_init__(self) -> None:
-        for name in ("batches", "cores"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty")
-        check_sizes(batches=min(self.batches), repeats=self.repeats)
-        for name in ("prompt", "new_tokens"):
-            if getattr(self, name) < 2:
-                raise ValueError(
-                    f"{name} must be at least 2, got {getattr(self, name)}"
-                )
-        for cores in self.cores:
-            check_threads(cores)
+#: A book of the embedded corpus, whose passages are the prompts.
+DOCUMENT = "austen__northangerabbey"
+#: Tokens of the longest prompt of a batch, the shortest having half of them, and tokens
+#: that are drawn for each.
+PROMPT, NEW_TOKENS = 128, 128
+BATCHES, CORES, REPEATS = (1, 8), (1, 2), 5
 
 
 class Prompts(NamedTuple):
-    """Prompts of unequal length.
-
-    Attributes:
-        tokens: [B, T]; those after a prompt's end are not read.
-        lengths: of each prompt.
-    """
+    """Tokens [B, T], and the lengths of the prompts in them."""
 
     tokens: np.ndarray
     lengths: tuple[int, ...]
 
 
-def passages(config: Config, file: Path, batch: int) -> Prompts:
+def passages(file: Path, batch: int) -> Prompts:
     """Prompts from a book, the first the longest."""
     tokenizer = memjax.load(file).tokenizer
     documents = {d.name: d for d in open_documents("embedded")}
-    longest = config.prompt
-    text = documents[config.document].text[100_000:]
-    ids = tokenizer.encode(text[: 8 * longest * batch])[: longest * batch]
-    lengths = np.linspace(longest, longest // 2, batch).astype(int)
-    return Prompts(ids.reshape(batch, longest), tuple(map(int, lengths)))
+    text = documents[DOCUMENT].text[100_000:]
+    ids = tokenizer.encode(text[: 8 * PROMPT * batch])[: PROMPT * batch]
+    lengths = np.linspace(PROMPT, PROMPT // 2, batch).astype(int)
+    return Prompts(ids.reshape(batch, PROMPT), tuple(map(int, lengths)))
 
 
-def make(
-    name: str, file: Path, prompts: Prompts, new_tokens: int
-) -> Callable[[], dict[str, Any]]:
+def make(name: str, file: Path, prompts: Prompts) -> Callable[[], dict[str, Any]]:
     """A step that draws once for the first token alone, and once for all of them."""
     if name == "memjax":
         draw = _ours(file, prompts)
     else:
-        slots = prompts.tokens.shape[1] + new_tokens
-        draw = _transformers(file, prompts, slots if "compiled" in name else None)
+        draw = _transformers(file, prompts, compiled="compiled" in name)
 
     def step() -> dict[str, Any]:
         seconds, tokens = {}, np.zeros(0)
-        for part, count in (("first", 1), ("whole", new_tokens)):
+        for part, count in (("first", 1), ("whole", NEW_TOKENS)):
             begin = time.perf_counter()
             tokens = draw(count)
             seconds[part] = time.perf_counter() - begin
-        digest = hashlib.sha256(tokens.astype(np.int64).tobytes()).hexdigest()
-        return seconds | {"tokens": tokens.tolist(), "digest": digest}
+        return seconds | {"tokens": tokens.tolist()}
 
     return step
 
@@ -170,9 +119,9 @@ def _ours(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
 
 
 def _transformers(
-    file: Path, prompts: Prompts, slots: int | None
+    file: Path, prompts: Prompts, compiled: bool
 ) -> Callable[[int], np.ndarray]:
-    """Compiled with a cache of so many slots, or as it is."""
+    """As it is, or compiled with a cache of fixed size."""
     # Optional, and no other implementation's process should load them.
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
@@ -182,7 +131,8 @@ def _transformers(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
     options: dict[str, Any] = {}
-    if slots is not None:
+    if compiled:
+        slots = PROMPT + NEW_TOKENS
         cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
         options = {"past_key_values": cache}
         model.forward = torch.compile(model.forward)
@@ -197,7 +147,7 @@ def _transformers(
 
     def draw(count: int) -> np.ndarray:
         with torch.inference_mode():
-            if slots is not None:
+            if compiled:
                 options["past_key_values"].reset()
             out = model.generate(
                 **tensors,
@@ -212,69 +162,51 @@ def _transformers(
     return draw
 
 
-def time_row(config: Config, file: Path, batch: int, cores: int) -> dict[str, Any]:
+def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:
     """All implementations at one batch size and number of cores."""
-    prompts = passages(config, file, batch)
-    names = [
-        name
-        for name in NAMES
-        if name != "transformers_compiled" or batch in config.compiled_batches
-    ]
-    arguments = {name: (name, file, prompts, config.new_tokens) for name in names}
-    load = os.getloadavg()[0]
-    found = time_processes(make, arguments, cores, config.repeats, config.pages)
-    rows = {name: _summary(config, rounds) for name, rounds in found.items()}
+    prompts = passages(file, batch)
+    # It takes minutes to compile.
+    names = [name for name in NAMES if "compiled" not in name or batch == 1]
+    arguments = {name: (name, file, prompts) for name in names}
+    found = time_processes(make, arguments, cores, REPEATS)
+    rows = {name: _summary(rounds) for name, rounds in found.items()}
     ours = rows["memjax"]
-    for part in ("first", "whole"):
-        peers = {name: row[part] for name, row in rows.items() if name != "memjax"}
-        for key, ratios in speedups(ours[part], peers).items():
-            ours[f"{part}_{key}"] = ratios
+    peers = {name: row["whole"] for name, row in rows.items() if name != "memjax"}
+    ours["whole_speedup"] = speedup(ours["whole"], peers)
     drawn = {n: np.array(rounds[-1].value["tokens"]) for n, rounds in found.items()}
     for name, row in rows.items():
         equal = (drawn[name] == drawn["transformers"]).mean()
         row["equal_tokens"] = float(equal)
-    return {
-        "batch": batch,
-        "cores": cores,
-        "lengths": prompts.lengths,
-        "load_average_before": load,
-        "implementations": rows,
-    }
+    about = {"batch": batch, "cores": cores, "lengths": prompts.lengths}
+    return about | {"implementations": rows}
 
 
-def _summary(config: Config, rounds: list[Round]) -> dict[str, Any]:
+def _summary(rounds: list[Round]) -> dict[str, Any]:
     timed = [found.value for found in rounds[1:]]
-    first, whole = (
-        summary([step[part] for step in timed]) for part in ("first", "whole")
-    )
+    first, whole = (summary([step[x] for step in timed]) for x in ("first", "whole"))
     return {
         "first": first,
         "whole": whole,
-        "tokens_per_s": len(timed[0]["tokens"]) * config.new_tokens / whole["median_s"],
+        "tokens_per_s": len(timed[0]["tokens"]) * NEW_TOKENS / whole["median_s"],
         "peak_mebibytes": rounds[-1].peak_mebibytes,
         "compiling_and_first_round_s": rounds[0].seconds,
-        "same_tokens_every_round": len({step["digest"] for step in timed}) == 1,
     }
 
 
-def main(config: Config) -> None:
+def main() -> None:
     """Times, prints and writes the results."""
-    file = config.model or smollm2()
-    rows = []
-    for cores in config.cores:
-        for batch in config.batches:
-            row = time_row(config, file, batch, cores)
-            rows.append(row)
-            columns = ("tokens_per_s", "peak_mebibytes", "equal_tokens")
-            cells = {
-                name: [found[column] for column in columns]
-                for name, found in row["implementations"].items()
-            }
-            show(f"batch {batch}, cores {cores}", columns, cells)
-    changed = {"model": file.name, "environment": PAGES[config.pages]}
+    file, rows = smollm2(), []
+    for cores, batch in itertools.product(CORES, BATCHES):
+        row = time_row(file, batch, cores)
+        rows.append(row)
+        columns = ("tokens_per_s", "peak_mebibytes", "equal_tokens")
+        found = row["implementations"].items()
+        cells = {name: [x[column] for column in columns] for name, x in found}
+        show(f"batch {batch}, cores {cores}", columns, cells)
     results = {"rows": rows, "packages": versions("torch", "transformers")}
     question = "speed of generation with a pretrained model"
-    write_report(config.output, question, settings(config) | changed, results)
+    used = {"model": file.name, "document": DOCUMENT, "environment": PAGES["large"]}
+    write_report(RESULTS / "speed" / "generation", question, used, results)
 
 
 @table("generation/speed", "speed/generation")
@@ -299,4 +231,4 @@ def generation(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main()

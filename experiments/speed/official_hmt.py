@@ -12,15 +12,14 @@ The peer is https://github.com/OswaldHe/HMT-pytorch, cloned to the folder that
 `--official` names, with what it imports (PyTorch, transformers, accelerate, peft,
 evaluate, scikit-learn). Two things are changed for a machine without a GPU or network:
 calls that send tensors to a GPU leave them in place, and two metrics that it downloads,
-which a training step does not use, are None. Without it ours is timed alone.
+which a training step does not use, are None.
 """
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,6 @@ from experiments.lab.results import (
     RESULTS,
     Rows,
     number,
-    settings,
     show,
     table,
     times,
@@ -40,15 +38,13 @@ from experiments.lab.results import (
 from experiments.lab.timing import (
     PAGES,
     Pages,
-    check_threads,
     require_checkout,
-    speedups,
+    speedup,
     summary,
     time_processes,
     versions,
 )
 from experiments.speed.shapes import SHAPES, Shape, Size, backbone, llama_config
-from memjax.checks import check_sizes
 from memjax.data import Batch
 from memjax.models import HMTConfig, add_hmt
 from memjax.models.lora import LoraConfig, add_lora
@@ -56,71 +52,44 @@ from memjax.training import OptimizerConfig
 from memjax.training.optimizer import make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
-Implementation = Literal["official", "keep", "recompute"]
 Trained = Literal["all", "lora"]
 FILE = "modeling_rmt/language_modeling.py"
-#: The linear maps that LoRA adapts.
+#: The linear maps that LoRA (rank 8) adapts; the memory's parameters are trained too.
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SEGMENT, SEGMENTS, SENSORY = 256, 4, 32
-#: Width of the memory search.
-RETRIEVAL: dict[Size, int] = {"tiny": 128, "smollm2": 1536}
+SEGMENT, SEGMENTS, THREADS = 256, 4, 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Settings of the comparison.
+class Setting(NamedTuple):
+    """Of a backbone: width of the memory's search, rows, rounds, and its memory."""
 
-    Attributes:
-        sizes: of the backbone: "tiny", or "smollm2" (135M).
-        batches: sequences of a step.
-        trained: everything, or LoRA (rank 8) and the memory's parameters.
-        implementations: "official", and ours keeping all activations or recomputing
-            them.
-        official: checkout of the authors' program; None leaves it out.
-        threads: of every implementation.
-        repeats: timed steps of each, at least 1.
-        pages: of every implementation's memory: "large", or "kept" when it is freed.
-        output: where .json goes, without the ending.
-    """
+    retrieval_dim: int
+    rows: tuple[tuple[Trained, int], ...]
+    repeats: int
+    pages: Pages
 
-    sizes: tuple[Size, ...] = ("tiny", "smollm2")
-    batches: tuple[int, ...] = (1, 2)
-    trained: tuple[Trained, ...] = ("all", "lora")
-    implementations: tuple[Implementation, ...] = get_args(Implementation)
-    official: Path | None = None
-    threads: int = 2
-    repeats: int = 5
-    pages: Pages = "large"
-    output: Path = RESULTS / "speed" / "official_hmt"
 
-    def __post_init__(self) -> None:
-        for name in ("sizes", "batches", "trained", "implementations"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty")
-        check_sizes(repeats=self.repeats, batches=min(self.batches))
-        require_checkout(self.official, FILE)
-        check_threads(self.threads)
+SETTINGS: dict[Size, Setting] = {
+    "tiny": Setting(
+        128, (("all", 1), ("all", 2), ("lora", 1), ("lora", 2)), 5, "large"
+    ),
+    "smollm2": Setting(1536, (("all", 1),), 3, "kept"),
+}
 
 
 def build(
-    implementation: Implementation,
-    size: Size,
-    batch: int,
-    trained: Trained,
-    checkout: Path | None,
+    implementation: str, size: Size, trained: Trained, batch: int, checkout: Path
 ) -> Callable[[], float]:
-    """The training step of an implementation, which returns the loss."""
+    """The training step of "official" or "keep", ours; it returns the loss."""
     shape, random = SHAPES[size], np.random.default_rng(0)
     tokens = random.integers(0, shape.vocab, (batch, SEGMENTS * SEGMENT), np.int32)
     memory = HMTConfig(
         segment_length=SEGMENT,
-        num_sensory_tokens=SENSORY,
-        retrieval_dim=RETRIEVAL[size],
+        num_sensory_tokens=32,
+        retrieval_dim=SETTINGS[size].retrieval_dim,
+        activations="keep",
     )
     if implementation == "official":
-        assert checkout is not None
         return authors(checkout, shape, memory, tokens, trained)
-    memory = dataclasses.replace(memory, activations=implementation)
     return ours(shape, memory, tokens, trained)
 
 
@@ -140,10 +109,7 @@ def ours(
         decay_vectors=True,
         max_gradient_norm=float("inf"),
     )
-    transform, config = (
-        make_optimizer(optimizer, steps=1000),
-        StepConfig(loss_on="last"),
-    )
+    transform, config = make_optimizer(optimizer, 1000), StepConfig(loss_on="last")
     state = init_train_state(model, transform, config, len(tokens))
     update = jax.jit(make_train_step(model, transform, config), donate_argnums=0)
     # The last logits have no target.
@@ -228,54 +194,45 @@ def authors(
     return step
 
 
-def measure(config: Config, size: Size, batch: int, trained: Trained) -> dict[str, Any]:
-    """Times and speedups of one row."""
-    load = os.getloadavg()[0]
-    arguments = {
-        name: (name, size, batch, trained, config.official)
-        for name in config.implementations
-        if name != "official" or config.official is not None
-    }
-    rounds = time_processes(
-        build, arguments, config.threads, config.repeats, config.pages
-    )
-    found: dict[str, dict[str, Any]] = {
-        name: summary([step.seconds for step in steps[1:]])
-        | {
-            "first_s": steps[0].seconds,
+def measure(official: Path, size: Size, trained: Trained, batch: int) -> dict[str, Any]:
+    """Times and the speedup of one row."""
+    names = ("official", "keep")
+    arguments = {name: (name, size, trained, batch, official) for name in names}
+    _, _, repeats, pages = SETTINGS[size]
+    rounds = time_processes(build, arguments, THREADS, repeats, pages)
+    found: dict[str, dict[str, Any]] = {}
+    for name, steps in rounds.items():
+        found[name] = summary([step.seconds for step in steps[1:]]) | {
             "loss": steps[-1].value,
             "peak_mebibytes": steps[-1].peak_mebibytes,
         }
-        for name, steps in rounds.items()
-    }
-    peers = {name: row for name, row in found.items() if name == "official"}
-    for name, row in found.items():
-        if name not in peers:
-            row |= speedups(row, peers)
-    # Next to other work PyTorch's threads wait for each other, and lose far more.
+    ours = found["keep"]
+    ours["speedup"] = speedup(ours, {"official": found["official"]})
     about = {"size": size, "batch": batch, "trained": trained}
-    return about | {"load_average_before": load, "implementations": found}
+    return about | {"implementations": found}
 
 
-def main(config: Config) -> None:
-    """Times, prints and writes the results."""
+def main(official: Path, size: Size = "tiny") -> None:
+    """Times, prints and writes the results.
+
+    Args:
+        official: checkout of the authors' program.
+        size: of the backbone: "tiny", or "smollm2" (135M).
+    """
+    require_checkout(official, FILE)
     rows = []
-    for size in config.sizes:
-        for trained in config.trained:
-            for batch in config.batches:
-                row = measure(config, size, batch, trained)
-                rows.append(row)
-                columns = ("median_s", "min_s", "max_s", "peak_mebibytes")
-                found = row["implementations"]
-                cells = {name: [found[name][c] for c in columns] for name in found}
-                show(f"{size}, {trained}, batch {batch}", columns, cells)
-    changed = {
-        "official": config.official is not None,
-        "environment": PAGES[config.pages],
-    }
+    for trained, batch in SETTINGS[size].rows:
+        row = measure(official, size, trained, batch)
+        rows.append(row)
+        columns = ("median_s", "min_s", "max_s", "peak_mebibytes")
+        found = row["implementations"].items()
+        cells = {name: [x[column] for column in columns] for name, x in found}
+        show(f"{size}, {trained}, batch {batch}", columns, cells)
+    used = {"threads": THREADS, "environment": PAGES[SETTINGS[size].pages]}
     results = {"packages": versions("torch", "transformers", "peft"), "steps": rows}
     question = "speed of a training step of HMT"
-    write_report(config.output, question, settings(config) | changed, results)
+    name = "official_hmt" if size == "tiny" else f"official_hmt_{size}"
+    write_report(RESULTS / "speed" / name, question, used, results)
 
 
 @table("hmt/speed", "speed/official_hmt", "speed/official_hmt_smollm2")
@@ -297,4 +254,4 @@ def official_hmt(*results: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    tyro.cli(main)

@@ -15,7 +15,6 @@ from jaxtyping import Array, PyTree
 
 from experiments.speed.shapes import Shape, backbone, llama_config
 from memjax.models import MPlusConfig, add_mplus
-from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.read import ReadOptions
 from memjax.models.mplus.state import LayerStore, MPlusState
 
@@ -27,16 +26,10 @@ MISSING = {"LlamaAttention": 1, "LlamaSdpaAttention": 2}
 
 
 class Memory(NamedTuple):
-    """Sizes of a memory; the defaults are the paper's.
+    """Sizes of a memory in rows, by default the paper's.
 
-    Attributes:
-        tokens: memory tokens of a chunk.
-        chunk: its tokens.
-        pool: rows of the short-term pool.
-        retrieved: rows that a read takes from the store.
-        store: rows of the store, with those dropped since the last merge.
-        key_dim: width of queries and keys.
-        merge_every: updates between two merges of the authors' program.
+    `tokens` memory tokens summarise a `chunk`; `store` includes the rows dropped since
+    the last merge, of which the authors' program has one every `merge_every` updates.
     """
 
     tokens: int = 256
@@ -61,17 +54,10 @@ class Memory(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """The timed functions of an implementation; each returns when it is done.
-
-    Attributes:
-        inject: writes tokens [1, T], whole chunks.
-        read: logits of tokens [1, T] that follow the memory.
-        search: one layer's retrieval for queries [T, key_dim].
-    """
+    """Timed functions: they inject whole chunks [1, T], and read [1, T] after them."""
 
     inject: Callable[[np.ndarray], Any]
     read: Callable[[np.ndarray], Any]
-    search: Callable[[np.ndarray], Any]
 
 
 def filled(state: MPlusState, held: int) -> MPlusState:
@@ -116,12 +102,6 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
         options = ReadOptions(prompt_length=ids.shape[1])
         return nnx.merge(graph, params).read(state, ids, options)[1]
 
-    @jax.jit
-    def search(state: MPlusState, queries: Array) -> Array:
-        mask = jnp.ones(queries.shape[:2], bool)
-        assert state.store is not None
-        return long_term_store.retrieve(config, state.store, 0, queries, mask).rows
-
     def write(params: PyTree, state: MPlusState, ids: Array) -> MPlusState:
         return nnx.merge(graph, params).inject(state, ids)
 
@@ -134,7 +114,6 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
     return Subject(
         inject=inject,
         read=lambda ids: jax.block_until_ready(read(params, state, jnp.asarray(ids))),
-        search=lambda queries: jax.block_until_ready(search(state, queries[None])),
     )
 
 
@@ -156,7 +135,7 @@ def merging(memory: Memory, held: int) -> tuple[float, np.ndarray, np.ndarray]:
 def authors(
     checkout: Path, attention: str, shape: Shape, memory: Memory, held: int
 ) -> Subject:
-    """The authors' program, `held` rows in its store; after a search nothing else."""
+    """The authors' program, `held` rows in its store."""
     # Optional, and no other implementation's process should load it.
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -204,13 +183,7 @@ def authors(
             long = torch.from_numpy(ids).long()
             model(input_ids=long, use_cache=True, return_dict=True)
 
-    def search(queries: np.ndarray) -> None:
-        layer = model.model.layers[0]
-        # It makes the queries itself: let it make them of themselves.
-        layer.input_layernorm = layer.self_attn.query_proj = torch.nn.Identity()
-        model.get_ltm(0, torch.from_numpy(queries)[None])
-
-    return Subject(inject, read, search)
+    return Subject(inject, read)
 
 
 def _program(checkout: Path) -> Any:

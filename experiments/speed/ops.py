@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +26,17 @@ import tyro
 
 from experiments.lab import ops
 from experiments.lab.ops import Device, Shape
-from experiments.lab.results import (
-    RESULTS,
-    settings,
-    show,
-    write_report,
-)
+from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.timing import time_functions
 from experiments.speed import fla
 from memjax.checks import check_sizes, require_known
 
-#: Of the papers' and flash-linear-attention's benchmarks; then one for a CPU.
-SHAPES = ((8, 2048, 12, 64), (2, 16384, 16, 128), (1, 65536, 12, 64))
-CPU_SHAPES = ((1, 4096, 4, 64),)
 #: Relative RMS from the token loop that agrees, by dtype of the inputs.
 AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}
 GROWN = ("trellis", "lattice", "attention")
+
+#: Passes by implementation and direction; each waits for its result.
+Calls = dict[tuple[str, str], Callable[[], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,47 +45,31 @@ class Config:
 
     Attributes:
         ops: which ops.
-        beside: ops that are timed with flash-linear-attention, where it is installed.
-            It tunes its kernels at their first run, minutes for each.
-        shapes: (batch, tokens, heads, width); empty is `SHAPES`, on a CPU `CPU_SHAPES`.
+        shapes: (batch, tokens, heads, width).
         lengths: tokens at which growth is timed, heads and width of the first shape.
         chunk_size: of TTT-linear, Trellis and Lattice.
-        dtype: of the inputs; None is bfloat16, on a CPU float32.
+        dtype: of the inputs.
         longest_loop: the token loop is timed up to this many tokens.
-        longest_attention: attention is timed up to this many tokens; None is 65,536,
-            on a CPU 8,192, where it stores all scores.
-        repeats: timings of each; None is 20, on a CPU 5.
+        longest_attention: attention is timed up to this many; on a CPU it stores all
+            scores.
+        repeats: timings of each.
         output: where .json goes, without the ending.
     """
 
     ops: tuple[str, ...] = tuple(ops.ARGUMENTS)
-    beside: tuple[str, ...] = tuple(fla.PEERS)
-    shapes: tuple[tuple[int, int, int, int], ...] = ()
+    shapes: tuple[tuple[int, int, int, int], ...] = ((1, 4096, 4, 64),)
     lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
     chunk_size: int = 64
-    dtype: str | None = None
+    dtype: str = "float32"
     longest_loop: int = 4096
-    longest_attention: int | None = None
-    repeats: int | None = None
+    longest_attention: int = 8192
+    repeats: int = 5
     output: Path = RESULTS / "speed" / "ops"
 
     def __post_init__(self) -> None:
-        for name, known in (("ops", ops.ARGUMENTS), ("beside", fla.PEERS)):
-            for op in getattr(self, name):
-                require_known(name, op, tuple(known))
-        check_sizes(repeats=1 if self.repeats is None else self.repeats)
-
-
-def settle(config: Config) -> Config:
-    """Fills in what depends on the device."""
-    cpu = jax.default_backend() == "cpu"
-    return dataclasses.replace(
-        config,
-        shapes=config.shapes or (CPU_SHAPES if cpu else SHAPES),
-        dtype=config.dtype or ("float32" if cpu else "bfloat16"),
-        longest_attention=config.longest_attention or (8192 if cpu else 65536),
-        repeats=config.repeats or (5 if cpu else 20),
-    )
+        for op in self.ops:
+            require_known("ops", op, tuple(ops.ARGUMENTS))
+        check_sizes(repeats=self.repeats)
 
 
 def this_device(rows: int = 2048, floats: int = 2**26) -> tuple[str, Device]:
@@ -115,29 +94,15 @@ def this_device(rows: int = 2048, floats: int = 2**26) -> tuple[str, Device]:
     return f"{kind}, measured", Device(flops, 8 * floats / found["copy"]["min_s"])
 
 
-class Call(NamedTuple):
-    """A pass of an implementation.
-
-    Attributes:
-        run: waits for its result.
-        temporary_bytes: as the compiler says; None for a peer.
-        ours: not a peer, which may fail.
-    """
-
-    run: Callable[[], Any]
-    temporary_bytes: int | None
-    ours: bool
-
-
 def runnable(op: str, shape: Shape, config: Config) -> list[str]:
     """Implementations that run here, the token loop where it is not too long."""
     if op == "attention":
-        if shape.time > (config.longest_attention or 0):
+        if shape.time > config.longest_attention:
             return []
         gpu = jax.default_backend() == "gpu"
         return ["cudnn"] if gpu and config.dtype == "bfloat16" else ["xla"]
     found = []
-    arrays = jax.eval_shape(lambda: ops.inputs(op, shape, str(config.dtype)))
+    arrays = jax.eval_shape(lambda: ops.inputs(op, shape, config.dtype))
     for name in ops.IMPLEMENTATIONS:
         if name == "reference" and shape.time > config.longest_loop:
             continue
@@ -159,7 +124,7 @@ def agreement(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
     if op == "attention":
         return {}
     short = shape._replace(batch=1, time=2 * config.chunk_size + 17)
-    arrays = ops.inputs(op, short, str(config.dtype))
+    arrays = ops.inputs(op, short, config.dtype)
     found: dict[str, float | str] = {}
 
     def outputs(name: str) -> np.ndarray:
@@ -170,11 +135,8 @@ def agreement(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
     functions: dict[str, Callable[[], np.ndarray]] = {
         name: lambda name=name: outputs(name) for name in runnable(op, short, config)
     }
-    if op in config.beside and fla.available():
-        for name, peer in fla.peers(op, arrays, config.chunk_size).items():
-            if peer.same:
-                run = peer.forward
-                functions[name] = lambda run=run: run().float().cpu().numpy()
+    for name, peer in fla.peers(op, arrays).items():
+        functions[name] = lambda run=peer.forward: run().float().cpu().numpy()
     for name, function in functions.items():
         try:
             y = function()
@@ -182,7 +144,7 @@ def agreement(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
             found[name] = first_line(error)
             continue
         error = float(np.sqrt(np.mean((y - wanted) ** 2) / np.mean(wanted**2)))
-        agrees = error <= AGREEMENT[str(config.dtype)]
+        agrees = error <= AGREEMENT[config.dtype]
         found[name] = error if agrees else f"{error:.1e} from the token loop"
     return found
 
@@ -194,58 +156,48 @@ def first_line(error: Exception) -> str:
 
 def compiled_calls(
     op: str, shape: Shape, config: Config, agreed: Mapping[str, float | str]
-) -> dict[tuple[str, str], Call]:
-    """By implementation and pass, without those that do not agree."""
-    arrays = ops.inputs(op, shape, str(config.dtype))
+) -> Calls:
+    """The passes of those implementations that agree."""
+    arrays = ops.inputs(op, shape, config.dtype)
+    given = tuple(arrays.values())
     cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape)
     cotangent = cotangent.astype(arrays["v"].dtype)
-    calls: dict[tuple[str, str], Call] = {}
+    calls: Calls = {}
+
+    def add(name: str, direction: str, run: Callable[..., Any], *given: Any) -> None:
+        compiled = jax.jit(run).lower(*given).compile()
+        calls[name, direction] = lambda: jax.block_until_ready(compiled(*given))
+
     for name in runnable(op, shape, config):
-        if isinstance(agreed.get(name), str):
-            continue
-        function = ops.forward(op, name, config.chunk_size)
-        both = (ops.with_gradients(function), (cotangent, *arrays.values()))
-        passes = {"forward": (function, (*arrays.values(),)), "both": both}
-        for direction, (run, given) in passes.items():
-            compiled = jax.jit(run).lower(*given).compile()
-            temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
-
-            def call(compiled: Any = compiled, given: Any = given) -> Any:
-                return jax.block_until_ready(compiled(*given))
-
-            calls[name, direction] = Call(call, temporary, True)
-    if op in config.beside and fla.available():
-        for name, peer in fla.peers(op, arrays, config.chunk_size).items():
-            if not isinstance(agreed.get(name), str):
-                calls[name, "forward"] = Call(peer.forward, None, False)
-                calls[name, "both"] = Call(peer.both, None, False)
+        if not isinstance(agreed.get(name), str):
+            function = ops.forward(op, name, config.chunk_size)
+            add(name, "forward", function, *given)
+            add(name, "both", ops.with_gradients(function), cotangent, *given)
+    for name, peer in fla.peers(op, arrays).items():
+        if not isinstance(agreed.get(name), str):
+            calls |= {(name, "forward"): peer.forward, (name, "both"): peer.both}
     return calls
 
 
 def measure(
-    op: str,
-    shape: Shape,
-    config: Config,
-    device: Device,
-    calls: dict[tuple[str, str], Call],
+    op: str, shape: Shape, config: Config, device: Device, calls: Calls
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A row for every implementation and pass, and one for each peer that failed."""
     about = {"op": op} | shape._asdict()
     rows, failed, runs = [], [], {}
     for (name, direction), call in calls.items():
         try:
-            call.run()
+            call()
         except Exception as error:
-            if call.ours:
+            if name in ops.IMPLEMENTATIONS:
                 raise
             row = {"implementation": name, "pass": direction}
             failed.append(about | row | {"why": first_line(error)})
         else:
-            runs[f"{name}/{direction}"] = call.run
-    for label, found in time_functions(runs, config.repeats or 1).items():
+            runs[f"{name}/{direction}"] = call
+    for label, found in time_functions(runs, config.repeats).items():
         name, direction = label.rsplit("/", 1)
-        back = direction == "both"
-        cost = ops.cost(op, shape, config.chunk_size, str(config.dtype), back)
+        cost = ops.cost(op, shape, config.chunk_size, config.dtype, direction == "both")
         median = found["median_s"]
         rows.append(
             about
@@ -253,7 +205,6 @@ def measure(
             | found
             | {
                 "tokens_per_s": shape.batch * shape.time / median,
-                "temporary_bytes": calls[name, direction].temporary_bytes,
                 "flops": cost.flops,
                 "bytes": cost.bytes,
                 "times_roofline": median / device.least_seconds(cost),
@@ -262,40 +213,38 @@ def measure(
     return rows, failed
 
 
-def run(config: Config, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Checks, then times; `save` gets the results so far after every shape."""
+def main(config: Config) -> int:
+    """Checks, times, prints and writes the results after every shape; the exit code."""
     name, device = this_device()
     result: dict[str, Any] = {"peaks": {"of": name} | device._asdict()}
     result |= {"agreement": {}, "shapes": [], "growth": [], "failed": []}
-    agreed = result["agreement"]
+
+    def agreed(op: str, shape: Shape) -> dict[str, float | str]:
+        key, known = f"{op} {shape.width}", result["agreement"]
+        if key not in known:
+            known[key] = agreement(op, shape, config)
+            for name, why in known[key].items():
+                if isinstance(why, str):
+                    row = {"op": op, "implementation": name, "why": why}
+                    result["failed"].append(row)
+        return known[key]
 
     def time_all(names: list[str], shape: Shape, config: Config, into: str) -> None:
-        for op in names:
-            key = f"{op} {shape.width}"
-            if key not in agreed:
-                agreed[key] = agreement(op, shape, config)
-                for name, why in agreed[key].items():
-                    if isinstance(why, str):
-                        row = {"op": op, "implementation": name, "why": why}
-                        result["failed"].append(row)
         # Compiled side by side, before any is timed.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            calls = pool.map(
-                lambda op: compiled_calls(
-                    op, shape, config, agreed[f"{op} {shape.width}"]
-                ),
-                names,
-            )
-            compiled = dict(zip(names, calls, strict=True))
-        for op, found in compiled.items():
-            rows, failed = measure(op, shape, config, device, found)
+            running = {
+                op: pool.submit(compiled_calls, op, shape, config, agreed(op, shape))
+                for op in names
+            }
+        for op, calls in running.items():
+            rows, failed = measure(op, shape, config, device, calls.result())
             result[into] += rows
             result["failed"] += failed
             columns = ("median_s", "min_s", "max_s", "tokens_per_s", "times_roofline")
             label = "{implementation}, {pass}".format
             cells = {label(**row): [row[c] for c in columns] for row in rows}
             show(f"{op} {tuple(shape)}", columns, cells)
-        save(result)
+        write_report(config.output, "speed of the ops", settings(config), result)
 
     for sizes in config.shapes:
         time_all(list(config.ops), Shape(*sizes), config, "shapes")
@@ -304,20 +253,9 @@ def run(config: Config, save: Callable[[dict[str, Any]], None]) -> dict[str, Any
     for length in config.lengths:
         grown = [op for op in GROWN if op in config.ops]
         time_all(grown, first._replace(time=length), brief, "growth")
-    return result
-
-
-def main(config: Config) -> int:
-    """Times, prints and writes the results; the exit code."""
-    used = settle(config)
-
-    def save(measured: dict[str, Any]) -> None:
-        write_report(config.output, "speed of the ops", settings(used), measured)
-
-    measured = run(used, save)
-    for row in measured["failed"]:
+    for row in result["failed"]:
         print("not timed:", *(f"{k} {v}," for k, v in row.items()))
-    ours = {row["implementation"] for row in measured["failed"]}
+    ours = {row["implementation"] for row in result["failed"]}
     return int(bool(ours & {*ops.IMPLEMENTATIONS}))
 
 

@@ -56,17 +56,6 @@ def ops_loops(result: dict[str, Any]) -> Rows:
         yield cells
 
 
-@table("ops/growth", "speed/ops")
-def ops_growth(result: dict[str, Any]) -> Rows:
-    """Microseconds a token against length, forward with backward."""
-    found = [row for row in result["growth"] if row["pass"] == "both"]
-    lengths = sorted({row["time"] for row in found})
-    for op in dict.fromkeys(row["op"] for row in found):
-        taken = {r["time"]: 1e6 / r["tokens_per_s"] for r in found if r["op"] == op}
-        cells = {f"{n:,} tokens": number(taken.get(n), 0) for n in lengths}
-        yield {"µs a token": op} | cells
-
-
 @table("ops/kernels_gpu", "speed/ops_gpu")
 def ops_gpu(result: dict[str, Any]) -> Rows:
     """Milliseconds of XLA, our kernels and flash-linear-attention."""

@@ -120,8 +120,7 @@ def test_check_exits_with_1_and_writing_mends_it(tmp_path, monkeypatch, capsys):
     file = tmp_path / "README.md"
     file.write_text(block("study/one"))
     monkeypatch.setattr(render, "documents", lambda root: [file])
-    declared = render.Declared({"study/one": one}, {})
-    monkeypatch.setattr(render, "declared", lambda: declared)
+    monkeypatch.setattr(render, "declared", lambda: ({"study/one": one}, {}))
     monkeypatch.setattr(render, "undeclared", lambda figures: [])
     assert render.main(check=True) == 1
     assert "study/one is stale" in capsys.readouterr().err
@@ -136,5 +135,6 @@ def test_plots_are_drawn_from_their_result_files(tmp_path):
     def plot(result, path):
         drawn.append((result["question"], path))
 
-    render.draw({name: plot for name in plot.names}, ("study/b",), tmp_path)
-    assert drawn == [(load(SOURCE)["question"], tmp_path / "study/b.png")]
+    render.draw({name: plot for name in plot.names}, tmp_path)
+    question = load(SOURCE)["question"]
+    assert drawn == [(question, tmp_path / f"study/{name}.png") for name in "ab"]
