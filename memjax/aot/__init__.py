@@ -1,1 +1,1 @@
-"""Steps compiled ahead of time: does it fit on a TPU, and what does it cost?"""
+"""Ahead-of-time compilation for TPUs: memory and cost of a run's steps."""

@@ -5,7 +5,6 @@ Shapes: T tokens of a text or a question.
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import jax
@@ -273,12 +272,7 @@ class Conversation:
     def __enter__(self) -> "Conversation":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _turn(self, message, begin, limit, sampling, seed, write, interrupted):

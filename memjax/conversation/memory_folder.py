@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from memjax.buckets.bucket import is_bucket
@@ -103,12 +102,7 @@ class MemoryFolder:
     def __enter__(self) -> "MemoryFolder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _names(self) -> list[str]:

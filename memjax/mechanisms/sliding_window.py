@@ -4,13 +4,13 @@
 
 Beltagy et al. (2020), https://arxiv.org/abs/2004.05150, section 3.1, causal. The S
 first tokens are sinks: Xiao et al. (2023), https://arxiv.org/abs/2309.17453, section
-3.2. A pretrained model attends to them whatever they say, and fails without them.
+3.2. A pretrained model attends to them whatever they are, and fails without them.
 
-The window is a ring: the token at position p lies in slot p mod W, in place of the one
+The window is a ring: slot p mod W holds the token at position p, in place of the one
 that leaves. RoPE depends on distances alone, so a key is rotated by its slot and stays
 as it is: exact at any length of the stream. A query at slot j is rotated by j for the
 slots up to its own, and by j + W for those behind it, which are of the round before. As
-in the second paper a sink stands directly before the window, at a distance of at most
+in the second paper a sink is directly before the window, at a distance of at most
 W + S - 1.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,

@@ -1,8 +1,7 @@
 """The contract of language models."""
 
 import sys
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -100,36 +99,6 @@ class Model(Protocol):
         self, state: State, tokens: Int[Array, "B T"], /
     ) -> tuple[State, Float[Array, "B T V"]]:
         """Next-token logits at every position, and the memory after the last."""
-        ...
-
-
-class SavableModel(Model, Protocol):
-    """A model with a file format: `LanguageModel`, `HMT`, `MPlus`."""
-
-    @property
-    def model_type(self) -> str:
-        """The model_type under which `save` writes it."""
-        ...
-
-    def plain(self) -> Any:
-        """The `LanguageModel` alone: without a memory, adapters merged."""
-        ...
-
-    def save(
-        self,
-        folder: Path | str,
-        text: Any = None,
-        /,
-        *,
-        origin: str = "",
-        readme: str | None = None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-    ) -> str:
-        """Writes a folder for `memjax.load`; returns the model_type.
-
-        Raises:
-            ValueError: if the folder is not empty, or the model cannot be saved.
-        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""Rematerialisation: what the backward pass saves, and what it computes again."""
+"""Rematerialisation: residuals saved for the backward pass, or computed again."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -103,12 +102,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.close()
         except OSError as failure:

@@ -3,10 +3,10 @@
 A segment maps the memory before it by S -> P S + U. A device reads its own tokens from
 an empty memory, which gives U, and without values from the identity, which gives P. The
 n pairs, as small as memories, are sent to all devices and combined in the order of the
-tokens: each device then has the memory S before its own. What S adds to a read is the
-read of the identity times S, as reads are linear in the memory too.
+tokens: each device then has the memory S before its own. The share of S in a read is
+the read of the identity times S, as reads are linear in the memory too.
 
-Slots of GSA and ABC are kept by factors that tokens alone decide (`gsa.apply_share`),
+Slots of GSA and ABC decay by factors of the tokens alone (`gsa.apply_share`),
 and coefficients of Elastic Memory join by a matrix (`coefficients.before_share`).
 
 Against an exchange of tokens for heads, as other mechanisms have it

@@ -4,7 +4,7 @@
 
 Where all gradients of a chunk are taken at one memory, n steps γ at one key correct its
 prediction n times, and overshoot it. Of these steps the sum over a key that repeats is
-1 - Π(1 - γ) <= 1, which is what the delta rule corrects token by token; a key that is
+1 - Π(1 - γ) <= 1, as the delta rule corrects token by token; a key that is
 orthogonal to those before it keeps all of its γ.
 
 Shapes: B batch, T time, H heads, K key, C chunk.

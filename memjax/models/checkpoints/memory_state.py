@@ -5,11 +5,12 @@
     state = load_memory("after-the-book", model)
 
 A saved memory is a folder of two files: `memory.safetensors` holds every leaf of the
-state under its path in the tree, without what is zero all around it, so that a file is
-as large as what the memory holds; `memory.json` the model's class, sizes and settings,
-where in its leaf each saved part begins, a note of the caller's, and the sha256 of the
-other file and of itself. Loading checks them all. The model's parameters are neither
-saved nor compared: `memjax.conversation` does. Nothing that is read is executed.
+state under its path in the tree, without a margin of zeros, so that the file is as
+large as the filled part of the memory; `memory.json` the model's class, sizes and
+settings, where in its leaf each saved part begins, a note of the caller's, and the
+sha256 of the other file and of itself. Loading checks them all. The model's parameters
+are neither saved nor compared: `memjax.conversation` does. Nothing that is read is
+executed.
 """
 
 import hashlib

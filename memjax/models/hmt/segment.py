@@ -1,4 +1,4 @@
-"""Reading segments: the backbone reads each with what was retrieved from memory.
+"""Reading segments: the backbone reads each with its memory prompt.
 
     Y = BBM([P_n ‖ last k tokens of segment n-1 ‖ H_n ‖ P_n])    eqs. (4) and (5)
     Mem_n = Y_last;   M ← [M, Mem_n], the newest N

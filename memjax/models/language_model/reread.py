@@ -2,12 +2,12 @@
 
     Y = LM([last n tokens ‖ H]),   an empty cache for each segment H of s tokens
 
-Any backbone, unchanged, sees n to n + s tokens of the text. What it carries is the
-tokens themselves, 4 bytes each, where a window carries keys and values in every layer.
+Any backbone, unchanged, sees n to n + s tokens of the text. Its state is the
+tokens themselves, 4 bytes each; that of a window is keys and values in every layer.
 The price is compute: n + s tokens are read for s new ones. It is the strongest baseline
 without a memory at a given number of tokens, because the first tokens that it sees are
-the first of a cache, as when the backbone was trained. n = 0 is segments apart: what
-the official program of HMT compares with (He et al. 2024,
+the first of a cache, as when the backbone was trained. n = 0 reads each segment alone,
+the baseline of HMT's official program (He et al. 2024,
 https://arxiv.org/abs/2405.06067).
 
 Segments are counted from the text's start, so every split of a text into calls gives

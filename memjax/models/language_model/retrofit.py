@@ -2,9 +2,9 @@
 
     model = add_memory(model, memory="lattice", layers=(3, 9), window=256, key=key)
 
-A chosen layer keeps its projections. With placement="beside" it becomes a sliding
-window with a memory beside it (`memjax.mechanisms.hybrid`), which begins with no part
-in the output: the model starts as the windowed one. With "instead" it becomes Elastic
+A chosen layer keeps its projections. With placement="beside" it becomes a hybrid of a
+sliding window and a memory (`memjax.mechanisms.hybrid`) that has no part in the output
+at first: the model starts as the windowed one. With "instead" it becomes Elastic
 Memory (`elastic_memory`), which needs no parameter that attention has not. All other
 attention layers become windows with sinks.
 

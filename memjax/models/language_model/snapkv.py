@@ -5,7 +5,7 @@
     the last W
 
 Li et al. (2024), SnapKV, https://arxiv.org/abs/2404.14469, section 4 and Listing 1; a
-window of 32 and max-pooling over κ = 7 are what its experiments on LongBench have. The
+window of 32 and max-pooling over κ = 7 are those of its experiments on LongBench. The
 paper lets every query head keep tokens of its own; here the heads of a group vote
 together, so that grouped queries keep their small cache.
 
@@ -13,8 +13,8 @@ A text that is read in one piece is compressed as published: the question at its
 votes. Read piece by piece, the cache is compressed behind every piece, and old tokens
 compete with new ones: memory is bounded at any length (M+,
 https://arxiv.org/abs/2502.00592, section 4.3). Then the votes are of text that knows no
-question. It attends to what is near, and each compression takes its share again of what
-is old: what is left of a text falls geometrically with its distance.
+question. It attends to near tokens, and each compression drops a share of the old ones:
+the part of a text that remains falls geometrically with its distance.
 
 Shapes: B batch, T time, D model, H query heads, G key-value heads, K head width,
 S capacity, W window, n kept.

@@ -1,7 +1,7 @@
 """Answer from a memory of M+, which is not changed, token by token.
 
 `MPlus.read` gives a KV cache of the memory and a prompt. `MemoryReader` is a model with
-that cache for its state, so that whatever draws from a model draws an answer too.
+that cache for its state, so that `generate` samples an answer too.
 
 Shapes: B batch, T time, D model, V vocabulary.
 """

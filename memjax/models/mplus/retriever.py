@@ -1,4 +1,4 @@
-"""M+'s retriever: which rows of the long-term store a read retrieves.
+"""M+'s retriever: scores of the rows of the long-term store for a read.
 
     f(x) = W_2 silu(W_1 norm(x));    p_j = mean_t sigmoid(f_q(h_t) · f_k(m_j))
 

@@ -1,7 +1,7 @@
 """Weights of M+ and their initialisation.
 
     write_adapter, read_adapter    LoRA for writing a chunk and for cache with memory
-    bos [L, D], position [D]       first vector of every layer; what marks memory tokens
+    bos [L, D], position [D]       first vector of every layer; mark of memory tokens
     query, key, encoder_query      the retriever, where there is a learned one
 
 Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.

@@ -6,7 +6,6 @@ bucket (`bucket_lock.py`), with host, process id and a heartbeat counter.
 
 import threading
 from pathlib import Path
-from types import TracebackType
 
 import jax
 
@@ -74,12 +73,7 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _live(self) -> None:

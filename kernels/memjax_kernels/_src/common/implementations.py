@@ -1,4 +1,4 @@
-"""Which implementation of an op runs.
+"""Choice of the implementation of an op.
 
 Without a choice by the caller this is decided when a program is lowered, by the
 platform that it is lowered for. A program lowered on a CPU for a TPU holds the kernels

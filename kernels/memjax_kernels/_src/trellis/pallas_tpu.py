@@ -2,8 +2,8 @@
 
 Heads that `tpu_packed.fits` go through the kernels there, which take a third of the
 cycles. Those of this file take all other sizes: chunks that neither divide 16 tokens
-nor are a multiple of them, an odd number of heads, channels or slots that are no
-multiple of 64 beside them.
+nor are a multiple of them, an odd number of heads, and channels or slots that are no
+multiple of 64.
 
 The grid is (blocks of heads, chunks). Heads of all batch elements run in parallel, and
 chunks in order. The memories are output blocks that all chunks of a head share, so

@@ -2,8 +2,8 @@
 
 Kernels keep no scores, and pass over blocks of keys that no query of a block sees.
 Heads of 64 channels, each with keys of its own, take `causal_attention`, which reads
-them where they lie; all else takes splash, jax's kernel. `unsupported` says what
-neither takes.
+them without a transpose; all others take splash, jax's kernel. `unsupported` gives the
+reason against both.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
     O = softmax(Q [K_mem, K]ᵀ / √K + mask) [V_mem, V]                   (eqs. 9, 10)
 
-The mask is a rectangle over the memory tokens beside a triangle over the block. Memory
+The mask is a rectangle over the memory tokens and a triangle over the block. Memory
 tokens have no position, as a coefficient spans the whole past. Song et al. (2026),
 "Towards Compressive and Scalable Recurrent Memory".
 

@@ -1,8 +1,8 @@
 """Finds a model by its name: a folder, a GGUF file, or one of the Hugging Face hub.
 
 A hub id is "owner/name", or "owner/name/file.gguf" for one file of a repository, either
-with "@revision". Only the files that a model is read from are downloaded, and what is
-refused anyway (pickles, code) never.
+with "@revision". Only the files that a model is read from are downloaded, never those
+that are refused (pickles, code).
 """
 
 import re

@@ -1,6 +1,6 @@
 """Reads folders of `config.json`, safetensors and `tokenizer.json`, as Hugging Face's.
 
-What is read is not trusted: nothing in a folder is executed, pickled weights are
+Folders are not trusted: nothing in one is executed, pickled weights are
 refused, and every name, path and number format is checked before a tensor is used.
 """
 

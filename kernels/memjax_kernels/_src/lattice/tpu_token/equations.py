@@ -1,8 +1,8 @@
 """Lattice with C = 1: a token of several packs of heads, and its gradient.
 
 `chunk.token` has the same equations. Here two heads fill a register's lanes. A sum over
-a head's channels stands in all of the head's lanes, where it is needed next; so does
-every number of a slot.
+a head's channels is in all of the head's lanes, where it is needed next; so is every
+number of a slot.
 """
 
 import functools

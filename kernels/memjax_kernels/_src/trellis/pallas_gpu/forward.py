@@ -1,8 +1,8 @@
 """The forward kernel of Trellis on a GPU; `entry` says when it runs.
 
 One program takes all chunks of one batch element and head. Its memories stay in shared
-memory in float32; products read a copy in the dtype of the tokens, which is also what
-is saved of every chunk's start for a gradient. The next chunk's tokens are copied in
+memory in float32; products read a copy in the dtype of the tokens, which is also
+saved of every chunk's start for a gradient. The next chunk's tokens are copied in
 during the computation, where shared memory has room for them.
 """
 
