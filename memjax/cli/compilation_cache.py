@@ -8,7 +8,7 @@ from memjax.data.documents.tokens import default_cache_dir
 
 
 def enable_compilation_cache(where: str | None = None) -> None:
-    """Saves what is compiled on the disk, for the next command.
+    """Saves compiled programs on the disk, for the next command.
 
     Args:
         where: a folder, or "off". None is that of JAX_COMPILATION_CACHE_DIR, or else

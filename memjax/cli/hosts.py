@@ -86,7 +86,7 @@ def end_with_parent() -> None:
 
 
 def _relay(child: subprocess.Popen[bytes]) -> bytes:
-    """Passes on what the child writes to stderr; returns what was held back at its end.
+    """Passes the child's stderr on; returns the text held back at its end.
 
     From the first line of the services on, lines are held back until the child ends, or
     passed on when it does not.

@@ -90,7 +90,7 @@ def backend_of(model: Model) -> Backend:
 
 
 class StateBackend:
-    """For models that remember what they read into their state."""
+    """For models that read texts into their state."""
 
     def __init__(self, model: Model):
         self._model = model

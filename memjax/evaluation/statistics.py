@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval lies on one side of zero."""
+        """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
 
 
@@ -95,7 +95,7 @@ class LossDifference(NamedTuple):
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval lies on one side of zero."""
+        """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
 
 

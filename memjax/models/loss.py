@@ -180,7 +180,7 @@ def _in_chunks(chunk: int, *arrays: Shaped[Array, "B T ..."]) -> tuple[Array, ..
 
 
 def _whole(chunks: Shaped[Array, "n B C ..."], length: int) -> Array:
-    """[B, T, ...] again, without what was padded."""
+    """[B, T, ...] again, without the padding."""
     n, b, size, *rest = chunks.shape
     ways = sequence_ways(length)
     x = jnp.moveaxis(chunks.reshape(n, b, ways, size // ways, *rest), 0, 2)
@@ -207,7 +207,7 @@ def last_positions(mask: Float[Array, "B T"], count: int) -> Int[Array, "B n"]:
 
 
 def scored_mask(length: int, segment: int, first: int) -> Float32[np.ndarray, " T"]:
-    """1 where a target lies at `first` or later in its segment, else 0.
+    """1 where a target is at `first` or later in its segment, else 0.
 
     Target i lies in segment (i + 1) // L.
 

@@ -102,7 +102,7 @@ class Run(Protocol):
         ...
 
     def make_step(self, compiled: Callable[[Callable], Callable]) -> Step:
-        """The update, whose pure parts `compiled` turns into programs."""
+        """The update; `compiled` makes programs of its pure parts."""
         ...
 
     def flops_per_step(self, state: TrainState) -> float:

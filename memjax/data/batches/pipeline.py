@@ -102,7 +102,7 @@ def packed_batches(
 def chunk_rows(
     documents: Sequence[TokenisedDocument], context_length: int, vocab_size: int | None
 ) -> Chunks:
-    """All chunks of the documents; the log counts what is left out."""
+    """All chunks of the documents; the log counts the tokens left out."""
     _check_documents(documents, vocab_size)
     counts = _chunk_counts(documents, context_length, "context_length")
     left_out = sum(

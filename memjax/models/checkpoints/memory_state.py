@@ -108,7 +108,7 @@ def pack_memory(
 
 
 def write_memory(folder: Path | str, packed: PackedMemory) -> None:
-    """Writes what `pack_memory` gave; needs no JAX. Raises as `save_memory` does."""
+    """Writes a packed memory; needs no JAX. Raises as `save_memory` does."""
     with atomic_folder(Path(folder)) as temporary:
         _write_tensors(packed.tensors, temporary / TENSORS)
         record = packed.record | {"sha256": _digest(temporary / TENSORS)}

@@ -83,7 +83,7 @@ class Savable:
     """A model that is saved by its `contents`."""
 
     def contents(self, dtype: Dtype) -> Contents:
-        """What `save` writes, in `dtype`."""
+        """Content of the folder of `save`, in `dtype`."""
         raise NotImplementedError
 
     def save(

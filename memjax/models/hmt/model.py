@@ -127,7 +127,7 @@ class HMT(FixedSizeMemory, Savable, nnx.Module):
         )
 
     def contents(self, dtype: Dtype) -> Contents:
-        """What `save` writes, under the official program's names, adapters merged.
+        """Content of the folder of `save`: official names, adapters merged.
 
         transformers refuses the model_type "hmt": by the backbone's it would load the
         folder and draw every parameter anew.

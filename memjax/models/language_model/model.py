@@ -141,7 +141,7 @@ class LanguageModel(Savable, nnx.Module):
         return merge_lora(self)
 
     def contents(self, dtype: Dtype) -> Contents:
-        """What `save` writes, without adapters."""
+        """Content of the folder of `save`, adapters merged."""
         # No other program knows where our adapters are.
         return plain_contents(self.config, self.plain())
 

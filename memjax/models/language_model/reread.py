@@ -199,7 +199,7 @@ class ReReadWindow(FixedSizeMemory, nnx.Module):
 
     @property
     def _most(self) -> int:
-        """n + s, what the backbone reads at most at a time."""
+        """n + s, the longest input of the backbone."""
         return self.reread + self.segment
 
     def _before(self, before, segment):

@@ -97,7 +97,7 @@ class MPlus(FixedSizeMemory, Savable, nnx.Module):
         return self.backbone.plain()
 
     def contents(self, dtype: Dtype) -> Contents:
-        """What `save` writes, for the official program too.
+        """Content of the folder of `save`, for the official program too.
 
         What was injected is in the state, see `memjax.save_memory`. The program's R is
         a multiple of K, and rounded up for it where ours is none.
@@ -316,7 +316,7 @@ class MPlus(FixedSizeMemory, Savable, nnx.Module):
         options: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
         lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T V"], ReadTrace]:
-        """The logits of `read`, and what happened in its layers."""
+        """The logits of `read`, and a trace of its layers."""
         _, features, trace = read.read(self.weights, state, tokens, options, lengths)
         return self.logits(features), trace
 

@@ -159,7 +159,7 @@ class FinetuneRun:
         return _state_shapes(self.anonymous())
 
     def make_step(self, compiled: Callable[[Callable], Callable]) -> Callable:
-        """The update, whose pure parts `compiled` turns into programs."""
+        """The update; `compiled` makes programs of its pure parts."""
         return self.config.make_step(self.structure(), self.model, compiled)
 
     def flops_per_step(self, state: TrainState) -> float:

@@ -17,7 +17,7 @@ LARGEST = 512
 
 
 class Steps(NamedTuple):
-    """Of each step what a kernel looks up.
+    """Each step of a kernel.
 
     Attributes:
         query: number of the block of queries.

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 
 def check_shapes(**arguments: tuple[Array | None, str]) -> dict[str, int]:
-    """Binds shape letters to sizes and refuses what does not fit them.
+    """Binds shape letters to sizes and refuses arrays that do not fit them.
 
     Args:
         **arguments: by name, the array and its axes, as in q=(q, "B T H K"). The

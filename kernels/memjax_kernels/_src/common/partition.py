@@ -214,7 +214,7 @@ def _exchanged(x, heads, whole):
 
 
 def sequence_ways(length: int) -> int:
-    """Devices that divide a sequence of so many tokens, 1 where they cannot."""
+    """Devices that divide a sequence of `length` tokens, 1 where they cannot."""
     mesh = jax.sharding.get_abstract_mesh()
     ways = mesh.shape[SEQUENCE] if _automatic((SEQUENCE,)) else 1
     return 1 if length % ways else ways

@@ -11,7 +11,7 @@ def rotate(
     cos: Float[Array, "*P T half"],
     sin: Float[Array, "*P T half"],
 ) -> Float[Array, "*B T H K"]:
-    """`rotate` of the room, whose arguments are checked."""
+    """See `heads.rotate`, which checks the arguments."""
 
     def of_heads(table):
         table = computed_once(table)[..., None, :]

@@ -74,7 +74,7 @@ class Norms(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The memory after a chunk, and what its gradient needs.
+    """The memory after a chunk, and the residuals of its gradient.
 
     Attributes:
         written: A.

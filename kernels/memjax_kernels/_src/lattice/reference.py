@@ -55,7 +55,7 @@ def lattice_step(
     normalize: bool = True,
     forget: LatticeForget | None = None,
 ) -> tuple[LatticeState, Float[Array, "B H V"]]:
-    """One token: writes, then reads. `lattice` says what the arguments are."""
+    """One token: writes, then reads. Arguments as in `lattice`."""
     return advance(q, k, v, gamma, g, state, Rule(variant, normalize, forget))
 
 

@@ -93,7 +93,7 @@ def _block_bytes(size: int, slots: int, width: int) -> int:
 def lattice_packed(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
 ) -> tuple[Memory, Array]:
-    """A chunk implementation for what `fits`; see `segment`."""
+    """A chunk implementation for tokens that `fits` takes; see `segment`."""
     heads = _heads(tokens)
     (b, _, size, number, slots), width = tokens.q.shape, tokens.v.shape[4]
     each = heads * _block_bytes(size, slots, width)

@@ -19,7 +19,7 @@ def short_convolution(
     before: Float[Array, "B _ H K"],
     positions: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T H K"]:
-    """`short_convolution` of the room, whose arguments are checked."""
+    """See `recurrent_block.short_convolution`, which checks the arguments."""
     width, time = filters.shape[0], x.shape[1]
 
     def flat(z):
@@ -46,7 +46,7 @@ def gated_norm(
     *,
     epsilon: float,
 ) -> Float[Array, "B T H K"]:
-    """`gated_norm` of the room, whose arguments are checked."""
+    """See `recurrent_block.gated_norm`, which checks the arguments."""
     normed = rms_norm_heads(y, scale, epsilon).astype(gate.dtype)
 
     def flat(z):

@@ -113,7 +113,7 @@ def _write(start, memory, k, alpha, gamma, g, phi):
 
 
 def _next(state, start, memory):
-    """The position after the token, and the start of the chunk it lies in."""
+    """The position after the token, and the start of its chunk."""
     # At the end of a chunk the running memory becomes the next one's start.
     position = (state.position + 1) % state.chunk_size
     return position, jnp.where((position == 0)[:, None, None, None], memory, start)

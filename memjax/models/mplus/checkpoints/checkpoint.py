@@ -104,7 +104,7 @@ def load_official(
 
 
 def load_mplus(folder: Path | str, *, dtype: Dtype = "float32") -> MPlus:
-    """Reads what `MPlus.save` wrote.
+    """Reads a folder of `MPlus.save`.
 
     Args:
         folder: of `config.json` and safetensors.

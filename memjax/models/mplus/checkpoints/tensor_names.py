@@ -67,7 +67,7 @@ def belongs_to_store(name: str) -> bool:
 
 
 def learned(weights: MPlusWeights) -> dict[str, Any]:
-    """What was trained, layer by layer; `of_learned` names it."""
+    """Trained parameters, layer by layer; `of_learned` names them."""
     values: dict[str, Any] = {name: getattr(weights, name) for name in ADAPTERS}
     values["bos"] = weights.bos[:, None]
     # The program has an axis for the batch, of size 1.
@@ -81,7 +81,7 @@ def learned(weights: MPlusWeights) -> dict[str, Any]:
 
 
 def with_learned(weights: MPlusWeights, values: Mapping[str, Any]) -> MPlusWeights:
-    """The weights with what `learned` gives."""
+    """The weights with these learned parameters."""
     retrievers = {
         name: jax.tree.map(lambda *layers: jnp.stack(layers), *values[name])
         for name in RETRIEVERS
@@ -161,7 +161,7 @@ def of_memory(initial: Initial) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def learned_tensors(weights: MPlusWeights) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and values of what was trained."""
+    """Names and values of trained parameters."""
     values = learned(weights)
     pairs = zip(of_learned(values), jax.tree.leaves(values), strict=True)
     for tensor, value in pairs:

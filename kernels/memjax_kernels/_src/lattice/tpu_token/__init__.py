@@ -88,7 +88,7 @@ def _block_bytes(slots: int, width: int) -> int:
 def lattice_tokens(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
 ) -> tuple[Memory, Array]:
-    """A chunk implementation for what `fits`; see `segment`."""
+    """A chunk implementation for tokens that `fits` takes; see `segment`."""
     heads = _heads(tokens)
     (b, _, _, number, slots), width = tokens.q.shape, tokens.v.shape[4]
     each = heads * _block_bytes(slots, width)

@@ -83,7 +83,7 @@ def unpack(x, parts: Part, layout: Layout) -> None:
 
 
 def _decay(refs: Decays, of_sums: list[list[Array]], layout: Layout) -> None:
-    """Writes what gates leave, from the coarse and fine parts of their sums."""
+    """Writes decay factors, from the coarse and fine parts of the sums of gates."""
     size, heads = layout.size, layout.heads
     for part in range(layout.parts):
         sums = [_below(x, part, layout) for x in of_sums]
