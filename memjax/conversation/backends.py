@@ -29,15 +29,7 @@ TEXT_SEGMENT = 1024
 
 
 class Decoding(NamedTuple):
-    """Options of `generate` for an answer.
-
-    Attributes:
-        max_new_tokens: maximum tokens of the answer.
-        key: of the sampling.
-        sampling: temperature, top-k and top-p.
-        stop_tokens: tokens that end an answer.
-        stop_when: see `generate`.
-    """
+    """Options of `generate` for an answer."""
 
     max_new_tokens: int
     key: PRNGKeyArray

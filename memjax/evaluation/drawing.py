@@ -230,14 +230,8 @@ def drawing(
 ) -> Iterator[Drawing]:
     """A figure in the style, written when the block ends.
 
-    Args:
-        path: the PNG to write.
-        rows: of panels.
-        columns: of panels.
-        size: inches.
-        title: above all panels.
-        source: device and commit, small in a corner.
-        panels: further arguments of `Figure.subplots`.
+    `size` is in inches, `source` (device and commit) small in a corner, and `panels`
+    are further arguments of `Figure.subplots`.
     """
     # Imported late: commands that draw nothing start without it.
     import matplotlib
@@ -267,10 +261,8 @@ def source_of(result: Mapping[str, Any]) -> str:
 def log_ticks(axes: Any, values: Sequence[Number], most: int = 8) -> None:
     """A logarithmic axis of x in powers of 2, with ticks at some of these values.
 
-    Args:
-        axes: the panel.
-        values: candidates for ticks.
-        most: with more, only every second, third, ... is labelled.
+    `values` are candidates; with more than `most`, every second, third, ... is
+    labelled.
     """
     values = [value for value in sorted(set(values)) if value > 0]
     every = -(-len(values) // most)

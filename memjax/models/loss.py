@@ -29,12 +29,6 @@ def target_nll(
 
     Positions go through the head in chunks of at most 2**25 logits a device,
     recomputed in the backward pass. To train, `loss_sum` computes less.
-
-    Args:
-        logits: the head.
-        features: what it takes.
-        targets: in [0, V).
-        vocab_size: V.
     """
     t, chunk = targets.shape[1], _chunk_size(targets, vocab_size)
     if chunk == t:
@@ -60,13 +54,6 @@ def loss_sum(
     that they are computed once: three products with the head, where computing them
     again takes four, and two where the head is frozen. No gradient of a gradient, nor
     forward mode, where there are several chunks; the mask has no gradient.
-
-    Args:
-        logits: the head.
-        features: what it takes.
-        targets: in [0, V).
-        mask: what each target counts.
-        vocab_size: V.
     """
     mask = jax.lax.stop_gradient(mask)
     chunk = _chunk_size(targets, vocab_size)

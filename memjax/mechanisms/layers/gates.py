@@ -36,13 +36,7 @@ def draw_weight(key: PRNGKeyArray, *shape: int) -> Float[Array, "D ..."]:
 
 
 def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
-    """A gate with sigmoid initialised to `start`.
-
-    Args:
-        key: of the weight.
-        shape: [D, ...].
-        start: in (0, 1).
-    """
+    """A gate with sigmoid initialised to `start`."""
     # By the bias: the weight's part has mean 0.
     bias = np.log(start / (1 - start))
     return Gate(

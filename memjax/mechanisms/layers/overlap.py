@@ -38,14 +38,7 @@ def bounded_step(
     k: Float[Array, "B H K"],
     gamma: Float[Array, "B H"],
 ) -> tuple[OpenChunk, Float[Array, "B H K"], Float[Array, "B H"]]:
-    """The open chunk with one more token, its k unchanged, and its γ'.
-
-    Args:
-        open_chunk: the open chunk.
-        position: tokens in it.
-        k: a key of unit norm, or zeros.
-        gamma: in [0, 1].
-    """
+    """The open chunk with one more token, its k unchanged, and its γ'."""
     key = k.astype(jnp.float32)
     alike = jnp.einsum("bhk,bchk->bch", key, open_chunk.keys) ** 2
     bounded = gamma * jnp.prod(1 - open_chunk.steps * alike, axis=1)

@@ -298,13 +298,8 @@ def qkv_projection(
 ) -> QKV:
     """Queries, keys and values of a segment, in the dtype of x.
 
-    Args:
-        config: sizes.
-        params: of the block.
-        state: before the segment.
-        x: its tokens.
-        positions: of each token in its document, before which the convolution's inputs
-            are zeros; None is one document.
+    `positions` of each token in its document, before which inputs of the convolution
+    are zeros; None is one document.
 
     Raises:
         ValueError: unless x is floating, with the state's batch size and the model's

@@ -125,12 +125,8 @@ def summarize_segments(
 ) -> Float[Array, "n B E"]:
     """S of n segments, of which the first sees `num_valid` memories.
 
-    Args:
-        config: of the memory.
-        weights: of the memory.
-        num_valid: memories before the first segment.
-        segments: all n.
-        always: also where no search depends on a summary, which is zero otherwise.
+    With `always` also where no search depends on a summary, which is zero otherwise;
+    `num_valid` counts the memories before the first segment.
     """
     n, least = segments.length.shape[0], config.min_memories_to_choose
 

@@ -27,13 +27,7 @@ CONFIG_KEY = "memjax_hmt"
 
 
 def contents(config: HMTConfig, weights: Weights, plain: LanguageModel) -> Contents:
-    """Content of the folder of `HMT.save` and `load_hmt`.
-
-    Args:
-        config: of the memory.
-        weights: of the memory.
-        plain: the backbone, without adapters.
-    """
+    """Content of the folder of `HMT.save` and `load_hmt`."""
     inside = plain_contents(plain.config, plain)
     memory = {CONFIG_KEY: to_record(config)}
     described = own_format.around_backbone(inside.config, MODEL_TYPE, memory)

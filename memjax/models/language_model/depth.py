@@ -16,13 +16,7 @@ from memjax.mechanisms import Mechanism
 
 
 class Layer(NamedTuple):
-    """Mechanism, parameters and memory of a layer.
-
-    Attributes:
-        mechanism: of its mechanism.
-        params: of the whole layer.
-        memory: before the call.
-    """
+    """Mechanism, parameters and memory of a layer."""
 
     mechanism: Mechanism
     params: PyTree
@@ -38,11 +32,7 @@ def run_layers(
 ) -> tuple[list[PyTree], Float[Array, "B T D"]]:
     """The memories after all layers, and the last one's output.
 
-    Args:
-        run: one layer.
-        layers: first to last.
-        h: input of the first.
-        scan: whether layers that repeat are one loop.
+    With `scan`, layers that repeat are one loop.
     """
     after: list[PyTree] = []
     for period, repeats in repetitions(layers) if scan else [(len(layers), 1)]:

@@ -24,11 +24,7 @@ def initialise_gates(
 ) -> PyTree:
     """The memory's parameters, with gates of channels of mean 0 and variance 1.
 
-    Args:
-        config: of the layer.
-        params: of its memory.
-        moments: of the layer.
-        half_lives: the shortest and the longest of gates that forget.
+    `half_lives` are the shortest and the longest of gates that forget.
     """
     covariance = shrink_covariance(moments.covariance)
     scale = np.sqrt(np.diag(covariance))

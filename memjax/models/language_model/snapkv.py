@@ -170,15 +170,7 @@ def vote(
     state: AttentionState,
     x: Float[Array, "B T D"],
 ) -> Int[Array, "B n G"]:
-    """Slots that the last tokens of a piece choose.
-
-    Args:
-        heads: of the layer.
-        params: of its attention.
-        config: sizes of the cache.
-        state: behind the piece, as attention leaves it.
-        x: the piece.
-    """
+    """Slots that the last tokens of a piece choose."""
     window = min(config.window, x.shape[1])
     queries = projections.query_projection(heads, params, x[:, -window:])
     places = state.length[:, None] - window

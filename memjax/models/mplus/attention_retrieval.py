@@ -87,14 +87,8 @@ class AttentionRetriever:
     ) -> Float[Array, "B T h H"]:
         """`cached.from_cache`, whose queries attend to the rows they retrieve as well.
 
-        Args:
-            layer: the layer to search.
-            plain: the queries before RoPE, which search.
-            query: with RoPE.
-            key: of the KV cache.
-            value: of the KV cache.
-            before: query t attends to positions 0 to before + t of the cache,
-            visible: where they are visible.
+        `plain` are the queries before RoPE, which search. Query t attends to the
+        visible ones of positions 0 to before + t.
         """
         b, t, h, _ = query.shape
         g, s = key.shape[2], key.shape[1]

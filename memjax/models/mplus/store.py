@@ -52,12 +52,7 @@ def empty(
 ) -> Store:
     """A store without rows.
 
-    Args:
-        config: of the memory.
-        batch: B.
-        layers: L.
-        width: D of its rows; with retrieval "attention" that of their keys as well.
-        dtype: of its rows.
+    With retrieval="attention" keys are as wide as their rows, D.
     """
     shape = (batch, config.store_size)
     key_dim = width if config.by_attention else config.key_dim

@@ -81,14 +81,7 @@ class Losses(NamedTuple):
 def first_memory(
     model: MPlus, batch: int, target: int, key: PRNGKeyArray
 ) -> TaskMemory:
-    """The memory before the first step.
-
-    Args:
-        model: M+ or MemoryLLM.
-        batch: B.
-        target: T.
-        key: of the drops from the pools.
-    """
+    """The memory before the first step."""
     tokens = jnp.zeros((batch, target), jnp.int32)
     # Three buffers: a donated state must not hold one of them twice.
     empty = Target(tokens, tokens + 0, jnp.zeros((batch, target), jnp.float32))
@@ -216,13 +209,9 @@ def retriever_losses(
     Queries come from the tokens that read, and from the pool's newest K rows. The
     latter are trained as in the program, which does not use them either.
 
-    Args:
-        model: with a store.
-        state: with the pool.
-        hidden: the input of each layer at the tokens, and the features.
-        num_queries: how many of the first tokens are queries.
-        positive: rows of the document.
-        negative: other rows.
+    `hidden` has the input of each layer at the tokens, and the features; the first
+    `num_queries` tokens are queries. `positive` are rows of the document, `negative`
+    others.
     """
     times = jnp.arange(hidden.shape[2], dtype=jnp.int32)[None]
     query_mask = times < num_queries[:, None]

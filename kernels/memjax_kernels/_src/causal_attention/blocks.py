@@ -39,11 +39,8 @@ class Steps(NamedTuple):
 class Plan(NamedTuple):
     """The steps of a kernel.
 
-    Attributes:
-        block: tokens of a block.
-        steps: in their order.
-        distances: of each mask the position of the first query less that of the first
-            key; None where every query sees every key.
+    Of each mask `distances` has the position of the first query less that of the first
+    key; None where every query sees every key.
     """
 
     block: int

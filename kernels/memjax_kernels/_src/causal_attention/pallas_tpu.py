@@ -40,12 +40,7 @@ SCALE_OF_TWO = SCALE * math.log2(math.e)
 
 
 class Static(NamedTuple):
-    """Static arguments of the kernels.
-
-    Attributes:
-        window: keys that a query sees; None is all before it.
-        interpret: whether the kernel is interpreted.
-    """
+    """Static arguments of the kernels."""
 
     window: int | None
     interpret: Any

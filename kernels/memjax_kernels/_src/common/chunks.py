@@ -26,11 +26,8 @@ def split(
 ) -> Shaped[Array, "B n C *X"]:
     """Splits [B, T, ...] into [B, n, C, ...], with zeros around it.
 
-    Args:
-        x: tokens.
-        size: C.
-        position: tokens of each batch element's chunk that came before, in [0, C).
-            None says that all start a chunk, which saves the shift.
+    `position` has the tokens of each chunk that came before, in [0, C). None says that
+    all start a chunk, which saves the shift.
     """
     # Position 0 for all needs a chunk less than positions that are not known.
     chunks = count_chunks(x.shape[1], size, position is None)

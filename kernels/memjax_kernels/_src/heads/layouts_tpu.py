@@ -19,10 +19,7 @@ TILE = 128
 class Static(NamedTuple):
     """Static arguments of the kernels.
 
-    Attributes:
-        heads_first: whether the result is [B, H, T, K]; else [B, T, H, K].
-        scale: that the result is multiplied by.
-        interpret: whether the kernel is interpreted.
+    The result is [B, H, T, K] with `heads_first`, else [B, T, H, K], times `scale`.
     """
 
     heads_first: bool

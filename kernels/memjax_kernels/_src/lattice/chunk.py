@@ -80,13 +80,8 @@ def advance(
 ) -> tuple[Written, Float[Array, "*B C V"]]:
     """Takes a memory through a chunk.
 
-    Args:
-        tokens: of any float dtype.
-        start: M'.
-        open_chunk: `pending` and `decay` of tokens that came before in this chunk; None
-            is none.
-        rule: forget="l1" only in `token`.
-        multiply: the products of matrices that are not sums over tokens.
+    `open_chunk` has `pending` and `decay` of tokens that came before in this chunk;
+    forget="l1" is taken in `token` only.
     """
     q, k, v, gamma, _ = jax.tree.map(lambda x: x.astype(F32), tokens)
     between, inside = _decays(tokens.g, gamma)

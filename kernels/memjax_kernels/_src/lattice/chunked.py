@@ -28,17 +28,8 @@ def in_chunks(
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
     """Runs a chunk implementation, which `segment` describes, on a segment.
 
-    Args:
-        implementation: takes chunks that start with nothing pending.
-        q: as in `lattice`, like k, v, gamma and g.
-        k: keys.
-        v: values.
-        gamma: step sizes.
-        g: log gates.
-        state: the memory before the segment; None is `empty`.
-        reset: counts where a chunk starts only.
-        empty: the memory after a reset; its chunk size is that of the segment.
-        rule: the recurrence.
+    The implementation takes chunks that start with nothing pending; the chunk size is
+    that of `empty`. The other arguments are those of `lattice`.
     """
     size, time = empty.chunk_size, q.shape[1]
     # Without a state, and in chunks of one token, every batch element starts a chunk.

@@ -41,13 +41,8 @@ def vjp(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory.
 
-    Args:
-        x: the tokens.
-        start: the memory before them.
-        d_after: of the memory after them, 0 where the chunk is not full.
-        d_written: of what was written, where it is pending.
-        d_y: of the reads.
-        options: of the kernel.
+    The cotangents given are of the memory after the tokens, 0 where the chunk is not
+    full, of the pending writes, and of the reads.
     """
     dot, heads = options.multiply, options.heads
     cast = operator.methodcaller("astype", x.q.dtype)

@@ -21,11 +21,8 @@ F32 = jnp.float32
 class Layout(NamedTuple):
     """Sizes of a program's blocks.
 
-    Attributes:
-        rows: batch elements.
-        group: packs of each.
-        heads: of a pack.
-        resets: whether there is a flag of chunks that start from `empty`.
+    `group` packs of `heads` heads for each of `rows` batch elements; `resets`: whether
+    there is a flag of chunks that start from `empty`.
     """
 
     rows: int

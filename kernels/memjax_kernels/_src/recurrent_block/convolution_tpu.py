@@ -29,13 +29,7 @@ SHARE, TILE = 8, 64
 
 
 class Static(NamedTuple):
-    """Static arguments of the kernels.
-
-    Attributes:
-        taps: W.
-        width: channels of a head.
-        interpret: whether the kernel is interpreted.
-    """
+    """Static arguments of the kernels."""
 
     taps: int
     width: int

@@ -27,13 +27,7 @@ SHARE, TILE = 8, 128
 
 
 class Static(NamedTuple):
-    """Static arguments of the kernels.
-
-    Attributes:
-        width: channels of a head.
-        epsilon: added to the mean square.
-        interpret: whether the kernel is interpreted.
-    """
+    """Static arguments of the kernels."""
 
     width: int
     epsilon: float

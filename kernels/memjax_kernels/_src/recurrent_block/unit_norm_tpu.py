@@ -19,13 +19,7 @@ TILE = 128
 
 
 class Static(NamedTuple):
-    """Static arguments of the kernels.
-
-    Attributes:
-        width: channels of a head.
-        norm: n.
-        interpret: whether the kernel is interpreted.
-    """
+    """Static arguments of the kernels."""
 
     width: int
     norm: float

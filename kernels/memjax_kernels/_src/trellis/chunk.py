@@ -31,13 +31,7 @@ class Chunk(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Static options of a chunk.
-
-    Attributes:
-        phi: one of `functions.TRELLIS_PHIS`.
-        activation: one of `functions.TRELLIS_ACTIVATIONS`.
-        multiply: products of matrices.
-    """
+    """Static options of a chunk."""
 
     phi: str
     activation: str

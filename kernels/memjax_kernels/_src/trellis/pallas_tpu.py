@@ -85,13 +85,7 @@ def trellis_tpu(
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`.
 
-    Args:
-        tokens: as there.
-        memories: as there.
-        empty: as there.
-        phi: as there.
-        activation: as there.
-        interpret: as in `pallas_call`: False, or `pltpu.InterpretParams`.
+    `interpret` is that of `pallas_call`: False, or `pltpu.InterpretParams`.
     """
     given: Any = (tokens, memories, empty)
     options: Any = dict(phi=phi, activation=activation, interpret=interpret)

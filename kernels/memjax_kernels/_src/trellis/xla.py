@@ -22,14 +22,8 @@ def trellis_xla(
 ) -> tuple[Memories, Array]:
     """A chunk implementation; see `segment`.
 
-    Args:
-        tokens: as there.
-        memories: as there.
-        empty: as there.
-        phi: as there.
-        activation: as there.
-        remat_every: chunks between two memories saved for the backward pass; None is
-            4, or more where chunks are so small that these are not 64 tokens.
+    Every `remat_every`-th memory is saved for the backward pass; None is 4, or more
+    where chunks are so small that these are not 64 tokens.
     """
     number, size = tokens.q.shape[1:3]
     # Kept memories of tiny chunks would be as large as those of all tokens.

@@ -35,18 +35,8 @@ def ttt_linear_xla(
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
     """The recurrence of `ttt_linear_reference`, a mini-batch at a time, in float32.
 
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        eta: learning rates.
-        ln_scale: scale of the layer norm.
-        ln_bias: bias of the layer norm.
-        state: the memory before the segment.
-        reset: True, at a mini-batch's start, makes the memory `empty` before a token.
-        empty: the memory after a reset.
-        aligned: whether every batch element is known to start a mini-batch.
-        remat_every: mini-batches between two memories saved for the backward pass.
+    A reset counts at the start of a mini-batch. `aligned` says that every batch element
+    is known to start one; every `remat_every`-th memory is saved for the backward pass.
     """
     batch, time = q.shape[:2]
     size = state.chunk_size

@@ -212,12 +212,8 @@ def _masked(
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
     """Softmax attention over some of the keys, and log Σ_s exp(score_s), its mass.
 
-    Args:
-        query: of T tokens.
-        key: of S tokens.
-        value: of the same tokens.
-        shows: (start, n) -> which of the n keys from `start` on each query sees.
-        filled: on a CPU, keys from here on are seen by no query; None is S.
+    `shows` is (start, n) -> which of the n keys from `start` on each query sees. On a
+    CPU, no query sees the keys from `filled` on; None is S.
     """
     return by_platform(
         functools.partial(_masked_on_cpu, shows=shows, filled=filled),

@@ -216,13 +216,7 @@ def kernel(
 def memory_kernel(
     heads: int, length: int, samples: int
 ) -> tuple[splash.SplashAttentionKernel, int]:
-    """The kernel of one block with its memory, and how many keys it has before both.
-
-    Args:
-        heads: of the queries.
-        length: of the block.
-        samples: tokens of the memory.
-    """
+    """The kernel of one block with its memory, and how many keys it has before both."""
     keys = samples + length
     # Many keys come in large blocks, however few queries there are.
     many = max(BLOCKS)

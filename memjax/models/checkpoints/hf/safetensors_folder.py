@@ -27,13 +27,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class SafetensorsFolder:
-    """Configuration and tensors of a folder.
-
-    Attributes:
-        path: of the folder.
-        config: content of `config.json`.
-        shapes: of the tensors, by name.
-    """
+    """Configuration and tensors of a folder."""
 
     def __init__(self, path: Path, others: Mapping[str, str] = NO_OTHERS):
         """Reads configuration, index and headers.

@@ -28,12 +28,6 @@ def contents(
 ) -> Contents:
     """Content of the folder of `MPlus.save`.
 
-    Args:
-        weights: of the memory.
-        initial: memory that every text starts from.
-        plain: the backbone, without adapters.
-        dtype: of the saved tensors.
-
     Raises:
         ValueError: as `MPlus.save`.
     """

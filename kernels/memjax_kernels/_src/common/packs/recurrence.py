@@ -39,13 +39,8 @@ CHUNK_SIZE = 64
 class Tokens(NamedTuple):
     """Chunks of a segment.
 
-    Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        g: log gates, of a head or of each channel of keys or values; 0 without gates,
-            and lowest where a reset is.
-        beta: write rates, of an op that has some.
+    g are log gates, of a head or of each channel of keys or values: 0 without gates,
+    and lowest where a reset is; beta write rates, of an op that has some.
     """
 
     q: Float[Array, "B n C H K"]

@@ -74,15 +74,7 @@ class Chunk(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """Tokens of one chunk with a gate for each channel of keys or values.
-
-    Attributes:
-        q: queries.
-        k: keys.
-        v: values.
-        g: log gates.
-        heads: of a pack.
-    """
+    """Tokens of one chunk with a gate for each channel of keys or values."""
 
     q: Float[Array, "P C KK"]
     k: Float[Array, "P C KK"]

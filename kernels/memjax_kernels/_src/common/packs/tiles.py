@@ -71,15 +71,8 @@ class Blocks(NamedTuple):
     ) -> Any:
         """Runs a kernel on every block, those of the same lanes in their order.
 
-        Args:
-            kernel: of references to what is given, the outputs and the scratch.
-            name: of the kernel in the program.
-            given: its arguments.
-            specs: blocks of them.
-            outputs: what they look like.
-            out_specs: blocks of the outputs.
-            scratch: what is in VMEM alone.
-            interpret: as in `pallas_call`.
+        `kernel` takes references to the arguments `given`, the outputs and the scratch,
+        which is in VMEM alone.
         """
         batch, time, channels = self.shape
         return pl.pallas_call(
