@@ -1,6 +1,6 @@
 """Summaries of all presets: mechanism, sizes, context, steps.
 
-    python -m memjax.cli.describe    # rewrites `preset_lines.py`
+    python -m memjax.cli.describe    # rewrites `presets.txt`
 
 They are generated, because building all presets takes seconds.
 """
@@ -17,7 +17,7 @@ from memjax.training.finetune.hmt_presets import presets as hmt_presets
 from memjax.training.finetune.mplus_presets import presets as mplus_presets
 from memjax.training.finetune.retrofit_stages import presets as retrofit_presets
 
-FILE = Path(__file__).with_name("preset_lines.py")
+FILE = Path(__file__).with_name("presets.txt")
 
 
 def trainings(presets: Mapping[str, RunConfig]) -> str:
@@ -74,14 +74,10 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 
 def content() -> str:
-    """The content of `preset_lines.py`."""
+    """The content of `presets.txt`: both tables, with an empty line between."""
     train = trainings(train_presets())
     finetune = finetunings(hmt_presets() | mplus_presets() | retrofit_presets())
-    head = "Summaries of the presets, written by `python -m memjax.cli.describe`."
-    return (
-        f'# ruff: noqa: E501\n"""{head}"""\n\n'
-        f'TRAIN = """\\\n{train}"""\n\nFINETUNE = """\\\n{finetune}"""\n'
-    )
+    return f"{train}\n{finetune}"
 
 
 if __name__ == "__main__":

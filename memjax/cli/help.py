@@ -1,7 +1,11 @@
 """Version, commands and presets, printed without JAX."""
 
+from pathlib import Path
+
 from memjax import __version__
-from memjax.cli.preset_lines import FINETUNE, TRAIN
+
+#: Tables of presets, written by `python -m memjax.cli.describe`.
+TABLES = Path(__file__).with_name("presets.txt").read_text("utf-8").split("\n\n")
 
 #: The commands, each with the first sentence of its help.
 COMMANDS = {
@@ -46,7 +50,8 @@ memjax train PRESET --help lists every field, such as --loop.steps, --data.sourc
 or --model.mechanisms.0.window.
 
 """
-    + TRAIN,
+    + TABLES[0]
+    + "\n",
     "finetune": """\
 usage: memjax finetune PRESET --backbone MODEL [options]
        memjax finetune --config FILE [options]
@@ -66,7 +71,7 @@ memjax finetune PRESET --help lists every field, such as --loop.steps or --data.
 fields of a stage begin with its name: --stage1.loop.steps.
 
 """
-    + FINETUNE,
+    + TABLES[1],
     "aot": """\
 usage: memjax aot PRESET --topology CHIPS [options]
        memjax aot --config FILE --topology CHIPS [options]

@@ -48,14 +48,12 @@ DAMPING = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
-class GSAConfig(RecurrentConfig):
-    """Sizes of a layer of gated slot attention.
+class SlotsConfig(RecurrentConfig):
+    """Sizes that GSA and ABC share.
 
     Attributes:
         slots: M, of each head.
     """
-
-    name: ClassVar[str] = "gsa"
 
     slots: int = 64
 
@@ -74,6 +72,13 @@ class GSAConfig(RecurrentConfig):
             reset_chunk=1,
             apply_share=apply_share,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class GSAConfig(SlotsConfig):
+    """Sizes of a layer of gated slot attention."""
+
+    name: ClassVar[str] = "gsa"
 
     def with_half_lives(
         self,
@@ -91,32 +96,10 @@ class GSAConfig(RecurrentConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ABCConfig(RecurrentConfig):
-    """Sizes of a layer of attention with bounded memory.
-
-    Attributes:
-        slots: M, of each head.
-    """
+class ABCConfig(SlotsConfig):
+    """Sizes of a layer of attention with bounded memory."""
 
     name: ClassVar[str] = "abc"
-
-    slots: int = 64
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_sizes(slots=self.slots)
-
-    def cell(self) -> Cell:
-        """The cell of these sizes."""
-        return bind(
-            self,
-            init_params,
-            init_state,
-            step,
-            apply,
-            reset_chunk=1,
-            apply_share=apply_share,
-        )
 
     def cell_axes(self) -> PyTree:
         """Sharding axes of its parameters."""
@@ -142,22 +125,20 @@ class ABCParams(NamedTuple):
 ABC_AXES = ABCParams(target=axes("model", "heads"))
 
 
-def init_params(
-    config: GSAConfig | ABCConfig, key: PRNGKeyArray
-) -> GSAParams | ABCParams:
+def init_params(config: SlotsConfig, key: PRNGKeyArray) -> GSAParams | ABCParams:
     """Draws the weights of the slots' gates."""
     weight = gates.draw_weight(key, config.model_dim, config.num_heads, config.slots)
     return GSAParams(weight) if isinstance(config, GSAConfig) else ABCParams(weight)
 
 
-def init_state(config: GSAConfig | ABCConfig, batch: int) -> GatedSlotsState:
+def init_state(config: SlotsConfig, batch: int) -> GatedSlotsState:
     """Empty slots: zeros."""
     heads, slots = config.num_heads, config.slots
     return gated_slots_init_state(batch, heads, slots, config.key_dim, config.value_dim)
 
 
 def step(
-    config: GSAConfig | ABCConfig,
+    config: SlotsConfig,
     params: GSAParams | ABCParams,
     memory: GatedSlotsState,
     q: Float[Array, "B H K"],
@@ -171,7 +152,7 @@ def step(
 
 
 def apply(
-    config: GSAConfig | ABCConfig,
+    config: SlotsConfig,
     params: GSAParams | ABCParams,
     memory: GatedSlotsState | None,
     q: Float[Array, "B T H K"],
@@ -188,7 +169,7 @@ def apply(
 
 
 def apply_share(
-    config: GSAConfig | ABCConfig,
+    config: SlotsConfig,
     params: GSAParams | ABCParams,
     memory: GatedSlotsState | None,
     q: Float[Array, "B T H K"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memjax.cli import describe, help, main, preset_lines
+from memjax.cli import describe, help, main
 from memjax.cli.arguments.parsing import parse
 from memjax.config_io import to_record
 from memjax.training.config import presets
@@ -87,15 +87,15 @@ def test_fields_of_a_preset_are_options_in_any_order():
     assert found["config"].model.mechanisms[2].order == 8
 
 
-def test_preset_lines_are_up_to_date():
+def test_tables_of_presets_are_up_to_date():
     written = describe.FILE.read_text("utf-8")
     assert written == describe.content(), "run python -m memjax.cli.describe"
 
 
-@pytest.mark.parametrize("command", ["train", "finetune"])
-def test_help_lists_presets_and_options_without_a_parser(command):
+@pytest.mark.parametrize(("table", "command"), [(0, "train"), (1, "finetune")])
+def test_help_lists_presets_and_options_without_a_parser(table, command):
     page = help.quick_answer([command, "--help"]) or ""
-    assert getattr(preset_lines, command.upper()) in page
+    assert help.TABLES[table] in page
     for name in inspect.signature(main.CONFIGURED[command].function).parameters:
         assert f"--{name.replace('_', '-')} " in page
     for name in main.CONFIGURED[command].presets():
