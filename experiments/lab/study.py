@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.lab.results import show
 from memjax.training import Outcome
 from memjax.training.checkpoints.checksums import write_atomically
 
@@ -217,40 +216,16 @@ def run_folder(run_dir: Path, row: str, seed: int) -> Path:
 
 
 def plan(
-    rows: Sequence[str],
-    seeds: Sequence[int],
-    run_dir: Path,
-    minutes: Callable[[str], Mapping[str, float]],
+    rows: Sequence[str], seeds: Sequence[int], run_dir: Path, minutes: float
 ) -> None:
-    """Prints the runs that `run_all` would do, and their cost.
-
-    Args:
-        rows: names.
-        seeds: of each row.
-        run_dir: as `run_all`.
-        minutes: row -> minutes of each part of a run.
-    """
-    runs = {
-        f"{row}, seed {seed}": minutes(row)
-        for row in rows
-        for seed in seeds
-        if not (run_folder(run_dir, row, seed) / SCORE).is_file()
-    }
-    show_plan(runs, len(rows) * len(seeds) - len(runs))
+    """Prints the runs that `run_all` would do, and their cost."""
+    runs = [(row, seed) for row in rows for seed in seeds]
+    missing = [run for run in runs if not (run_folder(run_dir, *run) / SCORE).is_file()]
+    show_plan({f"{row}, seed {seed}": minutes for row, seed in missing})
 
 
-def show_plan(minutes: Mapping[str, Mapping[str, float]], done: int) -> None:
-    """Prints the missing runs with the minutes of each part, and the hours in all.
-
-    Args:
-        minutes: by run and part.
-        done: number of runs that have their result.
-    """
-    parts = list(dict.fromkeys(part for run in minutes.values() for part in run))
-    rows = {
-        name: [*(run.get(part, 0.0) for part in parts), sum(run.values())]
-        for name, run in minutes.items()
-    }
-    show("Minutes", [*parts, "all"], rows)
-    hours = sum(sum(run.values()) for run in minutes.values()) / 60
-    print(f"{done} done, {len(minutes)} missing: {hours:.1f} hours")
+def show_plan(minutes: Mapping[str, float]) -> None:
+    """Prints the missing runs, each with its minutes, and the hours in all."""
+    for run, cost in minutes.items():
+        print(f"{run}: {cost:.0f} minutes")
+    print(f"{len(minutes)} missing: {sum(minutes.values()) / 60:.1f} hours")

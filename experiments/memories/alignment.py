@@ -322,9 +322,7 @@ def main(config: Config) -> None:
     names = (WINDOWS, *(config.only or MEMORIES))
     missing = [name for name in names if not result_file(config.output, name).exists()]
     if config.plan:
-        study.show_plan(
-            {n: {"distillation": MINUTES} for n in missing}, len(names) - len(missing)
-        )
+        study.show_plan(dict.fromkeys(missing, MINUTES))
         return
     if not missing:
         write(config.output)

@@ -139,9 +139,9 @@ def run_config(config: Config, family: str, seed: int) -> run.RunConfig:
 
 def main(config: Config) -> None:
     """Trains and scores the missing runs, writes and prints."""
-    minutes = {"training": config.steps * SECONDS_AN_UPDATE / 60}
     if config.plan:
-        study.plan(FAMILIES, config.seeds, config.run_dir, lambda family: minutes)
+        minutes = config.steps * SECONDS_AN_UPDATE / 60
+        study.plan(FAMILIES, config.seeds, config.run_dir, minutes)
         return
     study.use_compile_cache(config.run_dir)
 

@@ -1,4 +1,4 @@
-"""Results of the comparison at equal bytes: summary, tables, plots.
+"""Results of the comparison at equal bytes: summary, tables, plot.
 
 Rows are compared in pairs, on the same documents, with the wide window of the fewest
 bytes that are not below theirs: a tuned row with a tuned one of its seed. If both wide
@@ -25,7 +25,7 @@ from experiments.lab.results import (
 )
 from experiments.memories.equal_bytes_rows import ROWS
 from memjax import evaluation
-from memjax.evaluation.drawing import drawing, log_ticks, short_count, source_of
+from memjax.evaluation.drawing import drawing, log_ticks, source_of
 from memjax.evaluation.statistics import loss_difference_by_document
 
 QUESTION = "which memory, and does it beat a window of equal bytes?"
@@ -33,7 +33,7 @@ QUESTION = "which memory, and does it beat a window of equal bytes?"
 SUMMARY = "memories/equal_bytes"
 #: Windows that other rows are compared with; tuned ones with "-tuned".
 WIDE = ("wide", "wide-shared")
-#: Rows of the plots: a ceiling, two baselines, and three kinds of memory.
+#: Rows of the plot: a ceiling, two baselines, and three kinds of memory.
 DRAWN = (
     "full-tuned",
     "reread-tuned",
@@ -42,61 +42,55 @@ DRAWN = (
     "hmt",
     "mplus",
 )
-#: Differences in nats that the plot leaves out.
+#: Differences in nats that the plot leaves out: full attention beyond the positions of
+#: its pretraining.
 OFF_SCALE = 1.0
 Result = dict[str, Any]
 
 
-def load_rows(folder: Path) -> list[Result]:
-    """The results of a folder, in the order of `ROWS`.
-
-    Raises:
-        ValueError: if two were scored on other texts or in other bins, and cannot be
-            compared.
-    """
-    found = [
-        json.loads(file.read_text("utf-8"))
-        for name in ROWS
-        for file in sorted(folder.glob(f"{name}-seed[0-9]*.json"))
+def write(folder: Path) -> None:
+    """Puts the rows of a folder together, in the order of `ROWS`."""
+    files = [
+        file for name in ROWS for file in sorted(folder.glob(f"{name}-seed?.json"))
     ]
-    for row in found[1:]:
-        for field in ("texts_digest", "edges", "bins", "layers"):
-            if row[field] != found[0][field]:
-                raise ValueError(
-                    f"{row['row']} and {found[0]['row']} cannot be compared: "
-                    f"{field} must be {found[0][field]}, got {row[field]}"
-                )
-    return found
+    rows = [json.loads(file.read_text("utf-8")) for file in files]
+    write_report(folder, QUESTION, {}, summary(rows))
 
 
 def summary(rows: Sequence[Result]) -> Result:
-    """All columns of all rows, and their loss difference from the wide window."""
+    """All columns of all rows, and their loss difference from the wide window.
+
+    Raises:
+        ValueError: if two rows were scored on other texts or in other bins.
+    """
+    first = rows[0]
+    for row in rows:
+        for field in ("texts_digest", "edges", "bins", "layers"):
+            if row[field] != first[field]:
+                raise ValueError(
+                    f"{row['row']} and {first['row']} cannot be compared: "
+                    f"{field} must be {first[field]}, got {row[field]}"
+                )
     by_name = {(row["row"], row["seed"]): row for row in rows}
     return {
-        "edges": rows[0]["edges"],
-        "bins": rows[0]["bins"],
-        "documents": len(rows[0]["documents"]),
-        "rows": [_columns(row, _equal_bytes(row, by_name)) for row in rows],
-        "missing": [name for name in ROWS if not any(r["row"] == name for r in rows)],
+        "edges": first["edges"],
+        "bins": first["bins"],
+        "documents": len(first["documents"]),
+        "rows": [_columns(row, _baseline(row, by_name)) for row in rows],
     }
 
 
-def _equal_bytes(row: Result, rows: dict[tuple[str, int], Result]) -> Result | None:
+def _baseline(row: Result, rows: Mapping[tuple[str, int], Result]) -> Result | None:
     """The wide window that a row is compared with, unless it is one itself."""
     tuned = "" if row["training"] is None else "-tuned"
-    windows = [
-        rows[name + tuned, row["seed"]]
-        for name in WIDE
-        if (name + tuned, row["seed"]) in rows
-    ]
+    names = [(name + tuned, row["seed"]) for name in WIDE]
+    windows = sorted(
+        (rows[name] for name in names if name in rows), key=lambda x: x["bytes"]
+    )
     if not windows or row in windows:
         return None
-
-    def size(window: Result) -> int:
-        return window["bytes"]
-
-    enough = [window for window in windows if size(window) >= row["bytes"]]
-    return min(enough, key=size) if enough else max(windows, key=size)
+    enough = [window for window in windows if window["bytes"] >= row["bytes"]]
+    return (enough or windows[-1:])[0]
 
 
 def _columns(row: Result, base: Result | None) -> Result:
@@ -105,16 +99,15 @@ def _columns(row: Result, base: Result | None) -> Result:
     # Of the documents that have all positions: lines of others would bend.
     long = [d for d in row["documents"] if d["targets"][-1]]
     positions = binned_losses(long, (0, count))
-    kept = ("row", "label", "seed", "bytes", "needles", "facts", "reading", "training")
-    found = {name: row[name] for name in kept}
-    found["perplexity"] = {
-        kind: evaluation.perplexity(scored, kind=kind) for kind in KINDS
-    }
     by_position = evaluation.loss_by_position(positions, range(count + 1))
-    found["perplexity_by_position"] = np.exp(by_position).tolist()
+    kept = ("row", "label", "seed", "bytes", "needles", "facts", "reading", "training")
+    found = {name: row[name] for name in kept} | {
+        "perplexity": {k: evaluation.perplexity(scored, kind=k) for k in KINDS},
+        "perplexity_by_position": np.exp(by_position).tolist(),
+    }
     if base is not None:
-        found["saved_over"] = base["label"]
         other = binned_losses(base["documents"], bins)
+        found["saved_over"] = base["label"]
         found["saved"] = {
             kind: loss_difference_by_document(
                 select_kind(other, kind), select_kind(scored, kind)
@@ -124,27 +117,8 @@ def _columns(row: Result, base: Result | None) -> Result:
     return found
 
 
-def write(folder: Path) -> Result | None:
-    """Writes the summary and the plots of a folder's rows, if there are any."""
-    rows = load_rows(folder)
-    if not rows:
-        return None
-    result = write_report(folder, QUESTION, {}, summary(rows))
-    plot_positions(result, folder.with_name("positions.png"))
-    plot_needles(result, folder.with_name("needles.png"))
-    return result
-
-
-def _name(row: Mapping[str, Any]) -> str:
+def _name(row: Result) -> str:
     return row["label"] + (f", seed {row['seed']}" if row["training"] else "")
-
-
-def _difference(saved: Mapping[str, float] | None) -> str:
-    """Nats a token with the 95% interval by document."""
-    if saved is None:
-        return ""
-    low, high = (f"{saved[end]:+.3f}" for end in ("low", "high"))
-    return f"{saved['nats']:+.3f} ({low} to {high})"
 
 
 @table("memories/perplexity", SUMMARY)
@@ -154,49 +128,35 @@ def perplexity(result: Result) -> Rows:
         yield {"": _name(row), "state size, bytes": thousands(row["bytes"])} | {
             f"PPL, {kind}": number(row["perplexity"][kind], 2) for kind in KINDS
         }
-    for name in result["missing"]:
-        yield {"": f"{name}: not run yet"}
 
 
 @table("memories/saved", SUMMARY)
 def saved(result: Result) -> Rows:
-    """Loss difference from the window with the same state size."""
+    """Loss difference from the window with the same state size, and 95% intervals."""
     for row in result["rows"]:
         if "saved" in row:
             yield (
                 {"loss difference, nats/token": _name(row)}
-                | {kind: _difference(row["saved"][kind]) for kind in KINDS}
+                | {
+                    kind: "{nats:+.3f} ({low:+.3f} to {high:+.3f})".format(**found)
+                    for kind, found in row["saved"].items()
+                }
                 | {"state size, bytes": thousands(row["bytes"])}
                 | {"baseline": row["saved_over"]}
             )
 
 
-@table("memories/positions", SUMMARY)
-def positions(result: Result) -> Rows:
-    """Perplexity by position."""
-    edges = result["edges"]
-    for row in result["rows"]:
-        yield {"PPL of tokens": _name(row)} | {
-            f"{thousands(a)} to {thousands(b)}": number(x, 2)
-            for a, b, x in zip(
-                edges[:-1], edges[1:], row["perplexity_by_position"], strict=True
-            )
-        }
-
-
 @table("memories/questions", SUMMARY)
 def questions(result: Result) -> Rows:
     """Needles by length, and facts by distance."""
-
-    def right(cells: Mapping[str, Any]) -> float:
-        return sum(x["right"] for x in cells.values()) / len(cells)
-
     for row in result["rows"]:
         yield (
             {"right answers": _name(row)}
             | {
-                f"needle in {int(length):,}": percent(right(cells))
-                for length, cells in row["needles"].items()
+                f"needle in {int(length):,}": percent(
+                    float(np.mean([x["right"] for x in by_depth.values()]))
+                )
+                for length, by_depth in row["needles"].items()
             }
             | {
                 f"fact {int(distance):,} tokens back": percent(cell["right"])
@@ -209,90 +169,41 @@ def questions(result: Result) -> Rows:
 def cost(result: Result) -> Rows:
     """Cost of training and of reading on one core."""
     for row in result["rows"]:
-        reading, training = row["reading"], row["training"] or {}
-        updates, tokens = training.get("updates"), training.get("tokens")
+        reading, training = row["reading"], row["training"]
         speed = reading["tokens"] / reading["cpu_seconds"]
-        yield {
-            "": _name(row),
-            "tokens read in a CPU second": number(speed, 0),
-            "updates": thousands(updates) if updates else "",
-            "training tokens": thousands(tokens) if tokens else "",
-            "learning rate": f"{training['rate']:g}" if training else "",
-            "CPU seconds": number(training.get("cpu_seconds"), 0),
-        }
-
-
-def _drawn(result: Result, *others: str) -> dict[str, list[Result]]:
-    """Rows of the plots by name, of the seeds that all of them have."""
-    rows: dict[str, list[Result]] = {}
-    for row in result["rows"]:
-        rows.setdefault(row["row"], []).append(row)
-    drawn = [name for name in DRAWN if name in rows] or [*rows][:6]
-    found = {name: rows[name] for name in (*others, *drawn) if name in rows}
-    # Seeds differ by as much as rows do: a mean of more seeds is no fair comparison.
-    seeds = [{row["seed"] for row in some} for some in found.values()]
-    shared = set.intersection(*seeds) if seeds else set()
-    return {
-        name: [row for row in some if row["seed"] in shared] or some
-        for name, some in found.items()
-    }
+        shown = {"": _name(row), "tokens read in a CPU second": number(speed, 0)}
+        shown |= dict.fromkeys(
+            ("updates", "training tokens", "learning rate", "CPU seconds"), ""
+        )
+        if training:
+            shown |= {
+                "updates": thousands(training["updates"]),
+                "training tokens": thousands(training["tokens"]),
+                "learning rate": f"{training['rate']:g}",
+                "CPU seconds": number(training["cpu_seconds"], 0),
+            }
+        yield shown
 
 
 @figure("memories/positions", source=SUMMARY)
 def plot_positions(result: Result, path: Path) -> None:
-    """Loss difference from the tuned window by position."""
-    rows = _drawn(result, "window-tuned")
-    losses = {
-        name: np.mean([np.log(row["perplexity_by_position"]) for row in some], axis=0)
-        for name, some in rows.items()
-    }
+    """Loss difference from the tuned window by position, seed 0."""
+    rows = {row["row"]: row for row in result["rows"] if row["seed"] == 0}
+
+    def losses(name: str) -> np.ndarray:
+        return np.log(rows[name]["perplexity_by_position"])
+
     edges = result["edges"]
-    base = losses.pop("window-tuned", None)
-    if base is None:
-        base = np.zeros(len(edges) - 1)
     # A log axis has no 0: the first bin is drawn from half its end.
     bins = [max(edges[0], edges[1] / 2), *edges[1:]]
     title = "Loss difference from the window, by position (long test documents)"
     with drawing(path, size=(8.5, 5.0), title=title, source=source_of(result)) as drawn:
         axes = drawn.grid[0, 0]
-        for i, (name, values) in enumerate(losses.items()):
-            # Full attention beyond the positions of its pretraining is off the scale.
-            shown = np.where(np.abs(base - values) < OFF_SCALE, base - values, np.nan)
-            drawn.steps(axes, shown, bins, rows[name][0]["label"], i)
+        for i, name in enumerate(DRAWN):
+            difference = losses("window-tuned") - losses(name)
+            shown = np.where(np.abs(difference) < OFF_SCALE, difference, np.nan)
+            drawn.steps(axes, shown, bins, rows[name]["label"], i)
         log_ticks(axes, edges[1:])
         axes.axhline(0, color="0.3", linewidth=1)
         axes.set(xlabel="position in the text (tokens)")
         axes.set_ylabel("nats/token; above 0 is better")
-
-
-@figure("memories/needles", source=SUMMARY)
-def plot_needles(result: Result, path: Path) -> None:
-    """Right answers by length and depth of the needle, a map for each row."""
-    rows = _drawn(result)
-    lines = -(-len(rows) // 3)
-    first = next(iter(rows.values()))[0]["needles"]
-    lengths, depths = list(first), list(next(iter(first.values())))
-    with drawing(
-        path,
-        rows=lines,
-        columns=3,
-        size=(9.5, 1.4 + 2.0 * lines),
-        title="Needle found (yellow) or not (dark), by length in tokens and depth",
-        source=source_of(result),
-        sharex=True,
-        sharey=True,
-    ) as drawn:
-        for axes in drawn.grid.flat[len(rows) :]:
-            axes.set_axis_off()
-        for axes, some in zip(drawn.grid.flat, rows.values(), strict=False):
-            maps = [
-                [[row["needles"][n][d]["right"] for n in lengths] for d in depths]
-                for row in some
-            ]
-            axes.imshow(np.mean(maps, axis=0), vmin=0, vmax=1, cmap="viridis")
-            axes.set_title(some[0]["label"])
-            axes.grid(visible=False)
-            ticks = [short_count(int(length)) for length in lengths]
-            axes.set_xticks(range(len(lengths)), ticks)
-            axes.set_yticks(range(len(depths)), [f"{depth}%" for depth in depths])
-            axes.set_aspect("auto")

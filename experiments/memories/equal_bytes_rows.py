@@ -1,26 +1,268 @@
 """The rows of the comparison at equal bytes: what is trained, and what is scored.
 
-All rows have one backbone. A memory beside the window has as many bytes in the chosen
-layers as the longer windows of "wide", as near as its sizes come; one that the query
-heads of a group share has a third, as "wide-shared". M+ and MemoryLLM have no more than
-"wide" in all layers, HMT and RMT a segment and the memories of the longest text.
+All rows have one backbone and are tuned on equal texts by adapters of one rank. A
+memory beside the window has as many bytes in the chosen layers as the longer windows of
+"wide", as near as its sizes come; one that the query heads of a group share has a
+third, as "wide-shared". M+ and MemoryLLM have no more than "wide" in all layers, HMT
+and RMT a segment and the memories of the longest text.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import jax
 
 from experiments.lab import baselines
-from experiments.memories import equal_bytes_stages as stages
-from experiments.memories.equal_bytes_stages import Sizes, Stages, Tuning
+from experiments.lab.measure import state_bytes
 from memjax.models import LanguageModel
+from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.reread import ReReadWindow
-from memjax.models.language_model.retrofit import (
-    MemoryHeads,
-    MemoryName,
-    MemoryOptions,
-)
+from memjax.models.language_model.retrofit import MemoryHeads, MemoryName, MemoryOptions
 from memjax.models.language_model.windowed import limit_attention
-from memjax.training.finetune.stage import Model
+from memjax.models.mplus.build import add_mplus
+from memjax.models.mplus.config import MPlusConfig
+from memjax.training import LoopConfig, OptimizerConfig
+from memjax.training.finetune.curricula import HMTStages, MPlusStages
+from memjax.training.finetune.mplus_presets import presets as mplus_presets
+from memjax.training.finetune.retrofit_stages import PartConfig, RetrofitStages
+from memjax.training.finetune.run import AnyStage
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.finetune.stage import SampleConfig
+from memjax.training.step import StepConfig
+
+Stages = tuple[tuple[str, AnyStage], ...]
+#: Of the layer-wise distillation, which has no adapters: its rate, and its passes.
+DISTILLATION_RATE, PASSES = 5e-3, 6
+#: Memory tokens that a chunk of M+ becomes.
+MPLUS_TOKENS = 16
+
+
+class Setup(NamedTuple):
+    """Sizes and training of all rows.
+
+    Attributes:
+        backbone: the pretrained model.
+        window: tokens that an attention layer sees.
+        sinks: first tokens that it sees too.
+        layers: that have a memory, or a wider window.
+        more: tokens of keys and values with the bytes of a memory in a layer, if each
+            query head has one.
+        context: tokens of a training text, a multiple of the window.
+        tokens: of the longest text that is read.
+        source: of the training documents.
+        updates: of one text each, in all stages together but a distillation, which sees
+            half of the texts before.
+        rate: learning rate, of the adapters and of new parameters.
+        seed: of new parameters and data order.
+    """
+
+    backbone: LanguageModel
+    window: int
+    sinks: int
+    layers: tuple[int, ...]
+    more: int
+    context: int
+    tokens: int
+    source: str
+    updates: int
+    rate: float
+    seed: int = 0
+
+    def data(self) -> SampleConfig:
+        """One text an update."""
+        return SampleConfig(self.source, batch_size=1, validation_texts=4)
+
+    def optimizer(self, rate: float | None = None) -> OptimizerConfig:
+        """Warm-up and a cosine; adapters have no weight decay."""
+        return OptimizerConfig(
+            learning_rate=rate or self.rate, warmup_ratio=0.1, weight_decay=0.0
+        )
+
+    def loop(self, steps: int) -> LoopConfig:
+        """Checkpoints as often as they do not cost much."""
+        every = max(20, steps // 5)
+        return LoopConfig(steps=max(steps, 1), save_every=every, log_every=4, keep=1)
+
+
+def wide_window(
+    model: LanguageModel, setup: Setup, heads: MemoryHeads = "query"
+) -> LanguageModel:
+    """Windows that are longer by a memory's bytes in the chosen layers."""
+    more = baselines.equal_tokens(model, setup.more, heads)
+    return baselines.wide_window(model, setup.window, setup.sinks, setup.layers, more)
+
+
+def full_attention(model: LanguageModel, setup: Setup) -> LanguageModel:
+    """Full attention in all layers, also beyond the positions of the pretraining."""
+    return baselines.full_attention(model, setup.backbone, setup.tokens)
+
+
+def _window(model: LanguageModel, setup: Setup) -> LanguageModel:
+    return limit_attention(model, setup.window, setup.sinks)
+
+
+def _reread(model: LanguageModel, setup: Setup) -> ReReadWindow:
+    return ReReadWindow(model, reread=setup.window, segment=setup.window)
+
+
+def _wide_shared(model: LanguageModel, setup: Setup) -> LanguageModel:
+    return wide_window(model, setup, "key_value")
+
+
+def _segments(setup: Setup, updates: int, **changes: Any) -> SegmentStage:
+    """Samples of whole windows, `updates` times; adapters in all layers."""
+    stage = SegmentStage(
+        window=setup.window,
+        depth=setup.context // setup.window,
+        train="lora",
+        dtype="float32",
+        data=setup.data(),
+        optimizer=setup.optimizer(),
+        step=StepConfig(loss_on="all"),
+        loop=setup.loop(updates),
+        seed=setup.seed,
+    )
+    return dataclasses.replace(stage, **changes)
+
+
+def _tune_full(setup: Setup) -> Stages:
+    """Full attention, of which the sample is a window."""
+    whole = dict(memory="window", window=setup.context, depth=1)
+    return _segments(setup, setup.updates, **whole).stages()
+
+
+def _tune_reread(setup: Setup) -> Stages:
+    again = dict(memory="reread", reread=setup.window)
+    return _segments(setup, setup.updates, **again).stages()
+
+
+def _tune_hmt(setup: Setup) -> Stages:
+    """A quarter of the tokens without retrieval, over two segments; then with it."""
+    # As many memories as the longest text has segments; strictly causal, so that
+    # every target counts.
+    memory = HMTConfig(
+        segment_length=setup.window,
+        num_memories=-(-setup.tokens // setup.window),
+        summary_source="previous",
+    )
+    alone = dataclasses.replace(memory, retrieval=False)
+    short = setup.context // (2 * setup.window)
+    first = _segments(setup, short * setup.updates // 4, hmt=alone, depth=2)
+    second = _segments(setup, 3 * setup.updates // 4, hmt=memory)
+    return HMTStages(first, second).stages()
+
+
+def _tune_rmt(setup: Setup) -> Stages:
+    memory = HMTConfig(
+        segment_length=setup.window, num_sensory_tokens=0, retrieval=False
+    )
+    return _segments(setup, setup.updates, hmt=memory).stages()
+
+
+def tune_hybrid(
+    setup: Setup,
+    memory: MemoryName | Literal["none"],
+    wider: MemoryHeads | None = None,
+    **options: Any,
+) -> Stages:
+    """Tunes on the texts of a window's row, after a distillation on half of them.
+
+    Adapters learn what kind of documents these are: with fewer updates of them than a
+    window has, a memory would lose by that alone.
+
+    Args:
+        setup: sizes and training.
+        memory: beside the window; "none" is the window alone.
+        wider: the heads of the memory whose bytes the window has in addition.
+        options: of the memory.
+    """
+    steps = 0 if memory == "none" else PASSES * (setup.updates // 2)
+    more = baselines.equal_tokens(setup.backbone, setup.more, wider) if wider else 0
+    found = RetrofitStages(
+        memory=memory,
+        options=MemoryOptions(**options),
+        layers=setup.layers,
+        window=setup.window,
+        sinks=setup.sinks,
+        wider=more,
+        context_length=setup.context,
+        dtype="float32",
+        passes=PASSES,
+        data=setup.data(),
+        distill=PartConfig(setup.optimizer(DISTILLATION_RATE), setup.loop(steps)),
+        tune=PartConfig(setup.optimizer(), setup.loop(setup.updates)),
+        seed=setup.seed,
+    ).stages()
+    # In the order of the windows' rows, which have no distillation.
+    *before, (folder, tune) = found
+    return (*before, (folder, dataclasses.replace(tune, seed=setup.seed)))
+
+
+def tune_mplus(setup: Setup, store: bool) -> Stages:
+    """All stages of M+, or the first two, which are MemoryLLM's, on the documents."""
+    curriculum = mplus_presets()["mplus-smollm2-135m"]
+    assert isinstance(curriculum, MPlusStages)
+    chosen = curriculum.stages()[: 3 if store else 2]
+    memory = mplus_memory(setup, store)
+    found = []
+    for name, stage in chosen:
+        own, counts = memory, stage.tasks.chunks
+        if not stage.memory.num_retrieved:
+            # Reads see as many rows with the store and without.
+            pool = memory.pool_size + memory.num_retrieved
+            own = dataclasses.replace(memory, num_retrieved=0, pool_size=pool)
+            # A pool must have a row that is not of the document.
+            counts = tuple(n for n in counts if n * own.num_memory_tokens < pool)
+        tasks = dataclasses.replace(
+            stage.tasks,
+            ask=0.0,
+            chunks=counts,
+            shortest_chunk=3 * memory.chunk_size // 4,
+        )
+        # Two texts an update, each of some chunks and a target.
+        chunks = sum(counts) / len(counts)
+        read = 2 * (chunks * memory.chunk_size + stage.tasks.target)
+        steps = setup.updates * setup.context / read / len(chosen)
+        changed = dataclasses.replace(
+            stage,
+            memory=own,
+            tasks=tasks,
+            data=dataclasses.replace(setup.data(), batch_size=2),
+            optimizer=setup.optimizer(),
+            loop=setup.loop(round(steps)),
+            seed=setup.seed,
+        )
+        found.append((name, changed))
+    return tuple(found)
+
+
+def mplus_memory(setup: Setup, store: bool) -> MPlusConfig:
+    """Sizes whose bytes come nearest to those of the wide window, and not above."""
+
+    def memory(rows: int) -> MPlusConfig:
+        size = MPLUS_TOKENS * rows
+        return MPlusConfig(
+            num_memory_tokens=MPLUS_TOKENS,
+            pool_size=size,
+            # An open chunk is stored in all layers, and counts: half a window would
+            # leave room for the rows of a single chunk.
+            chunk_size=setup.window // 4,
+            stored="input",
+            key_dim=64,
+            num_retrieved=size if store else 0,
+            store_size=size if store else MPlusConfig.store_size,
+        )
+
+    def size(rows: int) -> int:
+        model = add_mplus(setup.backbone, memory(rows), key=jax.random.key(0))
+        return state_bytes(model, setup.tokens)
+
+    target = state_bytes(wide_window(setup.backbone, setup), setup.tokens)
+    # Without a store a document is read beside a row of another.
+    least = 1 if store else 2
+    smallest, next_size = size(least), size(least + 1)
+    return memory(least + (target - smallest) // (next_size - smallest))
 
 
 class Row(NamedTuple):
@@ -28,91 +270,48 @@ class Row(NamedTuple):
 
     Attributes:
         label: in tables and plots.
-        scored: the model that is scored, of the one that was trained (or the backbone,
-            where nothing is), and of the backbone.
-        stages: what is trained, on a backbone; None where nothing is.
-        cost: seconds of an update over those of a window's, for the plan.
-        reading: seconds of reading a token, likewise.
-        distills: whether the first stage is a layer-wise distillation.
+        scored: the model that is scored, of the one that was trained, or of the
+            backbone where nothing is; None for the trained model itself.
+        stages: what is trained; None for nothing.
+        cost: of training and reading over that of a window, for the plan.
     """
 
     label: str
-    scored: Callable[[Any, LanguageModel, Sizes], Any]
-    stages: Callable[[LanguageModel, Sizes, Tuning], Stages] | None = None
+    scored: Callable[[LanguageModel, Setup], Any] | None = None
+    stages: Callable[[Setup], Stages] | None = None
     cost: float = 1.0
-    reading: float = 1.0
-    distills: bool = False
-
-
-def full_attention(
-    model: LanguageModel, backbone: LanguageModel, sizes: Sizes
-) -> LanguageModel:
-    """Full attention in all layers, also beyond the positions of the pretraining."""
-    return baselines.full_attention(model, backbone, sizes.tokens)
-
-
-def window(
-    model: LanguageModel, backbone: LanguageModel, sizes: Sizes
-) -> LanguageModel:
-    """Windows with sinks in all layers."""
-    return limit_attention(model, sizes.window, sizes.sinks)
-
-
-def reread(model: LanguageModel, backbone: LanguageModel, sizes: Sizes) -> ReReadWindow:
-    """The last window read again before each segment of as many tokens."""
-    return ReReadWindow(model, reread=sizes.window, segment=sizes.window)
-
-
-def as_trained(model: Model, backbone: LanguageModel, sizes: Sizes) -> Model:
-    """The model as it was trained."""
-    return model
-
-
-def _wide(heads: MemoryHeads) -> Callable[[Any, LanguageModel, Sizes], Any]:
-    def scored(model: LanguageModel, backbone: LanguageModel, sizes: Sizes):
-        return stages.wide_window(model, sizes, heads)
-
-    return scored
 
 
 def _memory(label: str, name: MemoryName, **options: Any) -> Row:
-    """A memory beside the windows of the chosen layers."""
-    tuned = stages.tune_beside(name, MemoryOptions(**options))
-    return Row(label, as_trained, tuned, cost=1.6, reading=1.2, distills=True)
+    def stages(setup: Setup) -> Stages:
+        return tune_hybrid(setup, name, **options)
 
-
-def _window(label: str, wider: MemoryHeads | None = None) -> Row:
-    return Row(label, as_trained, stages.tune_beside("none", wider=wider))
+    return Row(label, stages=stages, cost=1.5)
 
 
 # At these sizes each memory keeps at most the bytes of 97 tokens of SmolLM2's keys
-# and values in a layer, with all that it keeps of a chunk that is not complete.
+# and values in a layer, with all that it keeps of an open chunk. Where three query
+# heads share a memory, it has a third of the bytes.
 ROWS: dict[str, Row] = {
-    "full": Row("full attention, not tuned", full_attention, reading=2.5),
-    "window": Row("window, not tuned", window),
-    "wide": Row("wide window, not tuned", _wide("query")),
-    "reread": Row("re-read window, not tuned", reread, reading=2.2),
-    "full-tuned": Row(
-        "full attention", full_attention, stages.tune_full, cost=1.1, reading=2.5
+    "full": Row("full attention, not tuned", full_attention, cost=2.5),
+    "window": Row("window, not tuned", _window),
+    "wide": Row("wide window, not tuned", wide_window),
+    "reread": Row("re-read window, not tuned", _reread, cost=2.2),
+    "full-tuned": Row("full attention", full_attention, _tune_full, cost=1.5),
+    "window-tuned": Row("window", stages=lambda s: tune_hybrid(s, "none")),
+    "wide-tuned": Row("wide window", stages=lambda s: tune_hybrid(s, "none", "query")),
+    "wide-shared": Row("wide window of a third, not tuned", _wide_shared),
+    "wide-shared-tuned": Row(
+        "wide window of a third", stages=lambda s: tune_hybrid(s, "none", "key_value")
     ),
-    "window-tuned": _window("window"),
-    "wide-tuned": _window("wide window", "query"),
-    "wide-shared": Row("wide window of a third, not tuned", _wide("key_value")),
-    "wide-shared-tuned": _window("wide window of a third", "key_value"),
-    "reread-tuned": Row(
-        "re-read window", as_trained, stages.tune_reread, cost=2.2, reading=2.2
-    ),
+    "reread-tuned": Row("re-read window", stages=_tune_reread, cost=2.2),
     "elastic-uniform": _memory("Elastic, uniform", "elastic", order=64),
     "elastic-exponential": _memory(
-        "Elastic, exponential",
-        "elastic",
-        order=64,
-        sampling="exponential",
+        "Elastic, exponential", "elastic", order=64, sampling="exponential"
     ),
     "lattice": _memory("Lattice", "lattice", slots=32),
     "trellis": _memory("Trellis", "trellis", slots=14, chunk_size=4),
     "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet"),
-    # Three query heads share each of these: a third of the bytes.
     "lattice-shared": _memory(
         "Lattice, shared", "lattice", slots=32, heads="key_value"
     ),
@@ -123,10 +322,8 @@ ROWS: dict[str, Row] = {
         "Gated DeltaNet, shared", "gated_deltanet", heads="key_value"
     ),
     "infini": _memory("Infini-attention", "infini"),
-    "hmt": Row("HMT", as_trained, stages.tune_hmt, cost=1.6, reading=1.6),
-    "rmt": Row("RMT", as_trained, stages.tune_rmt, cost=1.4, reading=1.3),
-    "mplus": Row("M+", as_trained, stages.tune_mplus(True), cost=2.0, reading=2.0),
-    "memoryllm": Row(
-        "MemoryLLM", as_trained, stages.tune_mplus(False), cost=2.0, reading=2
-    ),
+    "hmt": Row("HMT", stages=_tune_hmt, cost=1.6),
+    "rmt": Row("RMT", stages=_tune_rmt, cost=1.4),
+    "mplus": Row("M+", stages=lambda s: tune_mplus(s, True), cost=2.0),
+    "memoryllm": Row("MemoryLLM", stages=lambda s: tune_mplus(s, False), cost=2.0),
 }

@@ -51,7 +51,6 @@ from memjax.models import LanguageModel, ModelConfig
 
 #: Attention over short texts first: longer ones from the start teach nothing.
 STAGES = (mqar.SMALL.scale, Scale(2, 32, 2, 8, 1024, 6 * 1024, 600, 3e-3))
-WARMUPS = (0.3, 0.1)
 #: Minutes of one training, on two cores.
 MINUTES = 2.5
 WINDOW, TEXT = "sliding window", "text, read again"
@@ -111,8 +110,7 @@ def main(config: Config) -> None:
     """Trains the missing rows, asks, writes and prints."""
     made = models(config)
     if config.plan:
-        cost = {"training": MINUTES}
-        study.plan([*made], config.seeds, config.run_dir, lambda name: cost)
+        study.plan([*made], config.seeds, config.run_dir, MINUTES)
         return
     began = time.monotonic()
     tests = {
@@ -169,9 +167,9 @@ def models(config: Config) -> dict[str, ModelConfig]:
 def train(config: Config, model: ModelConfig, seed: int) -> tuple[LanguageModel, float]:
     """A trained model and its seconds: short texts first, then longer ones."""
     trained, total = None, 0.0
-    for scale, updates, warmup in zip(STAGES, config.updates, WARMUPS, strict=True):
+    for scale, updates in zip(STAGES, config.updates, strict=True):
         scale = scale._replace(steps=updates)
-        run = small_models.run_config(scale, model, seed, warmup=warmup)
+        run = small_models.run_config(scale, model, seed)
         trained, seconds = on_device.train(run, draw_batches(scale), trained)
         total += seconds
     assert trained is not None  # There are two stages.

@@ -74,7 +74,7 @@ class TrellisConfig(RecurrentConfig):
         step_size: largest γ. None bounds each γ, of 1 at most, by what the keys before
             it in its chunk have in common with its own (`layers.overlap`): a key is
             written whole when it comes once, and does not overshoot when it repeats.
-            `experiments/memories/ablations.py` compares both on validation data.
+            `experiments/memories/recall.py` compares both on validation data.
         normalize_target: whether a_t has root mean square 1 over the slots. Without it
             is W_a x as in the paper, and may grow in training until gradients overflow.
     """
