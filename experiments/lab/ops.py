@@ -11,7 +11,6 @@ from jaxtyping import Array
 import memjax_kernels
 from memjax.aot.chips import CHIPS
 from memjax.training.monitoring.device_peaks import PEAK_FLOPS
-from memjax_kernels import LatticeVariant
 from memjax_kernels._src.linear.chunks import CHANNEL_CHUNK_SIZE, CHUNK_SIZE
 
 #: The order in which an op takes its arrays.
@@ -149,9 +148,7 @@ class Work(NamedTuple):
     state: int = 0
 
 
-def work(
-    op: str, d: int, chunk_size: int, itemsize: int, variant: LatticeVariant = "dec"
-) -> Work:
+def work(op: str, d: int, chunk_size: int, itemsize: int) -> Work:
     """Operations and bytes of the chunk forms, on whole chunks of heads of width d.
 
     Backward passes make products again, but not reads, and two more for each. The
@@ -199,24 +196,16 @@ def work(
             back = 2 * (16 * d**2 + 10 * c * d) + 2 * c * d
             return Work(total, back, tokens + itemsize * d + 16, 2 * d**2 / c)
         case "lattice":
-            products = 4 if variant == "dec" else 3
-            total, read = 2 * products * d**2 + 12 * c * d, 2 * d**2 + 2 * c * d
+            total, read = 8 * d**2 + 12 * c * d, 2 * d**2 + 2 * c * d
             if c == 1:
-                total, read = (2 * products + 5) * d**2, 2 * d**2
+                total, read = 13 * d**2, 2 * d**2
             return Work(total, 3 * total - read, tokens + 4, d**2 / c)
         case _:
             raise ValueError(f"op must be one of {tuple(ARGUMENTS)}, got {op!r}")
     return Work(again + read, 3 * again + 2 * read, tokens + gates, state=state)
 
 
-def cost(
-    op: str,
-    shape: Shape,
-    chunk_size: int,
-    dtype: str,
-    backward: bool,
-    variant: LatticeVariant = "dec",
-) -> Cost:
+def cost(op: str, shape: Shape, chunk_size: int, dtype: str, backward: bool) -> Cost:
     """Operations and bytes of one call, forward or both directions."""
     b, t, h, d = shape
     itemsize, tokens = jnp.dtype(dtype).itemsize, b * t * h
@@ -224,7 +213,7 @@ def cost(
         # The triangle of scores, twice; backward recomputes it and does four more.
         flops = 2.0 * tokens * t * d * (3.5 if backward else 1)
         return Cost(flops, 4.0 * tokens * d * itemsize * (3 if backward else 1))
-    found = work(op, d, chunk_size, itemsize, variant)
+    found = work(op, d, chunk_size, itemsize)
     outputs = itemsize * (d + found.residuals)
     flops, moved = found.forward, found.inputs + outputs
     passes = 2 if backward else 1

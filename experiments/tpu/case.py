@@ -7,20 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from experiments.lab.measure import tree_bytes
 from memjax.aot.chips import CHIPS, Chip
 from memjax.aot.cycles.bundles import Shares
 
 
 class Program(NamedTuple):
-    """A function of jax with its arguments.
+    """A function of jax with its arguments, of which nothing is computed.
 
     Attributes:
         function: of jax.
-        arguments: with `.shape` and `.dtype`; nothing is computed.
+        arguments: with `.shape` and `.dtype`.
         donated: arguments whose memory the results may take.
-        flops: of one call, for the matrix unit's least time; 0 where no formula is
-            known.
+        flops: of one call, for the matrix unit's least time; 0 where unknown.
         bytes: that have to be moved at least; None is all arguments and results.
         shares: of the steps in which regions of a kernel run, by a part of its name.
     """
@@ -34,14 +32,7 @@ class Program(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A program with its chip and unit.
-
-    Attributes:
-        build: makes the program; called in the process that compiles it.
-        units: of work in one call, by which cycles are divided.
-        unit: what that is, such as "token and head".
-        chip: a name of `CHIPS`.
-    """
+    """A builder of a program, the units of work in one call, and the chip."""
 
     build: Callable[[], Program]
     units: float
@@ -57,11 +48,3 @@ class Case(NamedTuple):
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
     """An array without values, of which nothing is computed."""
     return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def least_bytes(program: Program) -> float:
-    """Bytes that a program has to move: its arguments and results, each once."""
-    if program.bytes is not None:
-        return program.bytes
-    results = jax.eval_shape(program.function, *program.arguments)
-    return float(tree_bytes((program.arguments, results)))

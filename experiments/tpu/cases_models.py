@@ -1,4 +1,4 @@
-"""Cases of layers, of single tokens in decoding, of training steps."""
+"""Cases of M+ around Llama 3 8B, of single tokens in decoding, of training steps."""
 
 import dataclasses
 import functools
@@ -10,45 +10,41 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from experiments.lab import ops
 from experiments.lab.measure import tree_bytes
 from experiments.tpu.case import Case, Program, shape
 from memjax.aot.cycles.attention import shares
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import (
     AttentionConfig,
-    ElasticMemoryConfig,
-    Mechanism,
     MechanismConfig,
 )
-from memjax.models import LanguageModel, preset
+from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.presets import RECURRENT, SIZES
+from memjax.models.mplus import read
+from memjax.models.mplus.build import add_memoryllm
+from memjax.models.mplus.config import MPlusConfig
+from memjax.models.mplus.read import ReadOptions
 from memjax.training.optimizer import OptimizerConfig, make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
+from memjax_kernels import sigmoid_scores
 
 ATTENTION = ("attention", "sliding_window", "elastic_memory")
 #: Batch elements and steps of decoding, and slots of attention's cache.
 DECODED, STEPS, CAPACITY = 64, 32, 2048
-#: Tokens of Elastic Memory's layer: two blocks in each batch element.
-ELASTIC_BATCH, ELASTIC_TIME = 4, 4096
 #: A training step: tokens of it, of a microbatch at least, and of a row.
 TOKENS, MICROBATCH, TIMES = 32_768, 8192, (2048, 8192, 32_768)
+#: Rows of M+'s store, and tokens that search it.
+ROWS, QUERIES = 150_000, 2048
+#: Rows that M+'s tokens attend to in a layer, pool and retrieved ones, tokens of a
+#: chunk, and tokens that are decoded one by one; width of the layer's MLP.
+POOL, CHUNK, READ, HIDDEN = 10_240 + 2_560, 512, 32, 14_336
 TRAINED = (
-    "trellis-125m",
-    "lattice-125m",
     "transformer-125m",
-    "gated_deltanet-125m",
     "elastic-100m",
+    "gated_deltanet-125m",
+    "lattice-125m",
+    "trellis-125m",
 )
-#: Those whose step is also counted with every layer written out and its activations
-#: kept, which fits in the chip's memory at this length of rows.
-UNROLLED, SHORTEST = TRAINED[:4], TIMES[0]
-
-
-def weights(memory: Mechanism) -> PyTree:
-    """A mechanism's parameters as a model in bfloat16 gives them to it."""
-    params = jax.eval_shape(memory.init_params, jax.random.key(0))
-    return jax.tree.map(lambda x: shape(*x.shape), params)
 
 
 def decoded_tokens(config: MechanismConfig, reads_all: bool) -> Program:
@@ -65,7 +61,10 @@ def decoded_tokens(config: MechanismConfig, reads_all: bool) -> Program:
         # In the model's dtype, as a language model keeps it.
         slots = CAPACITY if memory.cache.capacity else None
         init_state = functools.partial(memory.cache.init, DECODED, slots, jnp.bfloat16)
-    params, state = weights(memory), jax.eval_shape(init_state)
+    params = jax.eval_shape(memory.init_params, jax.random.key(0))
+    # A model in bfloat16 gives them so.
+    params = jax.tree.map(lambda x: shape(*x.shape), params)
+    state = jax.eval_shape(init_state)
     x = shape(STEPS, DECODED, config.model_dim)
 
     def decode(params: PyTree, state: PyTree, x: Array) -> tuple[PyTree, Array]:
@@ -75,23 +74,6 @@ def decoded_tokens(config: MechanismConfig, reads_all: bool) -> Program:
     moved = tree_bytes(params) + (1 if reads_all else 2) * tree_bytes(state)
     moved = STEPS * moved + 2 * tree_bytes(x)
     return Program(decode, (params, state, x), donated=(1,), bytes=moved)
-
-
-def elastic_layer(backward: bool) -> Program:
-    """A layer of Elastic Memory of the 100m preset, from an empty memory."""
-    config = SIZES["100m"].mechanism("elastic_memory")
-    assert isinstance(config, ElasticMemoryConfig)
-    memory = config.build()
-
-    def forward(params: PyTree, x: Array) -> Array:
-        return memory.apply(params, memory.init_state(ELASTIC_BATCH), x)[1]
-
-    x = shape(ELASTIC_BATCH, ELASTIC_TIME, config.model_dim)
-    computes = shares((config,), ELASTIC_TIME)
-    if backward:
-        given = (x, weights(memory), x)
-        return Program(ops.with_gradients(forward), given, shares=computes)
-    return Program(forward, (weights(memory), x), shares=computes)
 
 
 def training_step(name: str, time: int, unrolled: bool = False) -> Program:
@@ -136,22 +118,87 @@ def _attention_flops(config, time):
     return sum(6.0 * time * m.num_heads * m.head_dim for m in attention)
 
 
+def search() -> Program:
+    """The scores of all rows of one layer's store."""
+    width = MPlusConfig().key_dim
+    queries = shape(1, QUERIES, width, dtype=jnp.float32)
+    mask = shape(1, QUERIES, dtype=jnp.bool_)
+    given = (queries, mask, shape(1, ROWS, width, dtype=jnp.float32))
+    return Program(sigmoid_scores, given, flops=2.0 * ROWS * QUERIES * width)
+
+
+def mplus_layer(decodes: bool) -> Program:
+    """A layer of Llama 3 8B that reads behind M+'s memory.
+
+    Of a chunk all rows pass the layer's norm and the projections of keys and values.
+    Decoding finds them in a cache.
+    """
+    attention = AttentionConfig(4096, num_heads=32, num_kv_heads=8, head_dim=128)
+    # The smallest vocabulary: head and embedding are not of the layer.
+    backbone = ModelConfig(
+        mechanisms=(attention,),
+        num_layers=1,
+        vocab_size=256,
+        model_dim=attention.model_dim,
+        hidden_dim=HIDDEN,
+        dtype="bfloat16",
+        remat=True,
+    )
+    config, key = MPlusConfig(pool_size=POOL), jax.random.key(0)
+    model = nnx.eval_shape(
+        lambda: add_memoryllm(LanguageModel(backbone, key=key), config, key=key)
+    )
+    graph, params = nnx.split(model)
+    params = jax.tree.map(lambda x: shape(*x.shape), params)
+    state = jax.eval_shape(lambda: model.init_state(1))
+    options = ReadOptions(max_new_tokens=READ)
+
+    def read_chunk(params: PyTree, state: PyTree, tokens: Array) -> tuple:
+        weights = nnx.merge(graph, params).weights
+        return read.read_closed(weights, state, tokens, options)[:2]
+
+    def decode(params: PyTree, cache: PyTree, tokens: Array) -> tuple:
+        weights = nnx.merge(graph, params).weights
+
+        def step(cache: PyTree, token: Array) -> tuple:
+            return read.decode(weights, cache, token, False, None)
+
+        return jax.lax.scan(step, cache, tokens)
+
+    given = (params, state, shape(1, CHUNK, dtype=jnp.int32))
+    if decodes:
+        cache = jax.eval_shape(read_chunk, *given)[0]
+        tokens = shape(READ, 1, 1, dtype=jnp.int32)
+        moved = READ * tree_bytes((params, cache))
+        return Program(decode, (params, cache, tokens), donated=(1,), bytes=moved)
+    # Keys and values of the memory; matrices, scores and reads of the tokens.
+    own, shared, d = 32 * 128, 8 * 128, attention.model_dim
+    matrices = 2 * d * (own + shared) + 3 * d * HIDDEN
+    token = 2.0 * matrices + 4.0 * (POOL + CHUNK / 2) * own
+    flops = 4.0 * POOL * d * shared + CHUNK * token
+    return Program(read_chunk, given, flops=flops)
+
+
 def table() -> dict[str, Case]:
     """All cases of this file by name."""
-    found: dict[str, Case] = {}
+    found = {
+        "mplus-search": Case(search, ROWS, "row"),
+        "mplus-layer/chunk": Case(
+            functools.partial(mplus_layer, False), CHUNK, "token"
+        ),
+        "mplus-layer/decode": Case(functools.partial(mplus_layer, True), READ, "token"),
+    }
     for name in (*ATTENTION, *RECURRENT):
         options = {"capacity": CAPACITY} if name == "attention" else {}
         config = SIZES["125m"].mechanism(name, **options)
         build = functools.partial(decoded_tokens, config, name in ATTENTION)
         found[f"decode/{name}"] = Case(build, DECODED * STEPS, "token")
-    tokens = ELASTIC_BATCH * ELASTIC_TIME
-    for direction, backward in (("forward", False), ("both", True)):
-        build = functools.partial(elastic_layer, backward)
-        found[f"elastic-layer/{direction}"] = Case(build, tokens, "token")
     for name, time in itertools.product(TRAINED, TIMES):
         build = functools.partial(training_step, name, time)
         found[f"train/{name}/t{time}"] = Case(build, TOKENS, "token")
-    for name in UNROLLED:
-        build = functools.partial(training_step, name, SHORTEST, unrolled=True)
-        found[f"train/{name}/t{SHORTEST}/unrolled"] = Case(build, TOKENS, "token")
+    # Activations of all layers fit in the chip's memory with the shortest rows.
+    for name in TRAINED:
+        if name != "elastic-100m":
+            build = functools.partial(training_step, name, TIMES[0], unrolled=True)
+            found[f"train/{name}/t{TIMES[0]}/unrolled"] = Case(build, TOKENS, "token")
     return found

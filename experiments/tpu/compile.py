@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.tpu.case import Case, least_bytes
+from experiments.lab.measure import tree_bytes
+from experiments.tpu.case import Case
 from memjax.aot import libtpu
 from memjax.aot.cycles.bundles import Shares
 from memjax.aot.cycles.count import PROGRAM, Count, Part
@@ -32,12 +33,7 @@ class Facts(NamedTuple):
 
 
 def compile_case(module: str, name: str, folder: Path) -> Facts:
-    """Compiles a case of a module's table into a folder, in a child process.
-
-    Args:
-        module: its name; the child imports no other.
-        name: of the case.
-        folder: an empty one.
+    """Compiles a case of a module's table into an empty folder, in a child process.
 
     Raises:
         ValueError: libtpu is not installed.
@@ -65,7 +61,11 @@ def compile_here(case: Case, folder: Path) -> None:
     compiled = jitted.lower(*jax.tree.map(place, program.arguments)).compile()
     (folder / PROGRAM).write_text(compiled.as_text() or "")
     temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    facts = Facts(program.flops, least_bytes(program), temporary, dict(program.shares))
+    moved = program.bytes
+    if moved is None:
+        results = jax.eval_shape(program.function, *program.arguments)
+        moved = float(tree_bytes((program.arguments, results)))
+    facts = Facts(program.flops, moved, temporary, dict(program.shares))
     (folder / FACTS).write_text(json.dumps(facts._asdict()))
 
 
@@ -76,22 +76,12 @@ def entry(case: Case, counted: Count, facts: Facts) -> dict[str, Any]:
     copies = _sum(part for part in parts if part.operation.moves)
     seconds = counted.cycles / peaks.clock
     memory, product = facts.bytes / peaks.bandwidth, facts.flops / peaks.flops
-    estimates = sum(
-        part.cycles
-        if part.operation.kernel
-        else part.operation.times * (part.operation.estimate or 0.0)
-        for part in parts
-    )
     by_unit = {
         "cycles": counted.cycles,
         "kernels": kernels,
         "copies": copies,
         "other": counted.cycles - kernels - copies,
         "dearest_branches": counted.dearest,
-        "with_estimates_alone": estimates,
-        "ns": 1e9 * seconds,
-        "memory_ns": 1e9 * memory,
-        "product_ns": 1e9 * product,
         "memory_cycles": peaks.clock * memory,
     }
     return {

@@ -16,11 +16,10 @@ What this does not show: waiting of a kernel for memory, and launches. Counted c
 are a lower bound of the time, and a scale between two programs.
 """
 
-import dataclasses
 import json
-import re
 import tempfile
 import time
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,73 +28,48 @@ import tyro
 from experiments.lab.results import (
     RESULTS,
     Rows,
-    figure,
     number,
     percent,
-    settings,
     show,
     table,
     times,
     write_report,
 )
-from experiments.tpu import cases_memories, cases_models, cases_ops
+from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
-from experiments.tpu.cases_ops import SHAPE
 from experiments.tpu.compile import compile_case, entry
 from memjax.aot.cycles.count import count
 from memjax.checks import require_known
-from memjax.evaluation.drawing import drawing, log_ticks, log_values, source_of
 from memjax.evaluation.provenance import version
 
 QUESTION = "cycles of programs compiled for a TPU"
-MODULES = (cases_ops, cases_memories, cases_models)
+MODULES = (cases_ops, cases_models)
 CASES: dict[str, Case] = {
     name: case for module in MODULES for name, case in module.table().items()
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Choice of cases.
+OUTPUT = RESULTS / "tpu" / "cycles"
 
-    Attributes:
-        only: names of cases, or their beginnings up to a slash, to count anew; all
-            that have no result yet unless given.
-        list: print the names of the cases, and count nothing.
-        keep: a folder in which the program and the bundles of every case stay.
-        output: where .json and .png go, without the ending.
+
+def chosen(only: tuple[str, ...], counted: Container[str]) -> list[str]:
+    """The cases to count: those named, or all that are not counted.
+
+    Raises:
+        ValueError: a name is of no case, nor its beginning up to a slash.
     """
-
-    only: tuple[str, ...] = ()
-    list: bool = False
-    keep: Path | None = None
-    output: Path = RESULTS / "tpu" / "cycles"
-
-    def __post_init__(self) -> None:
-        beginnings = {n[: m.start()] for n in CASES for m in re.finditer("/", n)}
-        for name in self.only:
-            require_known("only", name, (*CASES, *sorted(beginnings)))
-
-
-def chosen(config: Config, counted: dict[str, Any]) -> list[str]:
-    """The cases to count, in the order in which they are named, or of the table."""
-    if not config.only:
+    if not only:
         return [name for name in CASES if name not in counted]
-    named = (
-        name
-        for part in config.only
-        for name in CASES
-        if name == part or name.startswith(f"{part}/")
-    )
-    return list(dict.fromkeys(named))
+    found = []
+    for part in only:
+        named = [n for n in CASES if n == part or n.startswith(f"{part}/")]
+        require_known("only", part, tuple(CASES) if not named else (part,))
+        found += named
+    return list(dict.fromkeys(found))
 
 
 def count_case(name: str, keep: Path | None = None) -> dict[str, Any]:
-    """Compiles and counts one case.
-
-    Args:
-        name: of the case.
-        keep: a folder for the program and its bundles; they are deleted unless given.
+    """Compiles and counts one case; its files stay in `keep`.
 
     Raises:
         RuntimeError: it does not compile.
@@ -112,67 +86,38 @@ def count_case(name: str, keep: Path | None = None) -> dict[str, Any]:
     return found | version()._asdict() | {"seconds": seconds}
 
 
-def main(config: Config) -> None:
-    """Counts, and writes the file anew after every case."""
-    if config.list:
+def main(
+    only: tuple[str, ...] = (),
+    list: bool = False,  # noqa: A002
+    keep: Path | None = None,
+    output: Path = OUTPUT,
+) -> None:
+    """Counts, and writes the file anew after every case.
+
+    Args:
+        only: names of cases, or their beginnings up to a slash, to count anew; all
+            that have no result yet unless given.
+        list: print the names of the cases, and count nothing.
+        keep: a folder in which the program and the bundles of every case stay.
+        output: where .json goes, without the ending.
+    """
+    if list:
         print("\n".join(CASES))
         return
     # Asked before anything is compiled: files may change while it goes on.
     version()
-    file = Path(f"{config.output}.json")
+    file = Path(f"{output}.json")
     counted = json.loads(file.read_text())["cases"] if file.exists() else {}
-    for name in chosen(config, counted):
+    for name in chosen(only, counted):
         try:
-            counted[name] = count_case(name, config.keep)
+            row = counted[name] = count_case(name, keep)
         except RuntimeError as error:
             print(error, flush=True)
             continue
         ordered = {name: counted[name] for name in CASES if name in counted}
-        found = {"cases": ordered}
-        result = write_report(config.output, QUESTION, settings(config), found)
-        plot(result, Path(f"{config.output}.png"))
-        row = counted[name]
+        write_report(output, QUESTION, {"only": only}, {"cases": ordered})
         columns = ("cycles", "kernels", "copies", "memory_cycles", "times_limit")
         show(f"per {row['unit']}", columns, {name: [row[c] for c in columns]})
-
-
-#: Lines of the plot, by the beginning of their cases' names.
-LINES = {
-    "trellis/c64": "Trellis",
-    "lattice-dec/c64": "Lattice",
-    "attention/d64": "causal attention, heads of 64",
-    "splash/d64": "splash attention, heads of 64",
-    "splash/d128": "splash attention, heads of 128",
-}
-
-
-def points(cases: dict[str, Any], beginning: str) -> list[tuple[int, float, float]]:
-    """Length, cycles and the least by memory, forward with backward, by length."""
-    found = []
-    for name, case in cases.items():
-        if match := re.fullmatch(rf"{beginning}(?:/t(\d+))?/both", name):
-            length = int(match[1] or SHAPE.time)
-            found.append((length, case["cycles"], case["memory_cycles"]))
-    return sorted(found)
-
-
-@figure("tpu/cycles")
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Cycles per token and head against T, forward with backward, on a v5e."""
-    found = {name: points(result["cases"], part) for part, name in LINES.items()}
-    lines = {name: [*zip(*line, strict=True)] for name, line in found.items() if line}
-    if not lines:
-        return
-    title = "Cycles per token and head, forward and backward, v5e"
-    with drawing(path, title=title, source=source_of(result)) as drawn:
-        axes = drawn.grid[0, 0]
-        for i, (name, (lengths, cycles, least)) in enumerate(lines.items()):
-            drawn.line(axes, lengths, cycles, name, i)
-            name = f"least by memory: {name}"
-            drawn.line(axes, lengths, least, name, i, linestyle=":", marker="")
-        log_values(axes)
-        axes.set(xlabel="tokens T", ylabel="cycles")
-        log_ticks(axes, [n for lengths, *_ in lines.values() for n in lengths])
 
 
 SUMMARY = {
@@ -214,36 +159,11 @@ def cycles_summary(result: dict[str, Any]) -> Rows:
         }
 
 
-@table("ops/cycles_ops", "tpu/cycles")
-def cycles_ops(result: dict[str, Any]) -> Rows:
-    """Cycles of a token and head by purpose, and the limit of memory."""
-    commits = {}
-    for name, case in result["cases"].items():
-        if case["unit"] != "token and head":
-            continue
-        commits[case["commit"]] = None
-        yield {
-            "per token and head": name,
-            "cycles": number(case["cycles"], 1),
-            "in kernels": number(case["kernels"], 1),
-            "in copies": number(case["copies"], 1),
-            "in the rest": number(case["other"], 1),
-            "ns": number(case["ns"], 2),
-            "least ns by memory": number(case["memory_ns"], 2),
-            "times the limit": times(case["times_limit"]),
-            "temporary MiB": number(case["temporary_bytes"] / 2**20, 0),
-        }
-    yield _counted_at(commits)
-
-
 @table("ops/cycles_programs", "tpu/cycles")
 def cycles_programs(result: dict[str, Any]) -> Rows:
-    """Whole layers, steps of decoding, the search and training steps."""
-    commits = {}
-    for name, case in result["cases"].items():
-        if case["unit"] == "token and head":
-            continue
-        commits[case["commit"]] = None
+    """M+ around a backbone of 8B parameters."""
+    shown = {k: x for k, x in result["cases"].items() if k.startswith("mplus")}
+    for name, case in shown.items():
         peak = percent(case["flop_utilisation"]) if case["flops"] else ""
         yield {
             "program": name,
@@ -256,14 +176,14 @@ def cycles_programs(result: dict[str, Any]) -> Rows:
             "of the matrix unit's peak": peak,
             "temporary MiB": number(case["temporary_bytes"] / 2**20, 0),
         }
-    yield _counted_at(commits)
+    yield _counted_at(shown.values())
 
 
-def _counted_at(commits: dict[str, None]) -> str:
+def _counted_at(cases: Iterable[dict[str, Any]]) -> str:
+    commits = dict.fromkeys(case["commit"] for case in cases)
     return f"counted at {', '.join(filter(None, commits))}"
 
 
-TRAINED = ("transformer", "elastic", "gated_deltanet", "lattice", "trellis")
 STEPS = {
     "rows of 2,048 tokens": "t2048",
     "the same, layers written out, activations kept": "t2048/unrolled",
@@ -275,18 +195,17 @@ STEPS = {
 @table("ops/training", "tpu/cycles")
 def cycles_training(result: dict[str, Any]) -> Rows:
     """Whole updates of models of 125M parameters on one chip."""
-    commits = {}
-    for name in TRAINED:
-        name = f"{name}-{'100m' if name == 'elastic' else '125m'}"
+    shown = []
+    for name in cases_models.TRAINED:
         cells = {"cycles a token (share of the matrix unit's peak)": name}
         for words, step in STEPS.items():
             cells[words] = "not counted"
             if case := result["cases"].get(f"train/{name}/{step}"):
-                commits[case["commit"]] = None
+                shown.append(case)
                 share = percent(case["flop_utilisation"])
                 cells[words] = f"{number(case['cycles'], 0)} ({share})"
         yield cells
-    yield _counted_at(commits)
+    yield _counted_at(shown)
 
 
 DECODED = {
@@ -306,17 +225,15 @@ DECODED = {
 @table("ops/decoding", "tpu/cycles")
 def cycles_decoding(result: dict[str, Any]) -> Rows:
     """A token of a layer in decoding, and the limit of memory."""
-    commits = {}
-    for name, case in DECODED.items():
-        found = result["cases"][f"decode/{case}"]
-        commits[found["commit"]] = None
+    shown = {name: result["cases"][f"decode/{x}"] for name, x in DECODED.items()}
+    for name, case in shown.items():
         yield {
             "cycles a token of a layer": name,
-            "scheduled": number(found["cycles"], 0),
-            "least for the memory's traffic": number(found["memory_cycles"], 0),
+            "scheduled": number(case["cycles"], 0),
+            "least for the memory's traffic": number(case["memory_cycles"], 0),
         }
-    yield _counted_at(commits)
+    yield _counted_at(shown.values())
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    tyro.cli(main)
