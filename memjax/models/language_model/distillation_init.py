@@ -17,7 +17,7 @@ Shapes: R texts, T time, H query heads, G key-value heads, K head width, F key a
 value width of the memory, X = 2 G K.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,7 +43,6 @@ def initialise_from_teacher(
     model: LanguageModel,
     teacher: ModelConfig,
     tokens: Int[np.ndarray, "R T"],
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LanguageModel:
     """Initialises the new parameters of a hybrid from the teacher's statistics.
 
@@ -55,7 +54,6 @@ def initialise_from_teacher(
         teacher: configuration of the model before `add_memory`.
         tokens: texts of the training documents, read one at a time; the shortest
             half-life is the window, the longest T.
-        progress: called with the texts that are read, and all of them.
 
     Raises:
         ValueError: if the model has no hybrid layer.
@@ -64,7 +62,7 @@ def initialise_from_teacher(
         raise ValueError(
             f"model must have a memory beside a window, got {model.config.mechanisms}"
         )
-    moments = measure_moments(model, teacher, tokens, progress)
+    moments = measure_moments(model, teacher, tokens)
     return initialise_layers(model, moments, tokens.shape[1])
 
 

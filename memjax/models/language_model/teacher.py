@@ -7,7 +7,7 @@ Shapes: R texts, B batch, T time, D model, G key-value heads, K head width, X = 
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -88,7 +88,6 @@ def measure_moments(
     model: LanguageModel,
     teacher: ModelConfig,
     tokens: Int[np.ndarray, "R T"],
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Moments]:
     """Moments of keys and values in the teacher, of each layer with a memory."""
     graph, variables = nnx.split(model)
@@ -98,7 +97,6 @@ def measure_moments(
         # float64: the covariance is a small difference where means are large.
         sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
         total = sums if total is None else jax.tree.map(np.add, total, sums)
-        progress(row + 1, len(tokens))
     return {i: _moments(*sums) for i, sums in total.items()}
 
 
