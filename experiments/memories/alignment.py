@@ -7,15 +7,16 @@ Rows: each memory beside the window of the layer that needs most what lies beyon
 and windows that are longer by as many bytes. Columns: the share of the variance of the
 layer's full attention that is missed on test documents, by kind, for tokens beyond the
 window. Each memory learns it for the same inputs (layer-wise distillation). The
-backbone reads each text once for all memories, of which each takes 10 minutes. A
-learning rate is the better of two by one pass, on validation documents.
+backbone reads each text once for all memories, of which each takes 5 minutes. A memory
+has a result of its own, and is skipped once that exists.
 
 It does not show perplexity: one layer is replaced, and the model is not tuned.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,34 +25,34 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from experiments.lab import backbones, baselines, study
 from experiments.lab.measure import KINDS, documents_of_kinds, tree_bytes
-from experiments.lab.results import RESULTS, settings, write_report
-from experiments.memories.alignment_report import (
-    MEMORIES,
-    QUESTION,
-    WIDE,
-    WIDE_SHARED,
-    WINDOW,
-    WINDOWS,
-    Memory,
-    result_file,
-    write,
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    number,
+    settings,
+    table,
+    thousands,
+    write_report,
 )
-from memjax.checks import check_sizes, require_known
-from memjax.data import Split, TokenisedDocument, load_tokens
+from memjax.checks import require_known
+from memjax.data import load_tokens
+from memjax.evaluation.statistics import paired
 from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.sliding_window import whole as whole_window
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import LanguageModel
 from memjax.models.language_model.distillation_init import initialise_layers
+from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
 from memjax.models.language_model.teacher import Moments, measure_moments
 from memjax.models.language_model.windowed import limit_layer
 from memjax.nnx.params import as_arrays
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.distillation import (
+    TeacherOutput,
     distillation_loss,
     make_distillation_steps,
     missed,
@@ -61,17 +62,42 @@ from memjax.training.finetune.retrofit_stage import RetrofitStage
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.step import model_of
 
-#: Texts from whose statistics memories start.
+QUESTION = "which memory comes nearest to full attention in as many bytes?"
+WINDOW, WIDE = "window", "wide window"
+#: Longer by the bytes of a memory that the three query heads of a group share.
+WIDE_SHARED = "wide window of a third"
+#: The result of these three.
+WINDOWS = "windows"
+#: Initialised at random, not from the backbone's statistics.
+RANDOM = "Gated DeltaNet, random start"
+#: Texts of these statistics.
 START_TEXTS = 8
-#: Of one memory, with two rates and two seeds.
-MINUTES = 10
+#: Of one memory, with two seeds.
+MINUTES = 5.0
 
-
-class Read(NamedTuple):
-    """Input and output of the layer in the full model."""
-
-    x: Float[np.ndarray, "R T D"]
-    y: Float[np.ndarray, "R T D"]
+_SHARED = {"heads": "key_value"}
+# The bytes of 97 tokens of SmolLM2's keys and values in a layer; of 33 where one memory
+# serves the three query heads that share keys and values.
+MEMORIES: dict[str, tuple[MemoryName, dict[str, Any]]] = {
+    "Lattice": ("lattice", {"slots": 32}),
+    "Trellis": ("trellis", {"slots": 14, "chunk_size": 4}),
+    "Elastic, uniform": ("elastic", {"order": 64}),
+    "Elastic, exponential": ("elastic", {"order": 64, "sampling": "exponential"}),
+    "Infini-attention": ("infini", {}),
+    "linear attention": ("linear_attention", {}),
+    "Mamba-2": ("mamba2", {}),
+    "GLA": ("gla", {}),
+    "DeltaNet": ("deltanet", {}),
+    "Gated DeltaNet": ("gated_deltanet", {}),
+    RANDOM: ("gated_deltanet", {}),
+    "ABC": ("abc", {"slots": 32}),
+    "GSA": ("gsa", {"slots": 32}),
+    "Lattice, shared": ("lattice", {"slots": 32} | _SHARED),
+    "Trellis, shared": ("trellis", {"slots": 14, "chunk_size": 4} | _SHARED),
+    "linear attention, shared": ("linear_attention", _SHARED),
+    "Gated DeltaNet, shared": ("gated_deltanet", _SHARED),
+    "GSA, shared": ("gsa", {"slots": 32} | _SHARED),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +117,8 @@ class Config:
         tokens: read of each text and document, more than the wide window.
         texts: of the training documents.
         passes: over these texts.
-        rates: learning rates to choose from.
         least: documents that each kind must have to be tested.
         plan: print the missing rows, and stop.
-        run_dir: of the learning rates chosen.
         output: folder of a result for each memory; all together are in its .json.
     """
 
@@ -109,30 +133,20 @@ class Config:
     tokens: int = 2048
     texts: int = 64
     passes: int = 4
-    rates: tuple[float, ...] = (2e-3, 5e-3)
     least: int = 8
     plan: bool = False
-    run_dir: Path = Path("runs/alignment")
     output: Path = RESULTS / "memories" / "alignment"
 
     def __post_init__(self):
         for name in self.only:
             require_known("only", name, tuple(MEMORIES))
-        for name in ("window", "more", "texts", "passes", "least"):
-            check_sizes(**{name: getattr(self, name)})
-        study.check_rates(self.rates)
-        if self.tokens <= self.window + self.more:
-            raise ValueError(
-                f"tokens must be more than window + more = {self.window + self.more}, "
-                f"got {self.tokens}"
-            )
 
-    def stage(self, memory: Memory, rate: float, passes: int, seed: int):
-        """The alignment of one memory."""
-        steps = passes * self.texts
+    def stage(self, name: str, seed: int = 0) -> RetrofitStage:
+        """The distillation of one memory."""
+        memory, options = MEMORIES[name]
         return RetrofitStage(
-            memory=memory.name,
-            options=memory.options,
+            memory=memory,
+            options=MemoryOptions(**options),
             layers=(self.layer,),
             window=self.window,
             sinks=self.sinks,
@@ -141,60 +155,99 @@ class Config:
             data=SampleConfig(self.corpus, batch_size=1),
             part="distill",
             optimizer=OptimizerConfig(
-                learning_rate=rate, warmup_ratio=0.1, weight_decay=0.0
+                learning_rate=5e-3, warmup_ratio=0.1, weight_decay=0.0
             ),
-            loop=LoopConfig(steps=steps),
+            loop=LoopConfig(steps=self.passes * self.texts),
             seed=seed,
         )
 
 
-class Setting(NamedTuple):
-    """The data of all memories.
+class Data(NamedTuple):
+    """What all memories learn from and are tested on.
 
     Attributes:
         backbone: the pretrained model.
         moments: of the layer's keys and values, from which memories start.
-        train: texts of the training documents.
-        validation: documents that a learning rate is chosen on.
-        test: documents that are measured in the end.
+        train: inputs and outputs of the layer with full attention, text by text.
+        test: likewise, of the test documents.
+        kinds: of the test documents by name.
     """
 
     backbone: LanguageModel
-    moments: dict[int, Moments]
-    train: Read
-    validation: Read
-    test: Read
+    moments: Mapping[int, Moments]
+    train: Sequence[TeacherOutput]
+    test: Sequence[TeacherOutput]
+    kinds: Mapping[str, str]
 
 
-def align(
-    memory: Memory, rate: float, passes: int, seed: int, config: Config, known: Setting
-) -> Callable[[Read], list[float]]:
-    """Aligns a memory; returns the function that gives the shares that it misses."""
-    stage = config.stage(memory, rate, passes, seed)
-    model = stage.wrap(known.backbone, jax.random.key(seed))
-    if memory.started:
-        model = initialise_layers(model, known.moments, config.tokens)
+def prepare(config: Config) -> Data:
+    """Reads all texts with the backbone."""
+    loaded = finetune.load_backbone(backbones.located(config.backbone))
+    model, tokenizer = loaded.model, loaded.tokenizer
+    test = documents_of_kinds(
+        config.corpus, tokenizer, "test", config.tokens, least=config.least
+    )
+    stage = config.stage("Infini-attention")
+    documents = load_tokens(config.corpus, tokenizer, "train")
+    drawn = stage.texts(documents, model.vocab_size, config.texts)[:, :-1]
+    student = stage.wrap(model, jax.random.key(0))
+    graph, variables = nnx.split(student)
+
+    @jax.jit
+    def taught(variables, text):
+        return teacher_outputs(nnx.merge(graph, variables), model.config, text[None])
+
+    def read(texts: Sequence[Int[np.ndarray, " T"]]) -> list[TeacherOutput]:
+        print(f"reading {len(texts)} texts", flush=True)
+        return [taught(variables, jnp.asarray(text)) for text in texts]
+
+    return Data(
+        model,
+        measure_moments(student, model.config, drawn[:START_TEXTS]),
+        read([*drawn]),
+        read([text.tokens[:-1] for text in test]),
+        {text.name: text.kind for text in test},
+    )
+
+
+def align(name: str, seed: int, config: Config, data: Data) -> list[float]:
+    """Trains a memory; returns the share that it misses of each test document."""
+    stage = config.stage(name, seed)
+    model = stage.wrap(data.backbone, jax.random.key(seed))
+    if name != RANDOM:
+        model = initialise_layers(model, data.moments, config.tokens)
     state = stage.first_state(model, jax.random.key(seed))
     graph = nnx.graphdef(model)
-    _, learn = make_distillation_steps(model, known.backbone.config, stage.transform())
+    _, learn = make_distillation_steps(model, data.backbone.config, stage.transform())
     # Not donated: all memories have the arrays of one backbone.
-    step = jax.jit(learn)
-    texts, draws = list(batches(known.train)), np.random.default_rng(seed)
-    for _ in range(passes):
-        for i in draws.permutation(len(texts)):
-            state, _ = step(state, texts[i])
+    step, order = jax.jit(learn), np.random.default_rng(seed)
+    for _ in range(config.passes):
+        for i in order.permutation(len(data.train)):
+            state, _ = step(state, data.train[i])
 
     @jax.jit
     def loss(state, one):
         return distillation_loss(model_of(graph, state), one)[0]
 
-    return lambda read: [float(loss(state, one)) for one in batches(read)]
+    return [float(loss(state, one)) for one in data.test]
 
 
-def windows(config: Config, known: Setting) -> dict[str, list[float]]:
-    """The shares of the test documents that the window misses, and the wide ones."""
-    mechanism = _attention(config, known)
-    params = as_arrays(known.backbone.blocks[config.layer].mechanism)
+def measure_memory(name: str, config: Config, data: Data) -> dict[str, Any]:
+    """One memory with all seeds: the shares that it misses, and its bytes."""
+    rows = [
+        {"name": name, "seed": seed, "missed": align(name, seed, config, data)}
+        for seed in config.seeds
+    ]
+    model = config.stage(name).wrap(data.backbone, jax.random.key(0))
+    state = jax.eval_shape(lambda: model.blocks[config.layer].init_state(1))
+    return {"rows": rows, "bytes": {name: tree_bytes(state.memory)}}
+
+
+def measure_windows(config: Config, data: Data) -> dict[str, Any]:
+    """The window and the wide ones; bytes are those of the tokens in addition."""
+    mechanism = data.backbone.config.layers[config.layer]
+    assert isinstance(mechanism, AttentionConfig)
+    params = as_arrays(data.backbone.blocks[config.layer].mechanism)
 
     @functools.partial(jax.jit, static_argnums=0)
     def share(size, one):
@@ -202,152 +255,117 @@ def windows(config: Config, known: Setting) -> dict[str, list[float]]:
         narrow = limit_layer(mechanism, size, config.sinks)
         return missed(whole_window(narrow, params, x), y, config.window)
 
-    texts = list(batches(known.test))
-    return {
-        name: [float(share(config.window + more, x)) for x in texts]
-        for name, more in longer(config, known).items()
-    }
+    shared = baselines.equal_tokens(data.backbone, config.more, "key_value")
+    longer = {WINDOW: 0, WIDE: config.more, WIDE_SHARED: shared}
+    rows = []
+    for name, more in longer.items():
+        shares = [float(share(config.window + more, one)) for one in data.test]
+        rows.append({"name": name, "seed": 0, "missed": shares})
+    token = 2 * mechanism.num_kv_heads * mechanism.head_dim * 4
+    return {"rows": rows, "bytes": {name: token * n for name, n in longer.items()}}
 
 
-def longer(config: Config, known: Setting) -> dict[str, int]:
-    """Tokens by which each window is longer than the memories' own."""
-    shared = baselines.equal_tokens(known.backbone, config.more, "key_value")
-    return {WINDOW: 0, WIDE: config.more, WIDE_SHARED: shared}
+def result_file(folder: Path, name: str) -> Path:
+    """The result of a memory, or that of the windows."""
+    return folder / f"{name.lower().replace(',', '').replace(' ', '-')}.json"
 
 
-def state_bytes(config: Config, known: Setting, name: str) -> int:
-    """Bytes of a memory, or of the tokens by which a window is longer."""
-    if name not in MEMORIES:
-        heads = _attention(config, known)
-        token = 2 * heads.num_kv_heads * heads.head_dim * np.dtype(np.float32).itemsize
-        return token * longer(config, known)[name]
-    stage = config.stage(MEMORIES[name], 1e-3, 1, 0)
-    model = stage.wrap(known.backbone, jax.random.key(0))
-    state = jax.eval_shape(lambda: model.blocks[config.layer].init_state(1))
-    return tree_bytes(state.memory)
+def write(folder: Path) -> None:
+    """Writes the results of a folder together, as `folder`.json.
+
+    Raises:
+        ValueError: if two were measured on other documents.
+    """
+    files = [result_file(folder, name) for name in (WINDOWS, *MEMORIES)]
+    found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    documents = found[0]["documents"]
+    for result in found:
+        if result["documents"] != documents:
+            raise ValueError(
+                f"{result['rows'][0]['name']} and {found[0]['rows'][0]['name']} cannot "
+                "be compared: their documents must be equal"
+            )
+    rows = [row for result in found for row in result["rows"]]
+    sizes = {k: n for result in found for k, n in result["bytes"].items()}
+    lines = summary(rows, list(documents.values()), sizes)
+    shown = found[0]["config"] | {"only": []}
+    write_report(folder, QUESTION, shown, {"bytes": sizes, "summary": lines})
 
 
-def _attention(config: Config, known: Setting) -> AttentionConfig:
-    mechanism = known.backbone.config.layers[config.layer]
-    if not isinstance(mechanism, AttentionConfig):
-        raise ValueError(
-            f"layer must be one of attention, got {type(mechanism).__name__}"
-        )
-    return mechanism
-
-
-def prepared(config: Config) -> tuple[Setting, list[TokenisedDocument]]:
-    """The layer's inputs and outputs of all texts, and the test documents."""
-    loaded = finetune.load_backbone(backbones.located(config.backbone))
-    model, tokenizer = loaded.model, loaded.tokenizer
-
-    def held_out(split: Split, least: int) -> list[TokenisedDocument]:
-        return documents_of_kinds(
-            config.corpus, tokenizer, split, config.tokens, least=least
-        )
-
-    train = load_tokens(config.corpus, tokenizer, "train")
-    stage = config.stage(Memory("infini"), 1e-3, 1, 0)
-    drawn = stage.texts(train, model.vocab_size, config.texts)
-    test = held_out("test", config.least)
-    parts = {
-        "train": drawn[:, :-1],
-        "validation": np.stack([x.tokens[:-1] for x in held_out("validation", 1)]),
-        "test": np.stack([x.tokens[:-1] for x in test]),
-    }
-    student = stage.wrap(model, jax.random.key(0))
-    found = {
-        name: read(student, model.config, tokens) for name, tokens in parts.items()
-    }
-    moments = measure_moments(student, model.config, drawn[:START_TEXTS, :-1])
-    return Setting(model, moments, **found), test
-
-
-def read(
-    student: LanguageModel, teacher: ModelConfig, tokens: Int[np.ndarray, "R T"]
-) -> Read:
-    """Input and output of the layer with full attention.
+def summary(
+    rows: Sequence[dict[str, Any]], kinds: Sequence[str], sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The mean share missed by row and kind, and its difference from a wide window.
 
     Args:
-        student: that `add_memory` made, with a memory in that layer alone.
-        teacher: configuration of the model that it was made of.
-        tokens: of the texts.
+        rows: name and the shares of documents, a seed each.
+        kinds: of the documents.
+        sizes: bytes of each row; it is compared with the window of the fewest bytes
+            that are not below its own.
     """
-    graph, variables = nnx.split(student)
-
-    @jax.jit
-    def taught(variables, one):
-        return teacher_outputs(nnx.merge(graph, variables), teacher, one)
-
+    by_name: dict[str, list] = {}
+    for row in rows:
+        by_name.setdefault(row["name"], []).append(row["missed"])
+    means = {name: np.mean(found, axis=0) for name, found in by_name.items()}
     found = []
-    for i, text in enumerate(tokens):
-        one = taught(variables, jnp.asarray(text)[None])
-        found.append(np.stack([one["x"][0][0], one["y"][0][0]]))
-        print(f"{i + 1} of {len(tokens)} texts", flush=True)
-    return Read(*np.stack(found, axis=1))
+    for name, values in means.items():
+        base = WIDE_SHARED if sizes[WIDE_SHARED] >= sizes[name] else WIDE
+        if name in (WIDE, WIDE_SHARED):
+            base = name
+        line: dict[str, Any] = {"name": name, "base": base, "seeds": len(by_name[name])}
+        for kind in KINDS:
+            of_kind = np.asarray(kinds) == kind
+            won = paired(means[base][of_kind], values[of_kind])
+            line[kind] = {"missed": float(values[of_kind].mean()), **won._asdict()}
+        found.append(line)
+    return found
 
 
-def batches(read: Read) -> Iterator[dict[str, list[Array]]]:
-    """One text at a time, as `distillation_loss` takes it."""
-    for x, y in zip(read.x, read.y, strict=True):
-        yield {"x": [jnp.asarray(x[None])], "y": [jnp.asarray(y[None])]}
-
-
-def measure_memory(name: str, config: Config, known: Setting) -> dict[str, Any]:
-    """One memory with all seeds, or the windows."""
-    if name == WINDOWS:
-        found = windows(config, known)
-        rows = [{"name": n, "seed": 0, "missed": missed} for n, missed in found.items()]
-        return {"rows": rows}
-    memory = MEMORIES[name]
-    # Another pass or seed makes no other choice.
-    asked = settings(config) | {"only": (), "seeds": config.seeds[:1], "passes": 1}
-
-    def validation_loss(rate: float) -> float:
-        share = align(memory, rate, 1, config.seeds[0], config, known)
-        return float(np.mean(share(known.validation)))
-
-    file = result_file(config.run_dir, name)
-    tried = study.choose_rate(config.rates, validation_loss, file, asked)
-    rate, rows = tried["rate"], []
-    for seed in config.seeds:
-        share = align(memory, rate, config.passes, seed, config, known)
-        missed = share(known.test)
-        rows.append({"name": name, "seed": seed, "rate": rate, "missed": missed})
-    return {"tried": tried, "rows": rows}
+@table("memories/alignment")
+def alignment(result: dict[str, Any]) -> Rows:
+    """Share of full attention's output that each memory misses in one layer."""
+    difference = "{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    for line in result["summary"]:
+        # A wide window has no difference from itself.
+        alone = line["name"] == line["base"]
+        yield (
+            {"share missed": line["name"]}
+            | {"bytes beside the window": thousands(result["bytes"][line["name"]])}
+            | {kind: number(line[kind]["missed"], 3) for kind in KINDS}
+            | {
+                f"less than the baseline, {kind}": ""
+                if alone
+                else difference.format(**line[kind])
+                for kind in KINDS
+            }
+            | {"baseline": "" if alone else line["base"]}
+        )
 
 
 def main(config: Config) -> None:
-    """Aligns the memories without a result, and writes all results together."""
+    """Measures the memories without a result, and writes all results together."""
     names = (WINDOWS, *(config.only or MEMORIES))
     missing = [name for name in names if not result_file(config.output, name).exists()]
     if config.plan:
         study.show_plan(dict.fromkeys(missing, MINUTES))
         return
-    if not missing:
-        write(config.output)
-        return
-    known, test = prepared(config)
+    data = prepare(config) if missing else None
     for name in missing:
-        found = measure_memory(name, config, known)
-        rows = sorted({row["name"] for row in found["rows"]})
+        assert data is not None
+        found = (
+            measure_windows(config, data)
+            if name == WINDOWS
+            else measure_memory(name, config, data)
+        )
         write_report(
             result_file(config.output, name).with_suffix(""),
             QUESTION,
             settings(config) | {"only": [name]},
-            {
-                "documents": {text.name: text.kind for text in test},
-                "bytes": {row: state_bytes(config, known, row) for row in rows},
-                **found,
-            },
+            {"documents": data.kinds, **found},
         )
-        lines = {line["name"]: line for line in write(config.output)["summary"]}
-        for row in rows:
-            print(row, {kind: lines[row][kind]["missed"] for kind in KINDS})
+        print(f"{name} has its result", flush=True)
+    write(config.output)
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    main(tyro.cli(Config, description=__doc__))
