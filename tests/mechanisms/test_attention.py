@@ -173,10 +173,10 @@ def test_window_is_exact_far_into_a_stream():
 def test_ring_with_scaled_rope_steps_equal_apply():
     scaling = RopeScaling("yarn", 4.0, original_positions=16)
     config = SlidingWindowConfig(**SIZES, window=3, rope_scaling=scaling)
-    mechanism = config.build()
+    mechanism = compiled(config.build())
     x = drawn_inputs()[:, :8]
     assert mechanism.whole is not None
-    expected = mechanism.whole(drawn_params(), x, None)
+    expected = jax.jit(mechanism.whole)(drawn_params(), x, None)
     state, found = mechanism.init_state(B), []
     for segment in (x[:, :4], x[:, 4:5], x[:, 5:6], x[:, 6:]):
         state, y = mechanism.apply(drawn_params(), state, segment)

@@ -85,6 +85,8 @@ MECHANISMS: dict[str, MechanismConfig] = {
     "trellis": TrellisConfig(**BLOCK, slots=4, chunk_size=4),
     "lattice": LatticeConfig(32, num_heads=8, slots=4, value_dim=4, chunk_size=4),
 }
+#: Those that are divided by heads alone, too.
+WHOLE = ("beside", "elastic", "trellis", "lattice")
 #: Families of which a layer is compiled.
 COMPILED = ("transformer", "elastic", "trellis")
 CONFIG = StepConfig(carry_memory=True)
@@ -129,12 +131,14 @@ def run(axes):
 
 def sequences() -> None:
     """An update's error against one device, and what is sent, by mechanism and mesh."""
-    meshes = {
-        "sequence=2": (sharding.MeshConfig(data=1, sequence=2), 2),
-        "data=2 tensor=2": (sharding.MeshConfig(2, tensor=2), 4),
-        "fsdp=2 tensor=2 sequence=2": (sharding.MeshConfig(1, 2, 2, sequence=2), 8),
+    short = {"sequence=2": (sharding.MeshConfig(data=1, sequence=2), 2)}
+    short["fsdp=2 tensor=2 sequence=2"] = sharding.MeshConfig(1, 2, 2, sequence=2), 8
+    # Without a divided sequence: attention, and ops that divide heads.
+    whole = {"data=2 tensor=2": (sharding.MeshConfig(2, tensor=2), 4)}
+    found = {
+        name: divided(mechanism, short | (whole if name in WHOLE else {}))
+        for name, mechanism in MECHANISMS.items()
     }
-    found = {name: divided(mechanism, meshes) for name, mechanism in MECHANISMS.items()}
     print(json.dumps(found))
 
 
@@ -182,8 +186,6 @@ def systems() -> None:
     """By system and mesh: the losses of two updates."""
     meshes = {
         1: sharding.MeshConfig(1),
-        2: sharding.MeshConfig(1, fsdp=2),
-        4: sharding.MeshConfig(1, fsdp=2, tensor=2),
         8: sharding.MeshConfig(2, fsdp=2, tensor=2),
     }
     sizes = SampleConfig(batch_size=B)

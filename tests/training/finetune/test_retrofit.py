@@ -182,6 +182,7 @@ def test_retrofit_perplexity_is_independent_of_segments(trained):
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_distillation_loss_is_the_unexplained_variance():
     teacher = tiny.llama()
 
@@ -198,11 +199,13 @@ def test_distillation_loss_is_the_unexplained_variance():
     norm = block.mechanism_norm.get_value()
     x = rms_norm(teacher.embed(tokens), norm, 1e-5)
     params = block.parameters().mechanism
-    assert block.functions.whole is not None
-    full = block.functions.whole(params, x, None)[:, WINDOW:]
     windowed = limit_attention(teacher, WINDOW).blocks[0].functions
-    assert windowed.whole is not None
-    own = windowed.whole(params, x, None)[:, WINDOW:]
+
+    def attention(functions):
+        assert functions.whole is not None
+        return jax.jit(functions.whole)(params, x, None)[:, WINDOW:]
+
+    full, own = attention(block.functions), attention(windowed)
     spread = full - full.mean(axis=(0, 1), keepdims=True)
     np.testing.assert_allclose(
         found, ((own - full) ** 2).sum() / (spread**2).sum(), rtol=1e-4
@@ -221,6 +224,7 @@ def test_distillation_inputs_come_from_windowed_layers():
     tokens = tiny.tokens(1, 2, 8)
     other = tokens.at[:, 0].add(1) % tiny.LLAMA.vocab_size
 
+    @jax.jit
     def read(tokens):
         return teacher_outputs(student, teacher.config, tokens)
 
