@@ -29,7 +29,7 @@ READERS = {
 
 
 def import_model(
-    source: Annotated[str, tyro.conf.Positional],
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     destination: Annotated[Path, tyro.conf.Positional],
     dtype: Dtype = "float32",
     tokenizer: bool = True,
@@ -54,7 +54,7 @@ def import_model(
 
 
 def export_model(
-    source: Annotated[str, tyro.conf.Positional],
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     destination: Annotated[Path, tyro.conf.Positional],
     dtype: Dtype = "float32",
     backbone_only: bool = False,

@@ -25,7 +25,7 @@ LONGEST_LINE = 2**20
 with contextlib.suppress(ImportError):
     # Gives `input` line editing and history; not on every system.
     import readline as _readline  # noqa: F401
-Model = Annotated[str, tyro.conf.Positional]
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 
 
 def tell(
@@ -57,7 +57,7 @@ def tell(
 
 def ask(
     model: Model,
-    question: Annotated[str, tyro.conf.Positional],
+    question: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTION")],
     /,
     memory: Path,
     begin: str = "",
@@ -73,7 +73,7 @@ def ask(
 
     Args:
         model: the model of the memory, as in `memjax tell`.
-        question: in plain words.
+        question: the question, in plain words.
         memory: folder of the memory.
         begin: first words of the answer: a base model, trained to complete text,
             answers better with them.

@@ -19,7 +19,7 @@ from memjax.models.language_model.config import Dtype
 
 
 def generate_text(
-    model: Annotated[str, tyro.conf.Positional],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     prompt: str = "",
     prompt_file: Path | None = None,
     tokens: int = 200,

@@ -78,7 +78,7 @@ def train(
 
 
 def evaluate(
-    model: Annotated[str, tyro.conf.Positional],
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     split: Literal["train", "validation", "test"] = "test",
     source: str | None = None,
     context_length: int = 0,
