@@ -55,6 +55,8 @@ class SlotsConfig(RecurrentConfig):
         slots: M, of each head.
     """
 
+    name: ClassVar[str]
+
     slots: int = 64
 
     def __post_init__(self):

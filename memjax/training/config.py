@@ -21,6 +21,7 @@ from memjax.training.optimizer import OptimizerConfig, make_optimizer
 from memjax.training.run_data import DataConfig as DataConfig
 from memjax.training.run_data import batches, shortest
 from memjax.training.step import (
+    Compile,
     StepConfig,
     TrainState,
     abstract_model,
@@ -226,7 +227,7 @@ class RunConfig:
         """The state with shapes for arrays."""
         return jax.eval_shape(self.create_state, jax.random.key(0))
 
-    def make_step(self, compiled: Callable[[Callable], Callable]) -> Callable:
+    def make_step(self, compiled: Compile) -> Callable:
         """The update, compiled."""
         return compiled(make_train_step(self.structure(), self._transform(), self.step))
 

@@ -22,9 +22,8 @@ from memjax.training.monitoring import header
 from memjax.training.optimizer import OptimizerConfig, schedule
 from memjax.training.run_data import DataConfig, load_sources, validation
 from memjax.training.run_folder import RunFolder, record_config
-from memjax.training.step import TrainState
+from memjax.training.step import Compile, Step, TrainState
 
-Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 #: Makes the first state, and updates it.
 Programs = tuple[Callable[..., TrainState], Step]
 
@@ -101,7 +100,7 @@ class Run(Protocol):
         """The state with shapes for arrays."""
         ...
 
-    def make_step(self, compiled: Callable[[Callable], Callable]) -> Step:
+    def make_step(self, compiled: Compile) -> Step:
         """The update; `compiled` makes programs of its pure parts."""
         ...
 

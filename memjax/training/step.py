@@ -42,6 +42,12 @@ class TrainState(NamedTuple):
     frozen: PyTree
 
 
+#: The update of a state by a batch, with its metrics.
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+#: Makes a program of a pure update.
+Compile = Callable[[Callable], Callable]
+
+
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
     """Settings of an update.

@@ -19,7 +19,6 @@ Shapes: B batch, T time, E width of the features, V vocabulary, n tokens that ar
 again, s segment, m segments.
 """
 
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -31,8 +30,6 @@ from memjax import mechanisms
 from memjax.checks import check_sizes
 from memjax.models import ragged
 from memjax.models.base import FixedSizeMemory
-from memjax.models.checkpoints.text_interface import TextInterface
-from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.remat import cond_with_remat
 from memjax.nnx.compilation import compiled
@@ -109,15 +106,7 @@ class ReReadWindow(FixedSizeMemory, nnx.Module):
         """The backbone with its adapters merged."""
         return self.backbone.plain()
 
-    def save(
-        self,
-        folder: Path | str,
-        text: TextInterface | None = None,
-        *,
-        origin: str = "",
-        readme: str | None = None,
-        dtype: Dtype = "float32",
-    ) -> str:
+    def save(self, *_: object, **__: object) -> str:
         """Refuses: this is a way to read with the backbone, without files of its own.
 
         Raises:

@@ -9,9 +9,6 @@ Differences to Zhang et al. (2024), LoLCATs, https://arxiv.org/abs/2410.10254, s
 model.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,10 +22,9 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.retrofit import memory_layers
 from memjax.models.language_model.teacher import run_teacher
 from memjax.nnx.params import as_arrays
-from memjax.training.step import Metrics, TrainState, update
+from memjax.training.step import Metrics, Step, TrainState, update
 
 TeacherOutput = dict[str, list[Array]]
-Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
 def make_distillation_steps(

@@ -5,9 +5,8 @@ Wang et al. (2025), https://arxiv.org/abs/2502.00592, section 3.2 and appendix D
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -33,7 +32,7 @@ from memjax.training.mplus.retriever_fit import Bank, collect, start_by_similari
 from memjax.training.mplus.step import init_task_state, make_task_steps
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.run_data import shortest
-from memjax.training.step import StepConfig, TrainState, check_run
+from memjax.training.step import Compile, Step, StepConfig, TrainState, check_run
 
 MPLUS = "M+"
 #: Start of a target that repeats the chunks before it.
@@ -308,11 +307,8 @@ class MPlusStage(SampleStage):
         return init_task_state(model, self.transform(), rows, target, key)
 
     def make_step(
-        self,
-        model: Model,
-        pretrained: ModelConfig,
-        compiled: Callable[[Callable], Callable],
-    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        self, model: Model, pretrained: ModelConfig, compiled: Compile
+    ) -> Step:
         """One update on the task of a step, with a program per task."""
         transform, prompt = self.transform(), self.tasks.prompt
         updates = make_task_steps(cast(MPlus, model), transform, prompt)

@@ -7,7 +7,6 @@ Adapters start at the first hybrid layer: earlier layers have no backward pass.
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -33,7 +32,7 @@ from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.stage import Model, SampleStage, Stage
 from memjax.training.monitoring.reporting import print_line
 from memjax.training.optimizer import OptimizerConfig
-from memjax.training.step import StepConfig, TrainState
+from memjax.training.step import Compile, Step, StepConfig
 
 Part = Literal["distill", "tune"]
 #: New parameters: feature maps, memory and gate.
@@ -184,11 +183,8 @@ class RetrofitStage(RetrofitSettings, SampleStage):
         return dict.fromkeys(GATE, self.gate_rate)
 
     def make_step(
-        self,
-        model: Model,
-        pretrained: ModelConfig,
-        compiled: Callable[[Callable], Callable],
-    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        self, model: Model, pretrained: ModelConfig, compiled: Compile
+    ) -> Step:
         """One update of all samples of a batch."""
         if self.part == "distill":
             student = cast(LanguageModel, model)

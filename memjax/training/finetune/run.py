@@ -25,7 +25,7 @@ from memjax.training.monitoring.model_flops import flops_per_tuned_token
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.run_data import DataConfig
 from memjax.training.run_folder import CONFIG_FILE, newest_state, read_config
-from memjax.training.step import TrainState, abstract_model, model_of
+from memjax.training.step import Compile, TrainState, abstract_model, model_of
 
 LATER_STAGES = ("stage3", "stage2")
 TOKENIZER_FILE = "tokenizer.json"
@@ -158,7 +158,7 @@ class FinetuneRun:
         """The state with shapes for arrays."""
         return _state_shapes(self.anonymous())
 
-    def make_step(self, compiled: Callable[[Callable], Callable]) -> Callable:
+    def make_step(self, compiled: Compile) -> Callable:
         """The update; `compiled` makes programs of its pure parts."""
         return self.config.make_step(self.structure(), self.model, compiled)
 

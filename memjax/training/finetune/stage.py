@@ -5,9 +5,9 @@ layers) and `MPlusStage`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import optax
 from jaxtyping import PRNGKeyArray
@@ -23,6 +23,8 @@ from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.optimizer import OptimizerConfig, make_optimizer, with_rates
 from memjax.training.run_data import make_batches, shortest
 from memjax.training.step import (
+    Compile,
+    Step,
     StepConfig,
     TrainState,
     init_train_state,
@@ -177,11 +179,8 @@ class Stage(Protocol):
         ...
 
     def make_step(
-        self,
-        model: Model,
-        pretrained: ModelConfig,
-        compiled: Callable[[Callable], Callable],
-    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        self, model: Model, pretrained: ModelConfig, compiled: Compile
+    ) -> Step:
         """The update on the elements of `batches`.
 
         Args:
@@ -258,10 +257,7 @@ class SampleStage:
         return init_train_state(model, self.transform(), self.step, rows)
 
     def make_step(
-        self: Stage,
-        model: Model,
-        pretrained: ModelConfig,
-        compiled: Callable[[Callable], Callable],
-    ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        self: Stage, model: Model, pretrained: ModelConfig, compiled: Compile
+    ) -> Step:
         """One update of all samples of a batch."""
         return compiled(make_train_step(model, self.transform(), self.step))
