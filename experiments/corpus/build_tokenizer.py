@@ -1,15 +1,12 @@
-"""Trains a byte-level BPE tokenizer on the train split of a source.
+"""Trains a byte-level BPE tokenizer on the train split of the embedded corpus.
 
-    python -m experiments.corpus.build_tokenizer \\
-        --source embedded --destination bpe4k.json.xz
+    python -m experiments.corpus.build_tokenizer --destination bpe4k.json.xz
 
 This command made the tokenizer `bpe4k` that memjax ships. A destination that ends in
 `.xz` is compressed, which only that file needs: `load_tokenizer` reads plain JSON.
 """
 
-import dataclasses
 import lzma
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,23 +14,7 @@ import tokenizers
 import tyro
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from memjax.data.documents import sources
-from memjax.data.documents.tokenizer import parse_tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Source, size and destination.
-
-    Attributes:
-        destination: file to write, of `tokenizers` JSON; compressed if it ends in .xz.
-        source: any source that `open_documents` knows; only its train split is read.
-        vocab_size: number of ids, at least 256 (one for each byte).
-    """
-
-    destination: Path
-    source: str = "embedded"
-    vocab_size: int = 4096
+from memjax.data import open_documents
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
@@ -66,19 +47,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     return backend.to_str()
 
 
-def main(config: Config) -> None:
-    """Trains the tokenizer and writes it."""
-    documents = sources.open_documents(config.source)
+def main(destination: Path) -> None:
+    """Writes the tokenizer of the embedded corpus, compressed if the name says so."""
+    documents = open_documents("embedded")
     texts = [document.text for document in documents if document.split == "train"]
-    serialised = train_tokenizer(texts, config.vocab_size).encode("utf-8")
-    size = parse_tokenizer(serialised, str(config.destination)).vocab_size
-    if config.destination.suffix == ".xz":
-        serialised = lzma.compress(serialised, preset=9)
-    partial = config.destination.with_name(config.destination.name + ".tmp")
-    partial.write_bytes(serialised)
-    os.replace(partial, config.destination)
-    print(f"{config.destination}: {len(texts)} documents, {size} ids")
+    content = train_tokenizer(texts, 4096).encode("utf-8")
+    if destination.suffix == ".xz":
+        content = lzma.compress(content, preset=9)
+    destination.write_bytes(content)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    tyro.cli(main)

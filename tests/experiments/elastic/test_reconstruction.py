@@ -1,20 +1,17 @@
 """Reconstruction from a HiPPO state: methods, bounds of the paper, committed result."""
 
-import json
-
 import numpy as np
 import pytest
 
 from experiments.elastic import reconstruction
-from experiments.elastic.reconstruction import TABLE_12, Config, compress
+from experiments.elastic.reconstruction import TABLE_12, compress
 from experiments.lab.results import load
 
 
 def test_bounds_of_the_paper_hold():
-    config = Config(seeds=10)
     exact = [case for case in TABLE_12 if case.method == "zoh" and case.order < 512]
     for case in exact:
-        assert reconstruction.measure(config, case)["mse_median"] <= case.paper, case
+        assert reconstruction.measure(case, seeds=10)["mse_median"] <= case.paper, case
     for row in load("elastic/reconstruction")["rows"]:
         assert row["mse_median"] <= row["paper"]
 
@@ -34,18 +31,3 @@ def test_first_token_of_every_method():
     for method, coefficient in (("forward", 1), ("backward", 0.5), ("bilinear", 2 / 3)):
         # N = 1: A = B = 1.
         assert compress(np.ones((1, 1)), 1, method) == pytest.approx(coefficient)
-
-
-def test_small_run_writes_its_result(tmp_path):
-    reconstruction.main(Config(length=64, seeds=2, output=tmp_path / "deep" / "small"))
-    report = json.loads((tmp_path / "deep" / "small.json").read_text())
-    assert [row["paper"] for row in report["rows"]] == [x.paper for x in TABLE_12]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"seeds": 0}, "seeds must"), ({"min_cycles": 6.0}, "min_cycles must")],
-)
-def test_bad_config_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**fields)

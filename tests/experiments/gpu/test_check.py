@@ -6,15 +6,13 @@ import sys
 
 import jax
 import pytest
-from rich.console import Console
 
 from experiments.gpu import check
 from experiments.lab.ops import Shape
 
 
 def test_nothing_is_checked_without_a_gpu(capsys, tmp_path):
-    output = tmp_path / "result"
-    code = check.main(check.Config(output=output))
+    code = check.main(output=tmp_path / "result")
     error = capsys.readouterr().err
     assert code == 2 and not (tmp_path / "result.json").exists()
     assert error == "nothing was checked: it needs a gpu, jax runs on cpu\n"
@@ -33,7 +31,7 @@ def with_gradients(monkeypatch, off):
 
     monkeypatch.setattr(check, "pull", pull)
     case = check.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
-    return check.measure(case, 2e-2)
+    return check.measure(case)
 
 
 @pytest.mark.slow
@@ -43,9 +41,7 @@ def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
     assert 0.05 < row["gradient"] < 0.2 and not row["agrees"]
     assert 0 < row["xla_gradient"] < 1e-2
 
-
-@pytest.mark.slow
-def test_a_kernel_may_be_as_far_from_the_loop_as_xla(monkeypatch):
+    # A kernel may be as far from the loop as XLA.
     row = with_gradients(monkeypatch, {"pallas_gpu": 1.1, "xla": 1.1})
     assert 0.05 < row["gradient"] < 0.2 and row["agrees"]
 
@@ -53,7 +49,7 @@ def test_a_kernel_may_be_as_far_from_the_loop_as_xla(monkeypatch):
 @pytest.mark.slow
 def test_a_kernel_that_does_not_run_is_named():
     case = check.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
-    row = check.measure(case, 2e-2)
+    row = check.measure(case)
     assert not row["agrees"] and "needs a gpu" in row["error"]
 
 
@@ -66,7 +62,8 @@ def run_with(monkeypatch, code):
         return real([sys.executable, "-c", code], **options)
 
     monkeypatch.setattr(subprocess, "run", run)
-    return check.in_process(check.Config(seconds=1), "a case")
+    monkeypatch.setattr(check, "SECONDS", 1)
+    return check.in_process("a case")
 
 
 @pytest.mark.parametrize(
@@ -90,26 +87,12 @@ def test_a_case_hands_its_row_over(monkeypatch):
 
 
 def test_every_case_is_written(monkeypatch, tmp_path):
-    def in_process(config, name):
+    def in_process(name):
         numbers = dict.fromkeys(check.MEASURED, 1e-3)
         row = {"case": name, "error": "", "agrees": "softmax" not in name}
         return row | numbers | {"seconds": 1.0}
 
     monkeypatch.setattr(check, "in_process", in_process)
-    config = check.Config(output=tmp_path / "result")
-    check.check_all(config, Console())
+    check.check_all(2, tmp_path / "result")
     cases = json.loads((tmp_path / "result.json").read_text())["cases"]
     assert [row["case"] for row in cases] == list(check.all_cases())
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"tolerance": 2.0}, "tolerance must be in"),
-        ({"jobs": 0}, "jobs must be at least 1, got 0"),
-        ({"case": "mamba"}, "case must be of .*trellis.*, got 'mamba'"),
-    ],
-)
-def test_bad_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        check.Config(**options)
