@@ -31,14 +31,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.lab.backbones import smollm2
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    number,
-    settings,
-    table,
-    write_report,
-)
+from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
 from memjax.conversation import Conversation
 from memjax.evaluation.provenance import provenance
 

@@ -16,14 +16,7 @@ from typing import Any
 import tyro
 
 from experiments.lab.intervals import format_interval, loss_difference
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    number,
-    show,
-    table,
-    write_report,
-)
+from experiments.lab.results import RESULTS, Rows, number, show, table, write_report
 from memjax import evaluation
 from memjax.data import load_tokenizer
 from memjax.evaluation import TokenLosses

@@ -140,10 +140,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def write_report(
-    output: Path,
-    question: str,
-    settings: Mapping[str, Any],
-    results: Mapping[str, Any],
+    output: Path, question: str, settings: Mapping[str, Any], results: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Writes question, command, device, date, settings and results to `output`.json.
 

@@ -14,10 +14,7 @@ from experiments.lab.measure import tree_bytes
 from experiments.tpu.case import Case, Program, shape
 from memjax.aot.cycles.attention import shares
 from memjax.data.batches.batch import Batch
-from memjax.mechanisms import (
-    AttentionConfig,
-    MechanismConfig,
-)
+from memjax.mechanisms import AttentionConfig, MechanismConfig
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.presets import RECURRENT, SIZES
 from memjax.models.mplus import read

@@ -63,10 +63,7 @@ def test_peer_that_fails_is_named_and_ours_raises():
 
     config = ops.Config(repeats=1)
     of = ("gla", Shape(*SMALL), config, DEVICES["v5e"])
-    theirs = {
-        ("theirs", "forward"): lambda: jnp.zeros(()),
-        ("theirs", "both"): fails,
-    }
+    theirs = {("theirs", "forward"): lambda: jnp.zeros(()), ("theirs", "both"): fails}
     rows, failed = ops.measure(*of, theirs)
     assert [(r["implementation"], r["pass"]) for r in rows] == [("theirs", "forward")]
     assert failed[0]["pass"] == "both"
