@@ -60,7 +60,7 @@ def initialise_from_teacher(
     """
     if not memory_layers(model.config):
         raise ValueError(
-            f"model must have a memory beside a window, got {model.config.mechanisms}"
+            f"model must have a hybrid layer, got {model.config.mechanisms}"
         )
     moments = measure_moments(model, teacher, tokens)
     return initialise_layers(model, moments, tokens.shape[1])

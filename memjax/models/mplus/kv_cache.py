@@ -78,16 +78,16 @@ def read_tokens(
     new = (all_slots >= start[:, None]) & (all_slots < (start + lengths)[:, None])
     visible, offset = cache.visible | new, cache.offset
     keys, values, inputs = [], [], []
-    beside = _beside(attention_retriever)
+    retrieved = _retrieved(attention_retriever)
     for layer, block in enumerate(weights.blocks(writes)):
         inputs.append(h)
         old = Slots(cache.keys[layer], cache.values[layer])
         if before is not None:
             rows, seen = before(layer, h)
-            made = prefix_slots(config, block, rows, seen, beside)
+            made = prefix_slots(config, block, rows, seen, retrieved)
             old = jax.tree.map(_put, old, made)
             visible = visible.at[:, : seen.shape[1]].set(seen)
-            offset = _count(seen, beside)
+            offset = _count(seen, retrieved)
         # Invisible positions take no RoPE position: with an empty memory tokens count
         # from 0.
         positions = (offset + cache.length)[:, None] + times
@@ -121,14 +121,14 @@ def _last_norm(weights, h):
     return normalize(norm, h, weights.backbone.config.norm_epsilon)
 
 
-def _beside(attention_retriever):
+def _retrieved(attention_retriever):
     """Number of rows that a token retrieves for itself; they follow bos in RoPE."""
     return None if attention_retriever is None else attention_retriever.found
 
 
-def _count(seen, beside):
+def _count(seen, retrieved):
     count = seen.sum(axis=1, dtype=jnp.int32)
-    return count if beside is None else count + beside
+    return count if retrieved is None else count + retrieved
 
 
 def with_bos(weights, layer, memory):
@@ -199,7 +199,7 @@ def _before_tokens(weights, state):
     batch = state.num_valid.shape[0]
     pool = valid_rows(state.num_valid, c.pool_size)
     cache = empty(weights, batch, c.prefix, c.prefix + c.chunk_size)
-    beside = _beside(attention_retrieval.of_store(weights, state.store))
+    retrieved = _retrieved(attention_retrieval.of_store(weights, state.store))
     keys, values, seen = [], [], pool
     for layer, block in enumerate(blocks):
         memory = [(short_term_pool.of_layer(state.pool, layer), pool)]
@@ -210,14 +210,14 @@ def _before_tokens(weights, state):
             )
             memory.insert(0, (found.rows, found.real))
         rows, seen = with_bos(weights, layer, memory)
-        made = prefix_slots(weights.backbone.config, block, rows, seen, beside)
+        made = prefix_slots(weights.backbone.config, block, rows, seen, retrieved)
         keys.append(_put(cache.keys[layer], made.keys))
         values.append(_put(cache.values[layer], made.values))
     return cache._replace(
         keys=tuple(keys),
         values=tuple(values),
         visible=cache.visible.at[:, : c.prefix].set(seen),
-        offset=_count(seen, beside),
+        offset=_count(seen, retrieved),
     )
 
 

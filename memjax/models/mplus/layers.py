@@ -80,16 +80,16 @@ def prefix_slots(
     block: BlockParams,
     rows: Float[Array, "B P D"],
     visible: Bool[Array, "B P"],
-    beside: Int[Array, " B"] | None = None,
+    retrieved: Int[Array, " B"] | None = None,
 ) -> Slots:
     """Keys and values of memory rows, with RoPE positions that count visible rows.
 
-    `beside` further rows take the positions right after that of bos.
+    `retrieved` further rows take the positions right after that of bos.
     """
     # Invisible rows before the first visible one would count as -1.
     positions = jnp.maximum(jnp.cumsum(visible, axis=1, dtype=jnp.int32) - 1, 0)
-    if beside is not None:
-        positions = positions.at[:, 1:].add(beside[:, None])
+    if retrieved is not None:
+        positions = positions.at[:, 1:].add(retrieved[:, None])
     made = memory_slots(config, block, rows)
     k = projections.apply_rope(config.heads, made.keys, positions)
     return Slots(k, made.values)

@@ -29,7 +29,7 @@ class ReadOptions(NamedTuple):
             `beside_pool` in the place of n rows of the pool, n in [1, N]: of empty
             ones first, and of random ones where these are too few.
         beside_pool: see `new`.
-        kept_rows: [B, L, N - n], rising: the rows of the pool that stay beside `new`;
+        kept_rows: [B, L, N - n], rising: the rows of the pool that stay with `new`;
             None draws them.
         prompt_length: number of first tokens that choose rows of the long-term store,
             in [1, T]; logits before the last of them have then seen it. T is right

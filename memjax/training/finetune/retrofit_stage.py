@@ -71,7 +71,7 @@ class RetrofitStage(RetrofitSettings, SampleStage):
             raise ValueError("layers must be at least one, got none")
         if self.part == "distill" and not self.has_new:
             raise ValueError(
-                f"part='distill' needs a memory beside the window, got "
+                f"part='distill' needs a hybrid of window and memory, got "
                 f"memory={self.memory!r} and placement={self.placement!r}"
             )
         for name, default in OTHERS[self.part].items():

@@ -329,7 +329,7 @@ def test_bad_stages(base, tmp_path):
     (_, distill), (_, tune) = config.stages()
     with pytest.raises(ValueError, match="layers must be at least one, got none"):
         dataclasses.replace(tune, layers=())
-    with pytest.raises(ValueError, match="part='distill' needs a memory beside"):
+    with pytest.raises(ValueError, match="part='distill' needs a hybrid"):
         dataclasses.replace(distill, memory="none")
     with pytest.raises(ValueError, match="remat must be products with part='distill'"):
         dataclasses.replace(distill, remat="all")

@@ -197,8 +197,8 @@ def token(
     write = gamma * c * inverse
     along = sums.overlap(direction, h)
     decay_factor = jnp.exp(g) if rule.forget == "l2" else jnp.ones_like(gamma)
-    beside = (write * along) * direction - write * h
-    memory = decay_factor * start + beside
+    orthogonal = (write * along) * direction - write * h
+    memory = decay_factor * start + orthogonal
     if rule.forget == "l1":
         memory = shrink(memory, g)
     after = l2_normalize(memory) if rule.normalize else memory
@@ -209,7 +209,7 @@ def token(
     # Squared norm of the part across the slot.
     if rule.forget == "l2":
         # It may be all that is left, and a difference of squares loses its digits.
-        size = jnp.sum(beside * beside, axis=-1, keepdims=True)
+        size = jnp.sum(orthogonal * orthogonal, axis=-1, keepdims=True)
     else:
         squares = jnp.sum(h * h, axis=-1, keepdims=True)
         size = write * write * (squares - along * along)

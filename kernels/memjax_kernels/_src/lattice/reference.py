@@ -85,8 +85,8 @@ def advance(
     # Kept apart from M': its norm across the slots is needed by itself.
     pending = pending + write[..., None] * h[:, :, None]
     along = jnp.sum(direction * pending, axis=-1, keepdims=True)
-    beside = along * direction - pending
-    memory = decay_factor * start + beside
+    orthogonal = along * direction - pending
+    memory = decay_factor * start + orthogonal
     if rule.forget == "l1":
         assert g is not None
         memory = shrink(memory, g.astype(jnp.float32)[..., None, None])
@@ -97,7 +97,7 @@ def advance(
         # Writes are orthogonal to the slot: the norm by Pythagoras.
         if rule.forget == "l2":
             # It may be all that is left, and a difference of squares loses its digits.
-            across = jnp.sum(beside * beside, axis=-1, keepdims=True)
+            across = jnp.sum(orthogonal * orthogonal, axis=-1, keepdims=True)
         else:
             across = jnp.sum(pending * pending, axis=-1, keepdims=True) - along * along
         read = memory * inverse_norm(decay_factor, across)

@@ -32,7 +32,7 @@ def from_cache(
     Keys behind those that the batch sees take little time, however many there are.
     """
     filled = before.max() + query.shape[1]
-    # What it has beside its arguments stays outside of the branches.
+    # Captured arrays are computed outside of the branches.
     given = (before, visible, filled)
     return by_platform(
         lambda q, k, v: in_pieces(q, k, v, *given),

@@ -126,9 +126,9 @@ def vjp(
     inverse = jnp.where(inverse < 0.5 * LEAST**-0.5, inverse, 0.0)
     d_memory = inverse * (d_after - after * total(after * d_after))
     d_memory += x.q * rho * d_y
-    beside = total(d_memory * start)
-    d_write += along * beside - total(d_memory * h)
-    d_along += write * beside
+    of_start = total(d_memory * start)
+    d_write += along * of_start - total(d_memory * h)
+    d_along += write * of_start
     d_start = d_memory * (1.0 + write * along) + d_along * h
     d_h = packs.sum_slots(d_along * start - write * d_memory) + 2.0 * h * d_squares
     # The rate and the errors.
