@@ -25,12 +25,6 @@ def papers(
     speed: dict[str, Any],
 ) -> Rows:
     """The claim of each paper, what was measured here, and at what size."""
-    deltanet = next(row for row in recall["rows"] if row["name"] == "DeltaNet")
-    size = (
-        f"states of {deltanet['state_bytes']:,} bytes, {deltanet['parameters']:,} "
-        f"parameters, {recall['task']['scale']['steps']:,} updates, "
-        f"{len(recall['config']['seeds'])} seeds"
-    )
     recalls = "recalls more than DeltaNet and TTT with a state of constant size"
     orthogonal = "writing only what is orthogonal to a slot beats DeltaNet"
     for paper, claim, (measured, scale), room in (
@@ -40,8 +34,8 @@ def papers(
             _elastic(books),
             "memories",
         ),
-        ("Trellis", recalls, (_recalled(recall, "Trellis"), size), "memories"),
-        ("Lattice", orthogonal, (_recalled(recall, "Lattice"), size), "memories"),
+        ("Trellis", recalls, _recalled(recall, "Trellis"), "memories"),
+        ("Lattice", orthogonal, _recalled(recall, "Lattice"), "memories"),
         (
             "HMT",
             "perplexity below a window of equal memory on a pretrained model",
@@ -78,15 +72,22 @@ def _elastic(result: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _recalled(result: dict[str, Any], name: str) -> str:
-    """Recall of the most pairs by a mechanism and DeltaNet."""
+def _recalled(result: dict[str, Any], name: str) -> tuple[str, str]:
+    """Recall of the most pairs by a mechanism and DeltaNet, and their sizes."""
     count = max(result["task"]["pairs"])
     found = {
         row["name"]: spread(row["mean"], row["error"], 2)
         for row in result["accuracy"][str(result["task"]["scale"]["context_length"])]
         if row["pairs"] == count
     }
-    return f"of {count} pairs {found[name]} recalled, DeltaNet {found['DeltaNet']}"
+    rows = {row["name"]: row for row in result["rows"]}
+    return (
+        f"of {count} pairs {found[name]} recalled, DeltaNet {found['DeltaNet']}",
+        f"states of {rows[name]['state_bytes']:,} bytes, DeltaNet's of "
+        f"{rows['DeltaNet']['state_bytes']:,}; {rows[name]['parameters']:,} "
+        f"parameters, {result['task']['scale']['steps']:,} updates, "
+        f"{len(result['config']['seeds'])} seeds",
+    )
 
 
 def _hmt(result: dict[str, Any]) -> tuple[str, str]:
