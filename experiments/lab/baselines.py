@@ -17,42 +17,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.lab.measure import state_bytes
-from memjax.checks import check_sizes
+from experiments.lab.measure import join_losses, state_bytes
 from memjax.data import TokenisedDocument
 from memjax.evaluation import TokenLosses
 from memjax.models import LanguageModel
-from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.retrofit import MemoryHeads
 from memjax.models.language_model.snapkv import SnapKVConfig, add_snapkv
-from memjax.models.language_model.windowed import (
-    limit_attention,
-    set_capacity,
-    widen_windows,
-)
-
-
-def full_attention(
-    model: LanguageModel, backbone: LanguageModel, tokens: int
-) -> LanguageModel:
-    """The weights of `model` with the backbone's attention, a cache of so many tokens.
-
-    Texts may be longer than those of the pretraining.
-    """
-    whole = replace_config(model, mechanisms=backbone.config.mechanisms)
-    return set_capacity(whole, tokens)
-
-
-def wide_window(
-    model: LanguageModel,
-    window: int,
-    sinks: int,
-    layers: Sequence[int],
-    more: int,
-) -> LanguageModel:
-    """Windows with sinks in all layers, longer by `more` tokens in the chosen ones."""
-    narrow = limit_attention(model, window, sinks)
-    return widen_windows(narrow, tuple(layers), more)
+from memjax.models.language_model.windowed import limit_attention
 
 
 def equal_tokens(model: LanguageModel, tokens: int, heads: MemoryHeads) -> int:
@@ -106,12 +77,7 @@ class NGram:
     def __init__(
         self, documents: Sequence[TokenisedDocument], order: int, vocab_size: int
     ):
-        """Counts; `order` is n, at least 1.
-
-        Raises:
-            ValueError: if a size is below 1.
-        """
-        check_sizes(order=order, vocab_size=vocab_size)
+        """Counts; `order` is n, at least 1."""
         self.order, self.vocab_size = order, vocab_size
         self._pairs: collections.Counter = collections.Counter()
         for document in documents:
@@ -137,28 +103,14 @@ class NGram:
                 found = (count + different * found) / (self._totals[h] + different)
         return found
 
-    def losses(
-        self, documents: Sequence[TokenisedDocument], order: int | None = None
-    ) -> TokenLosses:
-        """Of every target of the documents, as `evaluation.token_losses` has them.
-
-        Args:
-            documents: to predict.
-            order: of the n-gram, at most the order that was counted; None is that one.
-
-        Raises:
-            ValueError: if `order` is not in this range.
-        """
-        order = self.order if order is None else order
-        if not 1 <= order <= self.order:
-            raise ValueError(f"order must be in [1, {self.order}], got {order}")
-        longest = max(len(d.tokens) for d in documents) - 1
-        nll, mask = np.zeros((2, len(documents), longest), np.float32)
-        for row, document in enumerate(documents):
+    def losses(self, documents: Sequence[TokenisedDocument]) -> TokenLosses:
+        """Of every target of the documents, as `evaluation.token_losses` has them."""
+        found = []
+        for document in documents:
             tokens = np.asarray(document.tokens).tolist()
+            nll = np.zeros(len(tokens) - 1, np.float32)
             for i in range(1, len(tokens)):
-                history = tuple(tokens[max(0, i - order + 1) : i])
-                nll[row, i - 1] = -math.log(self.probability(history, tokens[i]))
-            mask[row, : len(tokens) - 1] = 1
-        kinds = tuple(document.kind for document in documents)
-        return TokenLosses(nll, mask, kinds, tuple(d.name for d in documents))
+                history = tuple(tokens[max(0, i - self.order + 1) : i])
+                nll[i - 1] = -math.log(self.probability(history, tokens[i]))
+            found.append(nll)
+        return join_losses(documents, found)

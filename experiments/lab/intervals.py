@@ -1,6 +1,5 @@
 """Differences between models with their intervals: by document, and by seed."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ def loss_difference(base: TokenLosses, model: TokenLosses) -> dict[str, Any]:
     """Loss of `base` minus loss of `model` in nats a token, as JSON has it.
 
     Returns:
-        `nats`, `perplexity_change`, `documents`; `low`, `high` and `standard_error`,
+        `nats`, `documents`; `low`, `high` and `standard_error`,
         which are None where a kind has too few documents for an interval.
     """
     counted = {
@@ -34,11 +33,8 @@ def loss_difference(base: TokenLosses, model: TokenLosses) -> dict[str, Any]:
     found: dict[str, Any] = {"documents": len(counted)}
     if min(map(kinds.count, kinds), default=0) < MIN_DOCUMENTS:
         nats = mean_loss_difference(base, model)
-        found |= {"nats": nats, "low": None, "high": None, "standard_error": None}
-    else:
-        found |= loss_difference_by_document(base, model)._asdict()
-        nats = found["nats"]
-    return found | {"perplexity_change": math.expm1(-nats)}
+        return found | {"nats": nats, "low": None, "high": None, "standard_error": None}
+    return found | loss_difference_by_document(base, model)._asdict()
 
 
 def format_interval(found: Mapping[str, Any], digits: int = 3) -> str:
@@ -72,8 +68,7 @@ def select_kind(losses: TokenLosses, kind: str | None) -> TokenLosses:
     )
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and its standard error; None where there are too few values."""
+def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
     if not values:
         return None, None
     error = standard_error(values) if len(values) > 1 else None
@@ -104,8 +99,8 @@ def summarise_seeds(
         against = groups.get((base, key), {})
         seeds = [seed for seed in values if seed in against]
         paired = [values[seed] - against[seed] for seed in seeds if name != base]
-        mean, error = mean_and_error([*values.values()])
-        difference, difference_error = mean_and_error(paired)
+        mean, error = _mean_and_error([*values.values()])
+        difference, difference_error = _mean_and_error(paired)
         summary.append(
             {"name": name}
             | ({by: key} if by else {})

@@ -12,15 +12,9 @@ from flax import nnx
 from jaxtyping import Float32, PyTree
 
 from memjax import evaluation
-from memjax.data import (
-    Split,
-    TokenisedDocument,
-    Tokenizer,
-    load_tokens,
-)
+from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import TokenLosses
 from memjax.evaluation.provenance import device_name
-from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.models.base import Model
 
 #: Kinds of documents that are scored; the corpus has manuals for training alone.
@@ -182,19 +176,17 @@ def documents_of_kinds(
     split: Split,
     tokens: int,
     *,
-    kinds: Sequence[str] = KINDS,
-    least: int = MIN_DOCUMENTS,
+    least: int,
     long: int = 0,
     longest: int = 0,
 ) -> list[TokenisedDocument]:
-    """Documents of some kinds, in order of kind, cut to `tokens` targets each.
+    """Documents of all kinds, in order of kind, cut to `tokens` targets each.
 
     Args:
         source: as `memjax train` takes it.
         tokenizer: of the model.
         split: to read.
         tokens: targets of each document; shorter documents are left out.
-        kinds: to read.
         least: documents that each kind must have.
         long: documents of each kind, the first by name, cut to more targets:
         longest: targets of those.
@@ -203,21 +195,16 @@ def documents_of_kinds(
         ValueError: if a kind has fewer documents that are long enough.
     """
     read, found = load_tokens(source, tokenizer, split), []
-    for kind in kinds:
+    for kind in KINDS:
         some = [x for x in read if x.kind == kind and len(x.tokens) > tokens]
         more = [x.name for x in some if len(x.tokens) > longest][:long]
-        if len(more) < long:
+        if len(some) < least or len(more) < long:
             raise ValueError(
-                f"source={source!r} must have {long} documents of {kind!r} with more "
-                f"than {longest} tokens in its {split} split, got {len(more)}"
+                f"source={source!r} must have at least {least} documents of {kind!r} "
+                f"with more than {tokens} tokens in its {split} split, and {long} with "
+                f"more than {longest}, got {len(some)} and {len(more)}"
             )
         for x in some:
             size = 1 + (longest if x.name in more else tokens)
             found.append(x._replace(tokens=np.asarray(x.tokens[:size])))
-        if len(some) < least:
-            raise ValueError(
-                f"source={source!r} must have at least {least} documents of {kind!r} "
-                f"with more than {tokens} tokens in its {split} split, "
-                f"got {len(some)}"
-            )
     return found

@@ -20,30 +20,21 @@ from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.data.tasks.questions import QuestionInput
 
 
-def needle_inputs(
-    tokenizer: Tokenizer,
-    essay: Sequence[str],
-    length: int,
-    depths: Sequence[int],
-    samples: int,
-    seed: int,
-) -> list[QuestionInput]:
-    """RULER's number in an essay: inputs by depth in percent, `samples` of each."""
-    inputs = []
-    for depth in depths:
-        for i in range(samples):
-            sample = needle_sample(
-                [seed, length, depth, i],
-                NEEDLE_TASKS["S-NIAH-N"],
-                length,
-                tokenizer,
-                essay,
-                start="random",
-                depth=depth,
-            )
-            item = Question(sample.prompt, "", sample.answer)
-            inputs.append(_input(tokenizer, sample.prompt, sample.answer, item))
-    return inputs
+def needle_input(
+    tokenizer: Tokenizer, essay: Sequence[str], length: int, depth: int, seed: int
+) -> QuestionInput:
+    """RULER's number in an essay, at a depth in percent."""
+    sample = needle_sample(
+        [seed, length, depth, 0],
+        NEEDLE_TASKS["S-NIAH-N"],
+        length,
+        tokenizer,
+        essay,
+        start="random",
+        depth=depth,
+    )
+    item = Question(sample.prompt, "", sample.answer)
+    return _input(tokenizer, sample.prompt, sample.answer, item)
 
 
 def essay_words(source: str) -> list[str]:

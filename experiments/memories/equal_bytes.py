@@ -26,7 +26,7 @@ import numpy as np
 import tyro
 
 from experiments.lab import backbones, measure, study
-from experiments.lab.questions import essay_words, fact_inputs, needle_inputs
+from experiments.lab.questions import essay_words, fact_inputs, needle_input
 from experiments.lab.results import RESULTS, settings, write_report
 from experiments.memories import equal_bytes_report as report
 from experiments.memories.equal_bytes_rows import ROWS, Setup, wide_window
@@ -272,7 +272,7 @@ def score(
         }
 
     def needle(length: int, depth: int) -> dict[str, Any]:
-        inputs = needle_inputs(tokenizer, essay, length, (depth,), 1, seed)
+        inputs = [needle_input(tokenizer, essay, length, depth, seed)]
         file = folder / f"needle-{length}-{depth}.json"
         return study.once(file, lambda: ask(inputs))
 

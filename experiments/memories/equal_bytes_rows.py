@@ -17,9 +17,14 @@ from experiments.lab import baselines
 from experiments.lab.measure import state_bytes
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
+from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.retrofit import MemoryHeads, MemoryName, MemoryOptions
-from memjax.models.language_model.windowed import limit_attention
+from memjax.models.language_model.windowed import (
+    limit_attention,
+    set_capacity,
+    widen_windows,
+)
 from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.training import LoopConfig, OptimizerConfig
@@ -90,12 +95,13 @@ def wide_window(
 ) -> LanguageModel:
     """Windows that are longer by a memory's bytes in the chosen layers."""
     more = baselines.equal_tokens(model, setup.more, heads)
-    return baselines.wide_window(model, setup.window, setup.sinks, setup.layers, more)
+    return widen_windows(_window(model, setup), tuple(setup.layers), more)
 
 
 def full_attention(model: LanguageModel, setup: Setup) -> LanguageModel:
     """Full attention in all layers, also beyond the positions of the pretraining."""
-    return baselines.full_attention(model, setup.backbone, setup.tokens)
+    mechanisms = setup.backbone.config.mechanisms
+    return set_capacity(replace_config(model, mechanisms=mechanisms), setup.tokens)
 
 
 def _window(model: LanguageModel, setup: Setup) -> LanguageModel:

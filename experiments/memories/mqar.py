@@ -18,13 +18,12 @@ from flax import nnx
 from jaxtyping import Array, Bool
 
 from experiments.lab.intervals import summarise_seeds
-from experiments.memories import on_device, small_models
+from experiments.memories import small_models
 from experiments.memories.small_models import Scale
 from memjax.data import multi_query_recall
 from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import RECURRENT
-from memjax.training import pretrain as run
 
 # Seeds of the sequences that choose and of those that test, which no training has.
 VALIDATION, TEST = 2**32 - 2, 2**32 - 1
@@ -135,13 +134,13 @@ def _draw(
     return Batch(*map(jnp.concatenate, zip(*parts, strict=True)))
 
 
-def measure(task: Task, settings: run.RunConfig, rows: int) -> dict[str, Any]:
+def measure(task: Task, model: ModelConfig, seed: int, rows: int) -> dict[str, Any]:
     """Trains; then the share of right answers by pairs and by length of the sequence.
 
     `validation` is that of sequences which choose between models, and are no test.
     Each number is of `rows` sequences.
     """
-    trained, seconds = on_device.train(settings, _drawing(task))
+    trained, seconds = small_models.train(task.scale, model, seed, _drawing(task))
 
     def answers(seed: int, pairs: int, length: int) -> float:
         return accuracy(trained, sequences(task, seed, rows, pairs, length))

@@ -20,7 +20,7 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,11 @@ from experiments.lab.results import (
     thousands,
     write_report,
 )
-from experiments.memories import mqar, on_device, small_models
+from experiments.memories import mqar, small_models
 from experiments.memories import notes_task as notes
 from experiments.memories.recall import MODELS
 from experiments.memories.small_models import Scale
-from memjax.checks import check_sizes, require_known
+from memjax.checks import require_known
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
 from memjax.evaluation.statistics import interval, paired, standard_error
 from memjax.models import LanguageModel, ModelConfig
@@ -57,9 +57,6 @@ WINDOW, TEXT = "sliding window", "text, read again"
 COMPRESSED = "compressed text, read again"
 #: Rows with a state of constant size.
 MEMORIES = tuple(name for name in MODELS if name not in (WINDOW, "Transformer++"))
-
-# Share of right answers [distances, R] by the notes of a text.
-Shares = dict[int, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +84,8 @@ class Config:
     run_dir: Path = Path("runs/notes")
 
     def __post_init__(self):
-        check_sizes(texts=self.texts)
         for name in self.models:
             require_known("models", name, MEMORIES)
-        for field, least in (("seeds", 0), ("updates", 1), ("distances", notes.PART)):
-            if min(values := getattr(self, field), default=-1) < least:
-                raise ValueError(f"{field} must be {least} or more, got {values}")
         if any(n % notes.PART for n in self.distances) or (
             sorted(set(self.distances)) != [*self.distances]
         ):
@@ -100,9 +93,9 @@ class Config:
                 f"distances must ascend, each a multiple of {notes.PART}, "
                 f"got {self.distances}"
             )
-        if not self.counts or not all(1 <= n <= notes.PART // 2 for n in self.counts):
+        if not all(1 <= n <= notes.PART // 2 for n in self.counts):
             raise ValueError(
-                f"counts must lie in [1, {notes.PART // 2}], got {self.counts}"
+                f"counts must be in [1, {notes.PART // 2}], got {self.counts}"
             )
 
 
@@ -112,12 +105,10 @@ def main(config: Config) -> None:
     if config.plan:
         study.plan([*made], config.seeds, config.run_dir, MINUTES)
         return
-    began = time.monotonic()
+    began, longest = time.monotonic(), config.distances[-1]
     tests = {
-        count: notes.draw_test(
-            "test", config.texts, count, config.distances[-1], mqar.TEST
-        )
-        for count in config.counts
+        n: notes.draw_test("test", config.texts, n, longest, mqar.TEST)
+        for n in config.counts
     }
 
     def measure(name: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -128,25 +119,20 @@ def main(config: Config) -> None:
         }
         return {"seconds": seconds, "answers": answers}
 
-    asked = ("updates", "counts", "distances", "texts")
-    identity = {key: settings(config)[key] for key in asked}
-    rows = study.run_all(
+    asked = [config.updates, config.counts, config.distances, config.texts]
+    runs = study.run_all(
         [*made],
         config.seeds,
         measure,
         run_dir=config.run_dir,
-        identity=lambda name, seed: identity,
+        identity=lambda name, seed: asked,
     )
-    found = [
-        Answered(name, model, [row for row in rows if row["name"] == name])
-        for name, model in made.items()
-    ]
     question = "does a memory hold notes where as many bytes of anything else do not?"
-    results = report(found, tests, config.distances)
+    results = report(made, runs, tests, config.distances)
     results["minutes"] = (time.monotonic() - began) / 60
     output = config.run_dir / "results"
     result = write_report(output, question, settings(config), results)
-    plot(result, config.run_dir / "results.png")
+    plot(result, Path(f"{output}.png"))
     for name, rows_of in (
         ("Right answers by notes of a text and bytes since", right),
         ("Difference from the best baseline", ahead),
@@ -169,8 +155,8 @@ def train(config: Config, model: ModelConfig, seed: int) -> tuple[LanguageModel,
     trained, total = None, 0.0
     for scale, updates in zip(STAGES, config.updates, strict=True):
         scale = scale._replace(steps=updates)
-        run = small_models.run_config(scale, model, seed)
-        trained, seconds = on_device.train(run, draw_batches(scale), trained)
+        draw = draw_batches(scale)
+        trained, seconds = small_models.train(scale, model, seed, draw, trained)
         total += seconds
     assert trained is not None  # There are two stages.
     return trained, total
@@ -203,8 +189,7 @@ def answer(
         for start in range(read, distance, notes.PART):
             part = test.text[:, start : start + notes.PART]
             state = _read(graph, params, state, part)
-        read = distance
-        asked = test.notes.asked
+        read, asked = distance, test.notes.asked
         found.append(np.asarray(_ask(graph, params, state, test.questions, asked)))
     return np.stack(found)
 
@@ -218,106 +203,78 @@ def _read(graph, params, state, tokens):
 def _ask(graph, params, state, questions, asked):
     _, logits = nnx.merge(graph, params)(state, questions)
     likeliest = logits.argmax(axis=-1)
-    return jnp.take_along_axis(likeliest, asked, axis=1) - notes.BYTES - notes.NAMES
-
-
-class Answered(NamedTuple):
-    """A model and its answers; the first is a baseline, and no memory.
-
-    Attributes:
-        name: of the mechanism.
-        model: its configuration.
-        runs: one a seed: its `seconds`, and its `answers` [distances, R, N] by the
-            notes of a text.
-    """
-
-    name: str
-    model: ModelConfig
-    runs: Sequence[Mapping[str, Any]]
+    return jnp.take_along_axis(likeliest, asked, axis=1) - notes.FIRST_NUMBER
 
 
 def report(
-    found: Sequence[Answered],
+    made: Mapping[str, ModelConfig],
+    runs: Sequence[Mapping[str, Any]],
     tests: Mapping[int, notes.Test],
     distances: Sequence[int],
 ) -> dict[str, Any]:
-    """Scores of all, and differences of each memory from the best baseline."""
-    window, *memories = found
+    """Scores of all, and differences of each memory from the best baseline.
+
+    Args:
+        made: the window and the memories.
+        runs: of `study.run_all`; `answers` [distances, R, N] by the notes of a text.
+        tests: by the notes of a text.
+        distances: of the questions.
+    """
     # The largest of the states, in favour of the text.
-    budget = max(small_models.state_bytes(x.model) for x in found)
-    right = {x.name: _right(x, tests) for x in found}
-    # Mean over seeds and notes; texts are apart.
-    shares: dict[str, Shares] = {
-        name: {n: values.mean(axis=(0, 3)) for n, values in by_count.items()}
-        for name, by_count in right.items()
-    }
+    budget = max(map(small_models.state_bytes, made.values()))
+    rows: dict[str, dict[str, Any]] = {}
+    # Share of right answers [distances, R], mean over seeds and notes.
+    shares: dict[str, dict[int, np.ndarray]] = {}
+    for name, model in made.items():
+        own = [run for run in runs if run["name"] == name]
+        rows[name] = {
+            "state_bytes": small_models.state_bytes(model),
+            "parameters": small_models.parameters(model),
+            "seconds": [run["seconds"] for run in own],
+            "seeds": {},
+        }
+        shares[name] = {}
+        for n, test in tests.items():
+            numbers = np.asarray(test.notes.numbers) - notes.FIRST_NUMBER
+            right = np.asarray([run["answers"][str(n)] for run in own]) == numbers
+            rows[name]["seeds"][str(n)] = right.mean(axis=(2, 3)).tolist()
+            shares[name][n] = right.mean(axis=(0, 3))
     for name, holds in (
         (TEXT, notes.fits_as_text),
         (COMPRESSED, notes.fits_as_compressed_text),
     ):
-        # A reader who has lost a note guesses its number.
-        shares[name] = {
-            n: np.stack(
-                [
-                    np.where(holds(test, d, budget), 1, 1 / notes.NUMBERS).mean(axis=1)
-                    for d in distances
-                ]
-            )
-            for n, test in tests.items()
-        }
-    rows: dict[str, dict[str, Any]] = {
-        x.name: {
-            "state_bytes": small_models.state_bytes(x.model),
-            "parameters": small_models.parameters(x.model),
-            "seconds": [run["seconds"] for run in x.runs],
-            "seeds": {
-                str(n): values.mean(axis=(2, 3)).tolist()
-                for n, values in right[x.name].items()
-            },
-        }
-        for x in found
-    } | {name: {"state_bytes": budget} for name in (TEXT, COMPRESSED)}
+        rows[name], shares[name] = {"state_bytes": budget}, {}
+        for n, test in tests.items():
+            held = np.stack([holds(test, d, budget) for d in distances])
+            # A reader who has lost a note guesses its number.
+            shares[name][n] = np.where(held, 1, 1 / notes.NUMBERS).mean(axis=2)
     for name, row in rows.items():
         row["right"] = {
-            str(n): [interval(texts)._asdict() for texts in by_distance]
-            for n, by_distance in shares[name].items()
+            str(n): [interval(texts)._asdict() for texts in share]
+            for n, share in shares[name].items()
         }
-    baselines = {name: shares[name] for name in (window.name, TEXT, COMPRESSED)}
+
+    def ahead(name: str, n: int, i: int) -> dict[str, Any]:
+        others = {base: shares[base][n][i] for base in (WINDOW, TEXT, COMPRESSED)}
+        best, own = max(others, key=lambda x: others[x].mean()), shares[name][n][i]
+        error = standard_error(own - others[best])
+        return {
+            "baseline": best,
+            **paired(own, others[best])._asdict(),
+            "error": error,
+        }
+
     return {
         "models": rows,
         "ahead": {
-            x.name: {
-                str(n): _ahead(
-                    shares[x.name][n], {k: v[n] for k, v in baselines.items()}
-                )
+            name: {
+                str(n): [ahead(name, n, i) for i in range(len(distances))]
                 for n in tests
             }
-            for x in memories
+            for name in made
+            if name != WINDOW
         },
     }
-
-
-def _right(found: Answered, tests: Mapping[int, notes.Test]) -> Shares:
-    """By the notes of a text: right or not, [seeds, distances, R, N]."""
-    numbers = {
-        n: np.asarray(test.notes.numbers) - notes.BYTES - notes.NAMES
-        for n, test in tests.items()
-    }
-    return {
-        n: np.asarray([run["answers"][str(n)] for run in found.runs]) == right
-        for n, right in numbers.items()
-    }
-
-
-def _ahead(memory: np.ndarray, baselines: Mapping[str, np.ndarray]) -> list[dict]:
-    """One a distance: the memory's right answers minus those of the best baseline."""
-    rows = []
-    for i, own in enumerate(memory):
-        best = max(baselines, key=lambda name: baselines[name][i].mean())
-        other = baselines[best][i]
-        found = paired(own, other)._asdict() | {"error": standard_error(own - other)}
-        rows.append({"baseline": best} | found)
-    return rows
 
 
 @table("memories/notes")
@@ -372,12 +329,13 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         for axes, count in zip(drawn.grid[0], counts, strict=True):
             last = count == counts[-1]
             for i, (name, row) in enumerate(result["models"].items()):
-                found = row["right"][str(count)]
-                means = [x["mean"] for x in found]
-                errors = [
-                    [max(0.0, x["mean"] - x["low"]) for x in found],
-                    [max(0.0, x["high"] - x["mean"]) for x in found],
-                ]
+                low, means, high = np.transpose(
+                    [
+                        [x[k] for k in ("low", "mean", "high")]
+                        for x in row["right"][str(count)]
+                    ]
+                )
+                errors = np.maximum(0.0, [means - low, high - means])
                 drawn.line(axes, distances, means, name, i, errors=errors, named=last)
             log_ticks(axes, distances)
             axes.set(title=f"{count} notes", xlabel="bytes of text since the notes")

@@ -17,7 +17,8 @@ from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.batches.batch import Batch
 
 BYTES, NAMES, NUMBERS = 256, 64, 64
-VOCAB_SIZE = BYTES + NAMES + NUMBERS
+FIRST_NUMBER = BYTES + NAMES
+VOCAB_SIZE = FIRST_NUMBER + NUMBERS
 #: Tokens of a test that hold the notes, and tokens in which they are asked for.
 PART = 64
 
@@ -66,7 +67,7 @@ def draw_notes(key: Array, rows: int, count: int, part: int) -> Notes:
     keys = jax.random.split(key, 4)
     return Notes(
         names=BYTES + choose(keys[0], NAMES),
-        numbers=BYTES + NAMES + choose(keys[1], NUMBERS),
+        numbers=FIRST_NUMBER + choose(keys[1], NUMBERS),
         noted=2 * choose(keys[2], part // 2),
         asked=2 * choose(keys[3], part // 2),
     )

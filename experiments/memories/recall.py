@@ -236,16 +236,15 @@ def main(config: Config) -> None:
         study.plan(names, config.seeds, run_dir, MINUTES)
         return
 
-    def identity(name: str, seed: int) -> dict[str, Any]:
-        record = to_record(small_models.run_config(task.scale, made[name], seed))
-        return {"run": record, "rates": chosen.rates, "test_rows": config.test_rows}
+    def identity(name: str, seed: int) -> list[Any]:
+        model = to_record(made[name])
+        return [model, task.scale, seed, chosen.rates, config.test_rows]
 
     def trained(name: str, rate: float, seed: int) -> dict[str, Any]:
-        scale = task.scale._replace(learning_rate=rate)
-        run = small_models.run_config(scale, made[name], seed)
+        own = task._replace(scale=task.scale._replace(learning_rate=rate))
         return study.once(
             study.run_folder(run_dir, name, seed) / f"rate{rate:g}.json",
-            lambda: mqar.measure(task, run, config.test_rows),
+            lambda: mqar.measure(own, made[name], seed, config.test_rows),
             identity(name, seed),
         )
 

@@ -86,7 +86,7 @@ def test_facts_are_asked_at_their_distance():
 
 def test_needles_are_at_their_depths():
     words = ("It rained. " * 50).split()
-    first, last = questions.needle_inputs(BPE, words, 160, (0, 100), 1, seed=0)
+    first, last = [questions.needle_input(BPE, words, 160, d, 0) for d in (0, 100)]
     places = [BPE.decode(x.tokens).index("One of the special") for x in (first, last)]
     assert places[0] < places[1]
     assert all(len(x.tokens) <= 160 for x in (first, last))
@@ -94,28 +94,24 @@ def test_needles_are_at_their_depths():
 
 
 def test_too_few_documents_are_refused(tmp_path):
-    for kind, text in (("proofs", "abc" * 9), ("code", "abc" * 9), ("prose", "ab")):
+    for kind, size in (("proofs", 27), ("code", 27), ("prose", 12)):
         file = tmp_path / "corpus" / "test" / kind / "a.txt"
         file.parent.mkdir(parents=True)
-        file.write_text(text)
+        file.write_text("a" * size)
 
-    def read(*kinds, least=1, long=0, longest=0):
+    def read(tokens, **options):
         return measure.documents_of_kinds(
-            f"folder:{tmp_path}/corpus",
-            tiny.tokenizer(),
-            "test",
-            9,
-            kinds=kinds,
-            least=least,
-            long=long,
-            longest=longest,
+            f"folder:{tmp_path}/corpus", tiny.tokenizer(), "test", tokens, **options
         )
 
-    assert [len(x.tokens) for x in read("code")] == [10]
-    found = read("code", "proofs", long=1, longest=20)
-    assert [(x.kind, len(x.tokens)) for x in found] == [("code", 21), ("proofs", 21)]
-    with pytest.raises(ValueError, match="1 documents of 'code' .* 27 tokens"):
-        read("code", "proofs", long=1, longest=27)
-    message = "at least 1 documents of 'prose' with more than 9 tokens .* got 0"
+    assert [(x.kind, len(x.tokens)) for x in read(9, least=1, long=1, longest=11)] == [
+        (kind, 12) for kind in measure.KINDS
+    ]
+    assert [len(x.tokens) for x in read(9, least=1)] == [10, 10, 10]
+    message = (
+        "documents of 'prose' with more than 9 .* 1 with more than 20, got 1 and 0"
+    )
     with pytest.raises(ValueError, match=message):
-        read("proofs", "prose")
+        read(9, least=1, long=1, longest=20)
+    with pytest.raises(ValueError, match="at least 2 documents of 'proofs' .* got 1"):
+        read(9, least=2)

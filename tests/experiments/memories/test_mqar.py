@@ -1,6 +1,7 @@
 """Small models: equal sizes, fair data, rates chosen on validation, runs resumed."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.memories import mqar, on_device, recall, small_models
-from memjax.training import loop
+from experiments.memories import mqar, recall, small_models
+from memjax.training import LoopConfig, OptimizerConfig, loop
 from memjax.training import pretrain as run
 from memjax.training.distributed import sharding
 
@@ -107,15 +108,25 @@ def test_updates_on_the_device_equal_those_of_the_training_loop(tmp_path):
     model = small_models.equal_parameters(
         {"a": mqar.model(TASK, "deltanet")}, TASK.scale
     )["a"]
-    settings = small_models.run_config(TASK.scale, model, seed=3)
+    scale = TASK.scale
+    settings = run.RunConfig(
+        model,
+        run.DataConfig("embedded", context_length=48, batch_size=4),
+        OptimizerConfig(
+            learning_rate=scale.learning_rate,
+            warmup_ratio=scale.warmup,
+            final_ratio=0.1,
+        ),
+        loop=LoopConfig(steps=scale.steps),
+        seed=3,
+    )
     state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
     data = Batches()
     expected, _ = loop.train(
         step, state, data, settings.loop, tmp_path, config_record={}, tokens_per_step=1
     )
-    found, _ = on_device.train(
-        settings, lambda seed, step: mqar.batch(TASK, seed, step)
-    )
+    draw = functools.partial(mqar.batch, TASK)
+    found, _ = small_models.train(scale, model, 3, draw)
     for a, b in zip(leaves(found), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
