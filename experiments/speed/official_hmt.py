@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,37 +47,31 @@ from experiments.lab.timing import (
 from experiments.speed.shapes import SHAPES, Shape, Size, backbone, llama_config
 from memjax.data import Batch
 from memjax.models import HMTConfig, add_hmt
-from memjax.models.lora import LoraConfig, add_lora
 from memjax.training import OptimizerConfig
 from memjax.training.optimizer import make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
-Trained = Literal["all", "lora"]
 FILE = "modeling_rmt/language_modeling.py"
-#: The linear maps that LoRA (rank 8) adapts; the memory's parameters are trained too.
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SEGMENT, SEGMENTS, THREADS = 256, 4, 2
 
 
 class Setting(NamedTuple):
-    """Of a backbone: width of the memory's search, rows, rounds, and its memory."""
+    """Of a backbone: width of the memory's search, batches, rounds, and its memory."""
 
     retrieval_dim: int
-    rows: tuple[tuple[Trained, int], ...]
+    batches: tuple[int, ...]
     repeats: int
     pages: Pages
 
 
 SETTINGS: dict[Size, Setting] = {
-    "tiny": Setting(
-        128, (("all", 1), ("all", 2), ("lora", 1), ("lora", 2)), 5, "large"
-    ),
-    "smollm2": Setting(1536, (("all", 1),), 3, "kept"),
+    "tiny": Setting(128, (1, 2), 5, "large"),
+    "smollm2": Setting(1536, (1,), 3, "kept"),
 }
 
 
 def build(
-    implementation: str, size: Size, trained: Trained, batch: int, checkout: Path
+    implementation: str, size: Size, batch: int, checkout: Path
 ) -> Callable[[], float]:
     """The training step of "official" or "keep", ours; it returns the loss."""
     shape, random = SHAPES[size], np.random.default_rng(0)
@@ -89,18 +83,13 @@ def build(
         activations="keep",
     )
     if implementation == "official":
-        return authors(checkout, shape, memory, tokens, trained)
-    return ours(shape, memory, tokens, trained)
+        return authors(checkout, shape, memory, tokens)
+    return ours(shape, memory, tokens)
 
 
-def ours(
-    shape: Shape, memory: HMTConfig, tokens: np.ndarray, trained: Trained
-) -> Callable[[], float]:
+def ours(shape: Shape, memory: HMTConfig, tokens: np.ndarray) -> Callable[[], float]:
     """Our step, compiled at its first call."""
-    base = backbone(shape)
-    if trained == "lora":
-        base = add_lora(base, LoraConfig(), jax.random.key(2))
-    model = add_hmt(base, memory, key=jax.random.key(1))
+    model = add_hmt(backbone(shape), memory, key=jax.random.key(1))
     optimizer = OptimizerConfig(
         learning_rate=1e-5,
         beta2=0.999,
@@ -128,11 +117,7 @@ def ours(
 
 
 def authors(
-    checkout: Path,
-    shape: Shape,
-    memory: HMTConfig,
-    tokens: np.ndarray,
-    trained: Trained,
+    checkout: Path, shape: Shape, memory: HMTConfig, tokens: np.ndarray
 ) -> Callable[[], float]:
     """The step of the authors' training loop, with its defaults."""
     # Optional, and no other implementation's process should load them.
@@ -152,17 +137,6 @@ def authors(
     from modeling_rmt import language_modeling  # pyright: ignore[reportMissingImports]
 
     base = transformers.LlamaForCausalLM(llama_config(shape))
-    if trained == "lora":
-        import peft  # pyright: ignore[reportMissingImports]
-
-        lora = peft.LoraConfig(
-            task_type=peft.TaskType.CAUSAL_LM,
-            target_modules=list(ADAPTED),
-            r=8,
-            lora_alpha=32,
-            lora_dropout=0.0,
-        )
-        base = peft.get_peft_model(base, lora)
     model = language_modeling.RecurrentWrapper(
         language_modeling.MemoryCell(base, 1, memory.num_sensory_tokens),
         emb=base.get_input_embeddings(),
@@ -194,10 +168,9 @@ def authors(
     return step
 
 
-def measure(official: Path, size: Size, trained: Trained, batch: int) -> dict[str, Any]:
+def measure(official: Path, size: Size, batch: int) -> dict[str, Any]:
     """Times and the speedup of one row."""
-    names = ("official", "keep")
-    arguments = {name: (name, size, trained, batch, official) for name in names}
+    arguments = {name: (name, size, batch, official) for name in ("official", "keep")}
     _, _, repeats, pages = SETTINGS[size]
     rounds = time_processes(build, arguments, THREADS, repeats, pages)
     found: dict[str, dict[str, Any]] = {}
@@ -208,7 +181,7 @@ def measure(official: Path, size: Size, trained: Trained, batch: int) -> dict[st
         }
     ours = found["keep"]
     ours["speedup"] = speedup(ours, {"official": found["official"]})
-    about = {"size": size, "batch": batch, "trained": trained}
+    about = {"size": size, "batch": batch, "trained": "all"}
     return about | {"implementations": found}
 
 
@@ -221,13 +194,13 @@ def main(official: Path, size: Size = "tiny") -> None:
     """
     require_checkout(official, FILE)
     rows = []
-    for trained, batch in SETTINGS[size].rows:
-        row = measure(official, size, trained, batch)
+    for batch in SETTINGS[size].batches:
+        row = measure(official, size, batch)
         rows.append(row)
         columns = ("median_s", "min_s", "max_s", "peak_mebibytes")
         found = row["implementations"].items()
         cells = {name: [x[column] for column in columns] for name, x in found}
-        show(f"{size}, {trained}, batch {batch}", columns, cells)
+        show(f"{size}, batch {batch}", columns, cells)
     used = {"threads": THREADS, "environment": PAGES[SETTINGS[size].pages]}
     results = {"packages": versions("torch", "transformers", "peft"), "steps": rows}
     question = "speed of a training step of HMT"
@@ -239,11 +212,10 @@ def main(official: Path, size: Size = "tiny") -> None:
 def official_hmt(*results: dict[str, Any]) -> Rows:
     """Seconds of a training step, and speedups over the authors' program."""
     for step in (step for result in results for step in result["steps"]):
+        if step["trained"] != "all":
+            continue
         ours, official = (step["implementations"][n] for n in ("keep", "official"))
-        cells = {
-            "backbone, trained, batch": f"{step['size']}, {step['trained']}, "
-            f"{step['batch']}"
-        }
+        cells = {"backbone, batch": f"{step['size']}, {step['batch']}"}
         for name, row in (("memjax", ours), ("authors", official)):
             cells |= {
                 f"{name}: seconds": number(row["median_s"], 3),

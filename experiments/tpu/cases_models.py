@@ -1,4 +1,4 @@
-"""Cases of M+ around Llama 3 8B, of single tokens in decoding, of training steps."""
+"""Cases of single tokens in decoding, and of training steps."""
 
 import dataclasses
 import functools
@@ -15,26 +15,16 @@ from experiments.tpu.case import Case, Program, shape
 from memjax.aot.cycles.attention import shares
 from memjax.data.batches.batch import Batch
 from memjax.mechanisms import AttentionConfig, MechanismConfig
-from memjax.models import LanguageModel, ModelConfig, preset
+from memjax.models import LanguageModel, preset
 from memjax.models.language_model.presets import RECURRENT, SIZES
-from memjax.models.mplus import read
-from memjax.models.mplus.build import add_memoryllm
-from memjax.models.mplus.config import MPlusConfig
-from memjax.models.mplus.read import ReadOptions
 from memjax.training.optimizer import OptimizerConfig, make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
-from memjax_kernels import sigmoid_scores
 
 ATTENTION = ("attention", "sliding_window", "elastic_memory")
 #: Batch elements and steps of decoding, and slots of attention's cache.
 DECODED, STEPS, CAPACITY = 64, 32, 2048
 #: A training step: tokens of it, of a microbatch at least, and of a row.
 TOKENS, MICROBATCH, TIMES = 32_768, 8192, (2048, 8192, 32_768)
-#: Rows of M+'s store, and tokens that search it.
-ROWS, QUERIES = 150_000, 2048
-#: Rows that M+'s tokens attend to in a layer, pool and retrieved ones, tokens of a
-#: chunk, and tokens that are decoded one by one; width of the layer's MLP.
-POOL, CHUNK, READ, HIDDEN = 10_240 + 2_560, 512, 32, 14_336
 TRAINED = (
     "transformer-125m",
     "elastic-100m",
@@ -115,76 +105,9 @@ def _attention_flops(config, time):
     return sum(6.0 * time * m.num_heads * m.head_dim for m in attention)
 
 
-def search() -> Program:
-    """The scores of all rows of one layer's store."""
-    width = MPlusConfig().key_dim
-    queries = shape(1, QUERIES, width, dtype=jnp.float32)
-    mask = shape(1, QUERIES, dtype=jnp.bool_)
-    given = (queries, mask, shape(1, ROWS, width, dtype=jnp.float32))
-    return Program(sigmoid_scores, given, flops=2.0 * ROWS * QUERIES * width)
-
-
-def mplus_layer(decodes: bool) -> Program:
-    """A layer of Llama 3 8B that reads behind M+'s memory.
-
-    Of a chunk all rows pass the layer's norm and the projections of keys and values.
-    Decoding finds them in a cache.
-    """
-    attention = AttentionConfig(4096, num_heads=32, num_kv_heads=8, head_dim=128)
-    # The smallest vocabulary: head and embedding are not of the layer.
-    backbone = ModelConfig(
-        mechanisms=(attention,),
-        num_layers=1,
-        vocab_size=256,
-        model_dim=attention.model_dim,
-        hidden_dim=HIDDEN,
-        dtype="bfloat16",
-        remat=True,
-    )
-    config, key = MPlusConfig(pool_size=POOL), jax.random.key(0)
-    model = nnx.eval_shape(
-        lambda: add_memoryllm(LanguageModel(backbone, key=key), config, key=key)
-    )
-    graph, params = nnx.split(model)
-    params = jax.tree.map(lambda x: shape(*x.shape), params)
-    state = jax.eval_shape(lambda: model.init_state(1))
-    options = ReadOptions(max_new_tokens=READ)
-
-    def read_chunk(params: PyTree, state: PyTree, tokens: Array) -> tuple:
-        weights = nnx.merge(graph, params).weights
-        return read.read_closed(weights, state, tokens, options)[:2]
-
-    def decode(params: PyTree, cache: PyTree, tokens: Array) -> tuple:
-        weights = nnx.merge(graph, params).weights
-
-        def step(cache: PyTree, token: Array) -> tuple:
-            return read.decode(weights, cache, token, False, None)
-
-        return jax.lax.scan(step, cache, tokens)
-
-    given = (params, state, shape(1, CHUNK, dtype=jnp.int32))
-    if decodes:
-        cache = jax.eval_shape(read_chunk, *given)[0]
-        tokens = shape(READ, 1, 1, dtype=jnp.int32)
-        moved = READ * tree_bytes((params, cache))
-        return Program(decode, (params, cache, tokens), donated=(1,), bytes=moved)
-    # Keys and values of the memory; matrices, scores and reads of the tokens.
-    own, shared, d = 32 * 128, 8 * 128, attention.model_dim
-    matrices = 2 * d * (own + shared) + 3 * d * HIDDEN
-    token = 2.0 * matrices + 4.0 * (POOL + CHUNK / 2) * own
-    flops = 4.0 * POOL * d * shared + CHUNK * token
-    return Program(read_chunk, given, flops=flops)
-
-
 def table() -> dict[str, Case]:
     """All cases of this file by name."""
-    found = {
-        "mplus-search": Case(search, ROWS, "row"),
-        "mplus-layer/chunk": Case(
-            functools.partial(mplus_layer, False), CHUNK, "token"
-        ),
-        "mplus-layer/decode": Case(functools.partial(mplus_layer, True), READ, "token"),
-    }
+    found: dict[str, Case] = {}
     for name in (*ATTENTION, *RECURRENT):
         options = {"capacity": CAPACITY} if name == "attention" else {}
         config = SIZES["125m"].mechanism(name, **options)

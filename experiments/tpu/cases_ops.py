@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 import memjax_kernels
@@ -20,7 +19,6 @@ from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.bundles import Shares
 from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.layers.softmax import on_tpu
-from memjax_kernels import overlap_with_keys
 
 SHAPE = Shape(batch=8, time=2048, heads=12, width=64)
 WIDE = Shape(batch=8, time=2048, heads=6, width=128)
@@ -92,20 +90,6 @@ def attention(kernel: str, of: Shape, backward: bool) -> Program:
     )
 
 
-def overlap(backward: bool) -> Program:
-    """The bounds of a pass of Trellis, of keys as projections leave them."""
-
-    def forward(k: Array, gamma: Array) -> tuple[Array, Array]:
-        keys, left = overlap_with_keys(k.reshape(SHAPE), gamma, chunk_size=16)
-        return keys.reshape(k.shape), left
-
-    b, t, h, d = SHAPE
-    given = (shape(b, t, h * d), shape(b, t, h, dtype=jnp.float32))
-    if not backward:
-        return Program(forward, given)
-    return Program(ops.with_gradients(forward), (given, *given))
-
-
 def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
     """Name, (backward) -> program, sizes and chip of all cases with both passes."""
 
@@ -121,7 +105,6 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
         yield op(f"trellis/c{size}", "trellis", chunk_size=size)
     for size in (16, 64, 1):
         yield op(f"lattice-dec/c{size}", "lattice", chunk_size=size)
-    yield "overlap/c16", overlap, SHAPE, V5E
     for plain in PLAIN:
         yield op(plain, plain)
     yield op("ttt_linear/c16", "ttt_linear", chunk_size=16)

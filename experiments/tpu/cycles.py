@@ -32,7 +32,6 @@ from experiments.lab.results import (
     percent,
     show,
     table,
-    times,
     write_report,
 )
 from experiments.tpu import cases_models, cases_ops
@@ -133,7 +132,6 @@ SUMMARY = {
     "Trellis, chunks of 16": "trellis/c16",
     "Trellis, chunks of 4": "trellis/c4",
     "Trellis, single tokens": "trellis/c1",
-    "bounds of Trellis's steps, of each pass": "overlap/c16",
     "causal attention at 2,048 tokens": "attention/d64/t2048",
     "at 8,192": "attention/d64/t8192",
     "at 16,384": "attention/d64/t16384",
@@ -157,26 +155,6 @@ def cycles_summary(result: dict[str, Any]) -> Rows:
             "the same without a kernel": number(plain, 1),
             "least for the memory's traffic": number(both["memory_cycles"], 1),
         }
-
-
-@table("ops/cycles_programs", "tpu/cycles")
-def cycles_programs(result: dict[str, Any]) -> Rows:
-    """M+ around a backbone of 8B parameters."""
-    shown = {k: x for k, x in result["cases"].items() if k.startswith("mplus")}
-    for name, case in shown.items():
-        peak = percent(case["flop_utilisation"]) if case["flops"] else ""
-        yield {
-            "program": name,
-            "unit": case["unit"],
-            "cycles a unit": number(case["cycles"], 0),
-            "in kernels": number(case["kernels"], 0),
-            "in copies": number(case["copies"], 0),
-            "more in the dearest branches": number(case["dearest_branches"], 0),
-            "times the limit": times(case["times_limit"]),
-            "of the matrix unit's peak": peak,
-            "temporary MiB": number(case["temporary_bytes"] / 2**20, 0),
-        }
-    yield _counted_at(shown.values())
 
 
 def _counted_at(cases: Iterable[dict[str, Any]]) -> str:
