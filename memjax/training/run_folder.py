@@ -102,7 +102,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         try:
             self.close()
         except OSError as failure:

@@ -237,7 +237,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         try:
             self.close()
         except SaveError as failure:
