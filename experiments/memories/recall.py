@@ -338,10 +338,18 @@ lattice = table("memories/lattice_ablation")(_ablation)
 
 @table("memories/trellis_steps")
 def steps(result: Mapping[str, Any]) -> Rows:
-    """Recall of validation sequences."""
+    """Recall of validation sequences, and perplexities of an earlier program."""
+    perplexity = {row["name"]: row for row in result.get("perplexity", ())}
     for row in result["validation"]:
-        right = spread(row["mean"], row["error"], 2)
-        yield {"validation data": row["name"], "right answers": right}
+        cells = {"validation data": row["name"]}
+        cells |= {"right answers": spread(row["mean"], row["error"], 2)}
+        if found := perplexity.get(row["name"]):
+            cells["PPL per byte"] = spread(found["mean"], found["error"], 2)
+        yield cells
+    for name, value in result.get("ngrams", {}).items():
+        yield {"validation data": name, "PPL per byte": number(value, 2)}
+    if perplexity:
+        yield "perplexities by a program whose last commit is 224480a"
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
     python -m experiments.speed.generation
 
 SmolLM2-135M continues passages of a book in float32, greedily: one prompt, and eight of
-unequal length, on one core and on two, by memjax and by transformers. Each has a
-process of its own, timed interleaved; loading, compilation and the first round are left
-out.
+unequal length, on one core and on two. Implementations are memjax, transformers with
+its own cache and, of one prompt, transformers with a cache of fixed size and
+torch.compile. Each has a process of its own, timed interleaved; loading, compilation
+and the first round are left out.
 
 - `first`: seconds to the first token, in which the prompt is read.
 - `tokens_per_s`: of all sequences together, the prompt's reading included.
@@ -49,7 +50,11 @@ from experiments.lab.timing import (
 from memjax.data import open_documents
 from memjax.models import Sampling, generate
 
-NAMES = ("memjax", "transformers")
+NAMES = {
+    "memjax": "memjax",
+    "transformers": "transformers",
+    "transformers_compiled": "transformers, compiled",
+}
 
 
 #: A book of the embedded corpus, whose passages are the prompts.
@@ -79,7 +84,10 @@ def passages(file: Path, batch: int) -> Prompts:
 
 def make(name: str, file: Path, prompts: Prompts) -> Callable[[], dict[str, Any]]:
     """A step that draws once for the first token alone, and once for all of them."""
-    draw = (_ours if name == "memjax" else _transformers)(file, prompts)
+    if name == "memjax":
+        draw = _ours(file, prompts)
+    else:
+        draw = _transformers(file, prompts, compiled="compiled" in name)
 
     def step() -> dict[str, Any]:
         seconds, tokens = {}, np.zeros(0)
@@ -110,7 +118,10 @@ def _ours(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
     return draw
 
 
-def _transformers(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
+def _transformers(
+    file: Path, prompts: Prompts, compiled: bool
+) -> Callable[[int], np.ndarray]:
+    """As it is, or compiled with a cache of fixed size."""
     # Optional, and no other implementation's process should load them.
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
@@ -119,22 +130,32 @@ def _transformers(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
+    options: dict[str, Any] = {}
+    if compiled:
+        slots = PROMPT + NEW_TOKENS
+        cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
+        options = {"past_key_values": cache}
+        model.forward = torch.compile(model.forward)
     # Padded at the left, as it expects.
     batch, longest = prompts.tokens.shape
     ids, mask = np.zeros((2, batch, longest), np.int64)
     for b, length in enumerate(prompts.lengths):
         ids[b, longest - length :] = prompts.tokens[b, :length]
         mask[b, longest - length :] = 1
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    tensors = {key: torch.from_numpy(value) for key, value in inputs.items()}
 
     def draw(count: int) -> np.ndarray:
         with torch.inference_mode():
+            if compiled:
+                options["past_key_values"].reset()
             out = model.generate(
-                input_ids=torch.from_numpy(ids),
-                attention_mask=torch.from_numpy(mask),
+                **tensors,
                 do_sample=False,
                 max_new_tokens=count,
                 min_new_tokens=count,
                 pad_token_id=0,
+                **options,
             )
         return out[:, longest:].numpy()
 
@@ -144,7 +165,9 @@ def _transformers(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
 def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:
     """All implementations at one batch size and number of cores."""
     prompts = passages(file, batch)
-    arguments = {name: (name, file, prompts) for name in NAMES}
+    # It takes minutes to compile.
+    names = [name for name in NAMES if "compiled" not in name or batch == 1]
+    arguments = {name: (name, file, prompts) for name in names}
     found = time_processes(make, arguments, cores, REPEATS)
     rows = {name: _summary(rounds) for name, rounds in found.items()}
     ours = rows["memjax"]
@@ -191,13 +214,12 @@ def generation(result: dict[str, Any]) -> Rows:
     """Every implementation at every batch size and number of cores."""
     for found in result["rows"]:
         ours = found["implementations"]["memjax"]
-        for name in NAMES:
-            row = found["implementations"][name]
+        for name, row in found["implementations"].items():
             whole = row["whole"]
             yield {
                 "cores": f"{found['cores']}",
                 "prompts": f"{found['batch']}",
-                "program": name,
+                "program": NAMES[name],
                 "tokens/s": number(row["tokens_per_s"], 1),
                 "s, fastest to slowest": f"{whole['min_s']:.2f} to "
                 f"{whole['max_s']:.2f}",
