@@ -25,31 +25,20 @@ def papers(
     speed: dict[str, Any],
 ) -> Rows:
     """The claim of each paper, what was measured here, and at what size."""
-    recalls = "recalls more than DeltaNet and TTT with a state of constant size"
-    orthogonal = "writing only what is orthogonal to a slot beats DeltaNet"
-    for paper, claim, (measured, scale), room in (
-        (
-            MEMORY,
-            "a compressed history lowers perplexity beyond the window",
-            _elastic(books),
-            "memories",
-        ),
-        ("Trellis", recalls, _recalled(recall, "Trellis"), "memories"),
-        ("Lattice", orthogonal, _recalled(recall, "Lattice"), "memories"),
-        (
-            "HMT",
-            "perplexity below a window of equal memory on a pretrained model",
-            _hmt(length),
-            "hmt",
-        ),
-        (
-            "M+",
-            "facts stay known longer than with as many bytes on the device and no "
-            "store",
-            _mplus(retention, speed),
-            "mplus",
-        ),
-    ):
+    claims = {
+        MEMORY: "a compressed history lowers perplexity beyond the window",
+        "Trellis": "recalls more than DeltaNet and TTT with a state of constant size",
+        "Lattice": "writing only what is orthogonal to a slot beats DeltaNet",
+        "HMT": "perplexity below a window of equal memory on a pretrained model",
+        "M+": "facts stay known longer than with as many bytes on the device and no "
+        "store",
+    }
+    found = {name: _recalled(recall, name) for name in ("Trellis", "Lattice")}
+    found |= {MEMORY: _elastic(books), "HMT": _hmt(length)}
+    found["M+"] = _mplus(retention, speed)
+    for paper, claim in claims.items():
+        measured, scale = found[paper]
+        room = {"HMT": "hmt", "M+": "mplus"}.get(paper, "memories")
         yield {
             "paper": paper,
             "what it claims": claim,

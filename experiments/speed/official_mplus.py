@@ -48,7 +48,7 @@ from experiments.speed.shapes import SHAPES
 
 #: Chunks that are injected in a round, and tokens of a read.
 CHUNKS, PROMPT = 16, 256
-THREADS, REPEATS = 2, 5
+THREADS, REPEATS, ACTS = 2, 5, ("inject", "read")
 #: The attention that the authors' program runs with.
 ATTENTION = {"official": "eager", "official_fused": "sdpa"}
 MEMORIES = (Memory(), Memory(pool=2_560), Memory(store=38_400))
@@ -82,18 +82,16 @@ def make(
 
 
 def measure(official: Path, memory: Memory) -> dict[str, Any]:
-    """For each implementation its acts, with tokens a second and speedups of ours."""
+    """For each implementation its acts, with speedups of ours."""
     names = (*ATTENTION, "ours")
     arguments = {name: (name, memory, official) for name in names}
     rounds = time_processes(make, arguments, THREADS, REPEATS)
-    counts = {"inject": CHUNKS * memory.chunk, "read": PROMPT}
     found: dict[str, dict[str, Any]] = {}
     for name, steps in rounds.items():
         found[name] = {"peak_mebibytes": steps[-1].peak_mebibytes}
-        for act, count in counts.items():
-            row = summary([step.value[act] for step in steps[1:]])
-            found[name][act] = row | {"tokens_per_s": count / row["median_s"]}
-    for act in counts:
+        for act in ACTS:
+            found[name][act] = summary([step.value[act] for step in steps[1:]])
+    for act in ACTS:
         row = found["ours"][act]
         row["speedup"] = speedup(row, {name: found[name][act] for name in ATTENTION})
     return {"memory": memory._asdict(), "implementations": found}
@@ -110,9 +108,9 @@ def main(official: Path) -> None:
     for memory in MEMORIES:
         row = measure(official, memory)
         rows.append(row)
-        acts, found = ("inject", "read"), row["implementations"].items()
-        cells = {name: [x[act]["median_s"] for act in acts] for name, x in found}
-        show(f"pool {memory.pool}, store {memory.store}", acts, cells)
+        found = row["implementations"].items()
+        cells = {name: [x[act]["median_s"] for act in ACTS] for name, x in found}
+        show(f"pool {memory.pool}, store {memory.store}", ACTS, cells)
     packages = versions("torch", "transformers", "peft")
     question = "speed of injecting into and reading M+"
     used = {"threads": THREADS, "environment": PAGES["large"]}
@@ -129,7 +127,7 @@ PEERS = {
 @table("mplus/speed", "speed/official_mplus")
 def official_mplus(result: dict[str, Any]) -> Rows:
     """Seconds of injecting and reading, with speedups of ours."""
-    for row, act in itertools.product(result["rounds"], ("inject", "read")):
+    for row, act in itertools.product(result["rounds"], ACTS):
         sizes, found = row["memory"], row["implementations"]
         ours = found["ours"][act]
         cells = {

@@ -204,7 +204,6 @@ def measure(
             | {"implementation": name, "pass": direction}
             | found
             | {
-                "tokens_per_s": shape.batch * shape.time / median,
                 "flops": cost.flops,
                 "bytes": cost.bytes,
                 "times_roofline": median / device.least_seconds(cost),
@@ -240,7 +239,7 @@ def main(config: Config) -> int:
             rows, failed = measure(op, shape, config, device, calls.result())
             result[into] += rows
             result["failed"] += failed
-            columns = ("median_s", "min_s", "max_s", "tokens_per_s", "times_roofline")
+            columns = ("median_s", "min_s", "max_s", "times_roofline")
             label = "{implementation}, {pass}".format
             cells = {label(**row): [row[c] for c in columns] for row in rows}
             show(f"{op} {tuple(shape)}", columns, cells)

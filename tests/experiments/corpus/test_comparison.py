@@ -18,7 +18,7 @@ from experiments.corpus.comparison import Listed, fetch_comparison, read_listed
 from experiments.corpus.sources import SOURCES
 from memjax.data import open_documents
 
-HOL = "./usr/share/hol-light"
+HOL = "./usr/share/hol-light/"
 
 
 def test_listed_documents_are_distinct_and_evenly_held_out():
@@ -61,7 +61,7 @@ def debian(clients, tmp_path):
     """Makes a package of HOL Light with these members."""
 
     def make(members):
-        tar(tmp_path / "data.tar", {f"{HOL}/{n}": text for n, text in members.items()})
+        tar(tmp_path / "data.tar", {f"{HOL}{n}": text for n, text in members.items()})
         clients("apt-get", 'touch "$2.deb"')
         clients("dpkg-deb", f"cat {tmp_path}/data.tar")
 
@@ -119,31 +119,25 @@ def test_unreachable_source_ends_the_program(clients, tmp_path):
         fetch_comparison(tmp_path / "out", WANTED)
 
 
-@pytest.mark.parametrize("name", ["/etc/evil", "../evil", "fine/../../evil"])
-def test_archives_that_reach_outside_are_refused(clients, tmp_path, name):
-    tar(tmp_path / "data.tar", {name: b"x"})
-    clients("apt-get", 'touch "$2.deb"')
-    clients("dpkg-deb", f"cat {tmp_path}/data.tar")
+def test_archives_that_reach_outside_are_refused(debian, tmp_path):
     (tmp_path / "deep").mkdir()
-    with pytest.raises(ValueError, match=f"package.tar: refused member '{name}'"):
+    debian({"../../../../evil": b"x"})
+    with pytest.raises(ValueError, match="package.tar: refused member .*evil"):
         sources.unpack(SOURCES["hol_light"], tmp_path / "deep")
     assert not (tmp_path / "evil").exists()
 
 
-def vector(strings):
-    """An object of an R data base."""
-
+def test_character_vectors_of_r():
     def word(*numbers):
         return struct.pack(f">{len(numbers)}i", *numbers)
 
-    item = b"X\n" + word(3, 0x40200, 0x30500) + word(5) + b"UTF-8"
-    item += word(16, len(strings))
-    for text in strings:
-        item += word(9, len(text)) + text.encode()
-    return struct.pack(">I", len(item)) + zlib.compress(item)
+    def vector(strings):
+        item = b"X\n" + word(3, 0x40200, 0x30500) + word(5) + b"UTF-8"
+        item += word(16, len(strings))
+        for text in strings:
+            item += word(9, len(text)) + text.encode()
+        return struct.pack(">I", len(item)) + zlib.compress(item)
 
-
-def test_character_vectors_of_r():
     vectors = [["EMMA", "", "By Jane"], ["TWO"]]
     data = b"".join(map(vector, vectors))
     assert list(sources.character_vectors(data)) == vectors

@@ -44,10 +44,7 @@ def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
     # A kernel may be as far from the loop as XLA.
     row = with_gradients(monkeypatch, {"pallas_gpu": 1.1, "xla": 1.1})
     assert 0.05 < row["gradient"] < 0.2 and row["agrees"]
-
-
-@pytest.mark.slow
-def test_a_kernel_that_does_not_run_is_named():
+    monkeypatch.undo()
     case = check.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
     row = check.measure(case)
     assert not row["agrees"] and "needs a gpu" in row["error"]
@@ -82,8 +79,7 @@ def test_a_case_that_takes_its_process_along_is_named(monkeypatch, code, error):
 def test_a_case_hands_its_row_over(monkeypatch):
     printed = {"reads": 1e-3, "error": "", "agrees": True}
     code = f"print('a warning'); print({json.dumps(json.dumps(printed))})"
-    row = run_with(monkeypatch, code)
-    assert row.items() >= printed.items() and row["seconds"] > 0
+    assert run_with(monkeypatch, code).items() >= printed.items()
 
 
 def test_every_case_is_written(monkeypatch, tmp_path):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from experiments.lab import ops
@@ -67,15 +66,3 @@ def test_operations_are_those_that_xla_counts(op):
     for backward, flops in ((False, forward), (True, both)):
         expected = ops.cost(op, shape, size, "float32", backward).flops
         assert 0.6 < flops / expected < 1.25, (backward, flops / expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", RECURRENT)
-def test_every_op_takes_its_inputs_and_has_a_cost(op):
-    shape = Shape(1, 20, 2, 16)
-    arrays = ops.inputs(op, shape, "float32")
-    assert tuple(arrays) == ops.ARGUMENTS[op]
-    y = ops.forward(op, "reference", 16)(*arrays.values())
-    assert y.shape == (1, 20, 2, 16) and bool(jnp.isfinite(y).all())
-    ahead, both = (ops.cost(op, shape, 16, "float32", back) for back in (False, True))
-    assert 0 < ahead.flops < both.flops and 0 < ahead.bytes < both.bytes

@@ -31,7 +31,6 @@ def test_every_implementation_has_both_passes(tmp_path, monkeypatch):
     pairs = [("trellis", "reference"), ("trellis", "xla"), ("attention", "xla")]
     assert found == {(*pair, p) for pair in pairs for p in ("forward", "both")}
     for row in report["shapes"]:
-        assert row["tokens_per_s"] == pytest.approx(40 / row["median_s"])
         least = max(
             row["flops"] / report["peaks"]["flops"],
             row["bytes"] / report["peaks"]["bandwidth"],

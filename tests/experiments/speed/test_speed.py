@@ -94,7 +94,7 @@ def test_every_merge_of_the_peer_drops_the_oldest_rows():
     assert recalls.tolist() == [1] * 4 + [2] * 8 + [3] * 8
 
 
-def test_mplus_has_rates_and_speedups(monkeypatch, tmp_path):
+def test_mplus_has_speedups(monkeypatch, tmp_path):
     def rounds(make, arguments, *_):
         seconds = {"official": 8.0, "official_fused": 4.0, "ours": 1.0}
 
@@ -106,8 +106,7 @@ def test_mplus_has_rates_and_speedups(monkeypatch, tmp_path):
 
     monkeypatch.setattr(official_mplus, "time_processes", rounds)
     ours = official_mplus.measure(tmp_path, Memory())["implementations"]["ours"]
-    assert ours["inject"]["tokens_per_s"] == 16 * 512
-    assert ours["read"]["tokens_per_s"] == 256
+    assert ours["inject"]["median_s"] == 1.0
     assert ours["read"]["speedup"] == {"official": 8.0, "official_fused": 4.0}
 
 
