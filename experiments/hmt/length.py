@@ -1,9 +1,7 @@
 """Perplexity by the length of the input, for HMT, RMT and baselines of equal size.
 
-    python -m experiments.hmt.length
     python -m experiments.corpus.comparison --destination comparison
-    python -m experiments.hmt.length --preset smollm2-cpu --source folder:comparison \\
-        --output experiments/results/hmt/smollm2/length
+    python -m experiments.hmt.length --source folder:comparison
 
 Question: does a hierarchical memory lower the perplexity of long texts? (HMT, Figures 2
 and 3.)
@@ -20,9 +18,9 @@ as they are finished.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tyro
@@ -34,48 +32,46 @@ from experiments.hmt.rows import (
     CAUSAL,
     FULL,
     HIERARCHICAL,
-    RMT,
-    SENSORY,
     SINK_WINDOW,
     TUNED,
     Row,
     rows,
 )
-from experiments.lab.baselines import NGram
+from experiments.lab import backbones
 from experiments.lab.intervals import (
     format_interval,
     loss_difference,
     mean_losses,
     select_kind,
 )
-from experiments.lab.measure import Scored, score_once, state_bytes
+from experiments.lab.measure import Scored, score_once, score_text, state_bytes
 from experiments.lab.results import (
     RESULTS,
     Rows,
     figure,
     number,
+    settings,
     show,
     table,
     thousands,
+    write_report,
 )
 from experiments.lab.study import choose_rate, digest, once, selected
 from memjax import evaluation
-from memjax.checks import check_sizes
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
+from memjax.models.base import Model
+from memjax.training import StepConfig
+from memjax.training.finetune import finetune
+from memjax.training.finetune.curricula import HMTStages
+from memjax.training.finetune.hmt_presets import presets
+from memjax.training.finetune.stage import SampleConfig
 
 TUNED_WINDOW = TUNED.format(SINK_WINDOW)
-#: What every other row is compared with, where it is there.
-BASES = (
-    SINK_WINDOW,
-    TUNED_WINDOW,
-    TUNED.format(SENSORY),
-    TUNED.format(AGAIN),
-    TUNED.format(APART),
-)
-MEMORIES = (HIERARCHICAL, CAUSAL, RMT)
+#: What every other row is compared with.
+BASES = (TUNED_WINDOW, TUNED.format(APART))
 #: The lines of the plot.
 PLOTTED = (
     HIERARCHICAL,
@@ -85,58 +81,59 @@ PLOTTED = (
     FULL,
     SINK_WINDOW,
 )
-LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 102_400)
+#: Inputs are scored up to these positions; shorter documents count as they are.
+LENGTHS = (1024, 2048, 4096, 8192, 16_384)
+#: Tokens of a validation document, and the learning rates that it chooses from.
+VALIDATION_TOKENS, RATES = 2048, (3e-4, 1e-3)
 Texts = Sequence[TokenisedDocument]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(training.Config):
-    """See `training.Config`.
+class Config:
+    """Settings.
 
     Attributes:
-        lengths: inputs are scored up to these positions; a document that ends before
-            counts with what it has.
-        validation_tokens: scored of each validation document.
-        rates: learning rates that are tried; none is the preset's.
         only: names of rows to work on; none is all.
+        seeds: of new parameters and data order.
+        source: documents, as `memjax train` takes them.
+        backbone: "smollm2", or a model as `memjax finetune` takes it.
+        run_dir: where models are stored.
+        output: where .json and .png go, without the ending.
     """
 
-    lengths: tuple[int, ...] = LENGTHS
-    validation_tokens: int = 2048
-    rates: tuple[float, ...] = ()
     only: tuple[str, ...] = ()
-    output: Path = RESULTS / "hmt" / "length"
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_sizes(validation_tokens=self.validation_tokens)
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be at least 1, got {self.lengths}")
+    seeds: tuple[int, ...] = (0, 1)
+    source: str = "embedded"
+    backbone: str = "smollm2"
+    run_dir: Path = Path("runs/hmt")
+    output: Path = RESULTS / "hmt" / "smollm2" / "length"
 
 
-class Finished(NamedTuple):
-    """A row with its scores.
-
-    Attributes:
-        losses: averaged over seeds.
-        facts: of its training and scoring.
-        reached: tokens of the longest text that counts.
-    """
-
-    losses: TokenLosses
-    facts: dict[str, Any]
-    reached: int
+def hmt_stages() -> HMTStages:
+    """HMT on the real model in float32, by adapters; every predicted target counts."""
+    optimizer = presets()["hmt-smollm-135m"].stage2.optimizer
+    return training.hmt_stages(
+        "hmt-smollm-135m",
+        (100, 200),
+        {"segment_length": 128, "num_sensory_tokens": 16},
+        dtype="float32",
+        train="lora",
+        optimizer=dataclasses.replace(
+            optimizer, learning_rate=1e-3, warmup_ratio=0.05, final_ratio=0.0
+        ),
+        step=StepConfig(loss_on="scored"),
+        data=SampleConfig(batch_size=1),
+    )
 
 
 def main(config: Config) -> None:
     """Trains what is not trained yet, scores, prints and writes, row by row."""
     study = Study(config)
-    finished: dict[str, Finished] = {}
     wanted = selected(config.only, [row.name for row in study.rows])
     # Finished rows of earlier calls are shown from the first row on.
-    for row in study.rows:
-        if study.file(row).is_file():
-            finished[row.name] = study.measure(row)
+    finished = {
+        row.name: study.measure(row) for row in study.rows if study.file(row).is_file()
+    }
     for row in study.rows:
         if row.name in wanted:
             print(f"row: {row.name}", flush=True)
@@ -148,25 +145,21 @@ class Study:
     """Rows and texts of a configuration."""
 
     def __init__(self, config: Config):
-        self.config, scale = config, config.scale
-        memory = scale.stages.stage2.hmt
-        backbone, tokenizer = training.load_backbone(config)
-        self.rows = rows(scale.stages, backbone, counted=scale.backbone == "tiny")
+        self.config, stages = config, hmt_stages()
+        memory = stages.stage2.hmt
         self.segment, self.first = memory.segment_length, memory.summary
-        self.longest = min(scale.test_tokens, max(config.lengths))
+        path = backbones.located(config.backbone)
+        self.setting = training.Setting(path, stages, config.source, config.run_dir)
+        found = finetune.load_backbone(path)
+        self.backbone = found.model
+        self.rows = rows(stages, found.model)
 
         def documents(split: Split, tokens: int) -> Texts:
-            return training.documents(
-                config.source, tokenizer, split, tokens, self.segment
-            )
+            read = load_tokens(config.source, found.tokenizer, split)
+            return whole_segments(read, tokens, self.segment)
 
-        self.texts = documents("test", self.longest)
-        self.validation = documents("validation", config.validation_tokens)
-        self.bytes = {
-            row.name: state_bytes(row.build(backbone), self.longest)
-            for row in self.rows
-            if row.build is not None
-        }
+        self.texts = documents("test", max(LENGTHS))
+        self.validation = documents("validation", VALIDATION_TOKENS)
 
     def file(self, row: Row) -> Path:
         """Where the facts of a row are stored, once it is finished."""
@@ -174,85 +167,71 @@ class Study:
 
     def identity(self, row: Row) -> dict[str, Any]:
         """Settings that a row depends on."""
-        config = self.config
         return {
             "row": row.name,
-            "sizes": dict(row.sizes),
             "stages": [to_record(stage) for stage in row.stages],
-            "backbone": str(training.backbone_path(config)),
-            "source": config.source,
-            "tokens": [self.longest, config.validation_tokens],
-            "rates": config.rates or config.scale.rates,
-            "seeds": config.seeds,
+            "backbone": str(self.setting.backbone),
+            "source": self.config.source,
+            "tokens": [max(LENGTHS), VALIDATION_TOKENS],
+            "rates": RATES,
+            "seeds": self.config.seeds,
         }
 
-    def measure(self, row: Row) -> Finished:
-        """The scores of a row, which is trained before if it has stages."""
-        reached, facts = row.longest or self.longest, {}
-        texts = [x._replace(tokens=x.tokens[: reached + 1]) for x in self.texts]
-        if row.stages:
+    def measure(self, row: Row) -> tuple[TokenLosses, dict[str, Any]]:
+        """Losses of a row, averaged over seeds, and facts of training and scoring."""
+        facts = {}
+        texts = [x._replace(tokens=x.tokens[: reach(row) + 1]) for x in self.texts]
+        if row.is_trained:
             rate, tried = self.rate(row)
-            facts |= {"learning_rate": rate, "validation_perplexity": tried}
             runs = [self.trained(row, rate, seed, texts) for seed in self.config.seeds]
+            facts = {
+                "learning_rate": rate,
+                "validation_perplexity": tried,
+                "seeds": len(runs),
+                "perplexity_by_seed": [self.perplexity(x.losses) for x, _ in runs],
+                "training_seconds": runs[0][1],
+            }
         else:
             runs = [(self.untrained(row, texts), 0.0)]
-        losses = [scored.losses for scored, _ in runs]
-        first, seconds = runs[0]
-        if row.stages:
-            facts |= {
-                "seeds": len(runs),
-                "perplexity_by_seed": [self.perplexity(x) for x in losses],
-                "training_seconds": seconds,
-            }
         facts |= {
-            "scoring_seconds": first.seconds,
+            "scoring_seconds": runs[0][0].seconds,
             "devices": sorted({x for run, _ in runs for x in run.devices}),
         }
         facts = once(self.file(row), lambda: facts, self.identity(row))
-        return Finished(mean_losses(losses), facts, reached)
+        return mean_losses([run.losses for run, _ in runs]), facts
 
     def rate(self, row: Row) -> tuple[float, dict[str, float]]:
         """The rate with the lowest validation loss, and the perplexities of all."""
-        config = self.config
-        rates = config.rates or config.scale.rates
 
         def validation_loss(rate: float) -> float:
-            run, _ = self.trained(row, rate, config.seeds[0], self.validation)
+            run, _ = self.trained(row, rate, self.config.seeds[0], self.validation)
             return float(np.log(self.perplexity(run.losses)))
 
-        identity = self.identity(row) | {"seeds": config.seeds[:1]}
-        file = config.run_dir / "rates" / f"{digest(identity)}.json"
-        found = choose_rate(rates, validation_loss, file, {"row": row.name})
-        tried = zip(rates, found.get("validation", ()), strict=False)
+        identity = self.identity(row) | {"seeds": self.config.seeds[:1]}
+        file = self.config.run_dir / "rates" / f"{digest(identity)}.json"
+        found = choose_rate(RATES, validation_loss, file, {"row": row.name})
+        tried = zip(RATES, found["validation"], strict=True)
         return found["rate"], {str(rate): float(np.exp(x)) for rate, x in tried}
 
     def trained(
         self, row: Row, rate: float, seed: int, texts: Texts
     ) -> tuple[Scored, float]:
         """Scores of the row trained with a rate and a seed, and its seconds."""
-        folder, seconds = training.train(self.config, row.stages, seed, rate)
-
-        def prepare():
-            return training.scorer(training.load(folder), self.segment)
-
-        return score_once(prepare, texts, folder / "scores"), seconds
+        folder, seconds = training.train(self.setting, row.stages, seed, rate)
+        scored = score_once(
+            lambda: self.scorer(training.load(folder)), texts, folder / "scores"
+        )
+        return scored, seconds
 
     def untrained(self, row: Row, texts: Texts) -> Scored:
         """Scores of a row without training."""
-        config = self.config
-        backbone = str(training.backbone_path(config))
-        key = digest([backbone, self.segment, row.name, dict(row.sizes)])
+        key = digest(self.identity(row) | {"seeds": None})
+        folder = self.config.run_dir / "scores" / key
+        return score_once(lambda: self.scorer(row.build(self.backbone)), texts, folder)
 
-        def prepare():
-            backbone, tokenizer = training.load_backbone(config)
-            if row.build is not None:
-                return training.scorer(row.build(backbone), self.segment)
-            # The documents that the backbone was trained on.
-            train = load_tokens(config.source, tokenizer, "train")
-            counted = NGram(train, row.order, tokenizer.vocab_size)
-            return lambda text: counted.losses([text])
-
-        return score_once(prepare, texts, config.run_dir / "scores" / key)
+    def scorer(self, model: Model) -> Callable[[TokenisedDocument], TokenLosses]:
+        """The function that scores one text, several segments a call."""
+        return score_text(model, training.TOGETHER * self.segment)
 
     def mask(self, losses: TokenLosses) -> TokenLosses:
         """The losses of targets that no row has read ahead."""
@@ -264,82 +243,88 @@ class Study:
         return evaluation.perplexity(self.mask(losses))
 
 
-def report(study: Study, finished: Mapping[str, Finished]) -> None:
+def whole_segments(documents: Texts, tokens: int, segment: int) -> Texts:
+    """Documents cut to whole segments, at most `tokens`, and one target more."""
+    cut = []
+    for document in documents:
+        size = min(tokens, len(document.tokens) - 1) // segment * segment
+        if size:
+            tokens_of = np.asarray(document.tokens[: size + 1])
+            cut.append(document._replace(tokens=tokens_of))
+    return cut
+
+
+def reach(row: Row) -> int:
+    """Tokens of the longest text that a row reads."""
+    return min(row.longest or max(LENGTHS), max(LENGTHS))
+
+
+def report(
+    study: Study, finished: Mapping[str, tuple[TokenLosses, dict[str, Any]]]
+) -> None:
     """Writes, draws and prints the rows that are finished."""
-    config, texts = study.config, study.texts
-    targets = max(len(text.tokens) - 1 for text in texts)
-    lengths = [length for length in config.lengths if length < 2 * targets]
     present = [row for row in study.rows if row.name in finished]
-    losses = {
-        row.name: study.mask(_padded(finished[row.name].losses, targets))
-        for row in present
-    }
-    reach = {row.name: finished[row.name].reached for row in present}
-    kinds = [None, *dict.fromkeys(text.kind for text in texts)]
-    result = training.write(
-        config,
-        "how does perplexity change with the length of the input?",
-        lengths=lengths,
-        documents={text.name: len(text.tokens) - 1 for text in texts},
-        segment=study.segment,
-        scored_from=study.first,
-        models={
+    losses = {row.name: study.mask(finished[row.name][0]) for row in present}
+    lengths = {row.name: [x for x in LENGTHS if x <= reach(row)] for row in present}
+    kinds = [None, *dict.fromkeys(text.kind for text in study.texts)]
+
+    def perplexities(kind: str | None) -> dict[str, list[float | None]]:
+        return {
+            name: [
+                evaluation.perplexity(up_to(x, length), kind=kind)
+                if length in lengths[name]
+                else None
+                for length in LENGTHS
+            ]
+            for name, x in losses.items()
+        }
+
+    results = {
+        "training": to_record(study.setting.stages),
+        "lengths": LENGTHS,
+        "documents": {text.name: len(text.tokens) - 1 for text in study.texts},
+        "segment": study.segment,
+        "scored_from": study.first,
+        "models": {
             row.name: {
-                "state_bytes": study.bytes.get(row.name),
+                "state_bytes": state_bytes(row.build(study.backbone), max(LENGTHS)),
                 "reads": row.reads,
-                **row.sizes,
-                **finished[row.name].facts,
+                **finished[row.name][1],
             }
             for row in present
         },
-        missing=[row.name for row in study.rows if row.name not in finished],
-        perplexity={
-            kind or "all": {
-                name: [
-                    evaluation.perplexity(up_to(x, length), kind=kind)
-                    if length <= reach[name]
-                    else None
-                    for length in lengths
-                ]
-                for name, x in losses.items()
-            }
-            for kind in kinds
-        },
-        gains=_differences(losses, lengths, reach, kinds),
-    )
-    plot(result, Path(f"{config.output}.png"))
+        "missing": [row.name for row in study.rows if row.name not in finished],
+        "perplexity": {kind or "all": perplexities(kind) for kind in kinds},
+        "gains": _differences(losses, lengths, kinds),
+    }
+    question = "how does perplexity change with the length of the input?"
+    given = settings(study.config)
+    result = write_report(study.config.output, question, given, results)
+    plot(result, Path(f"{study.config.output}.png"))
     cells = {
         name: ["" if value is None else value for value in values]
         for name, values in result["perplexity"]["all"].items()
     }
-    show("Perplexity by input length", [f"{length:,}" for length in lengths], cells)
+    show("Perplexity by input length", [f"{length:,}" for length in LENGTHS], cells)
 
 
 def _differences(
     losses: Mapping[str, TokenLosses],
-    lengths: list[int],
-    reach: Mapping[str, int],
+    lengths: Mapping[str, list[int]],
     kinds: Sequence[str | None],
 ) -> list[dict[str, Any]]:
-    """Of every row against each base, and of each memory against every row, by kind.
-
-    At the shortest length, and at the longest that both models read.
-    """
+    """Of every row against each base, by kind, at the longest that both models read."""
     found = []
-    for base in losses:
-        for name in losses:
-            if name == base or not (base in BASES or name in MEMORIES):
-                continue
-            both_reach = [x for x in lengths if x <= min(reach[base], reach[name])]
-            for length in dict.fromkeys(both_reach[:1] + both_reach[-1:]):
-                for kind in kinds:
-                    first, second = (
-                        up_to(select_kind(losses[x], kind), length)
-                        for x in (base, name)
-                    )
-                    where = {"base": base, "model": name, "length": length}
-                    where["kind"] = kind or "all"
-                    found.append(where | loss_difference(first, second))
+    for base in (x for x in BASES if x in losses):
+        for name in (x for x in losses if x != base):
+            length = min(lengths[base][-1], lengths[name][-1])
+            for kind in kinds:
+                first, second = (
+                    up_to(select_kind(losses[x], kind), length) for x in (base, name)
+                )
+                where = {"base": base, "model": name, "length": length}
+                where["kind"] = kind or "all"
+                found.append(where | loss_difference(first, second))
     return found
 
 
@@ -348,27 +333,19 @@ def up_to(losses: TokenLosses, length: int) -> TokenLosses:
     return losses._replace(nll=losses.nll[:, :length], mask=losses.mask[:, :length])
 
 
-def _padded(losses: TokenLosses, targets: int) -> TokenLosses:
-    """The losses with `targets` columns; those beyond a text's end do not count."""
-    more = ((0, 0), (0, targets - losses.nll.shape[1]))
-    return losses._replace(nll=np.pad(losses.nll, more), mask=np.pad(losses.mask, more))
-
-
 @figure("hmt/smollm2/length")
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draws the perplexities of some rows."""
     found = result["perplexity"]["all"]
-    shown = [name for name in PLOTTED if name in found]
+    curves = {
+        name: [np.nan if value is None else value for value in found[name]]
+        for name in PLOTTED
+        if name in found
+    }
+    start = result["scored_from"]
+    title = f"Held-out documents, targets from {start} on in each segment"
     plots.perplexity_by_length(
-        {
-            name: [np.nan if value is None else value for value in found[name]]
-            for name in shown or found
-        },
-        result["lengths"],
-        path,
-        title=f"Held-out documents, targets from {result['scored_from']} on in each "
-        "segment",
-        source=source_of(result),
+        curves, result["lengths"], path, title=title, source=source_of(result)
     )
 
 

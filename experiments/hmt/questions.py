@@ -1,13 +1,13 @@
 """Questions about one of several contexts, many segments back.
 
-    python -m experiments.hmt.questions
+    python -m experiments.hmt.questions --source folder:comparison
 
 Question: does a memory answer questions about contexts that it has read? (HMT, Figure
 5, which has PubMedQA.) An input has the contexts of several questions, and then one of
 the questions: facts of the CIA World Factbook from templates, see
-`memjax/data/factbook/README.md`; others by `--questions`.
+`memjax/data/factbook/README.md`.
 Rows: HMT, RMT, and the backbone with a window of no less memory, fine-tuned on inputs
-of a few contexts; the same window without fine-tuning; the most frequent answer of the
+of two contexts; the same window without fine-tuning; the most frequent answer of the
 question's kind in training.
 Columns: exact answers by greedy decoding, and perplexity of the answer, by number of
 contexts. Test subjects are not trained on. Inputs begin with tokens of another text, so
@@ -18,106 +18,101 @@ Not shown: other questions than templates; longer trainings.
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import tyro
 
 from experiments.hmt import training
+from experiments.lab import backbones
 from experiments.lab.baselines import equal_window
 from experiments.lab.measure import state_bytes
-from experiments.lab.results import RESULTS, Rows, number, percent, show, table
+from experiments.lab.results import (
+    RESULTS,
+    Rows,
+    number,
+    percent,
+    settings,
+    table,
+    write_report,
+)
 from memjax import evaluation
+from memjax.config_io import to_record
 from memjax.data import (
     Question,
     QuestionInput,
     Tokenizer,
     align,
+    load_facts,
     load_tokens,
     multi_context,
-    read_questions,
 )
-from memjax.data.tasks.facts import FACTBOOK
 from memjax.models import LanguageModel
 from memjax.models.base import Model
 from memjax.models.language_model.windowed import limit_attention
+from memjax.training.finetune import finetune
+from memjax.training.finetune.curricula import HMTStages
 
 TEST_SHARE = 0.25
-
-
-class Answering(NamedTuple):
-    """A model and the seconds of its training."""
-
-    model: Model
-    seconds: float
+#: Contexts of an input in training and in each test; questions of a test.
+TRAIN_CONTEXTS, TEST_CONTEXTS, TEST_ITEMS = 2, (1, 2, 4, 8), 96
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(training.Config):
-    """See `training.Config`.
+class Config:
+    """Settings.
 
     Attributes:
-        questions: JSON lines with context, question, answer, and kind and subject.
-        train_contexts: contexts of an input in training.
-        test_contexts: contexts of an input, one test each.
-        test_items: questions in each test, at most.
+        source: documents, as `memjax train` takes them.
+        backbone_steps: updates of the tiny backbone.
+        seed: of new parameters and data order.
+        run_dir: where models are stored.
+        output: where .json goes, without the ending.
     """
 
-    questions: Path = FACTBOOK / "factbook_qa.jsonl.xz"
-    train_contexts: int = 2
-    test_contexts: tuple[int, ...] = (1, 2, 4, 8)
-    test_items: int = 96
-    preset: training.Preset = "cpu-short"
+    source: str = "embedded"
+    backbone_steps: int = 4000
+    seed: int = 0
+    run_dir: Path = Path("runs/hmt")
     output: Path = RESULTS / "hmt" / "questions"
 
-    def __post_init__(self):
-        super().__post_init__()
-        sizes = (self.train_contexts, self.test_items, *self.test_contexts)
-        if min(sizes) < 1 or not self.test_contexts:
-            raise ValueError(
-                "train_contexts, test_contexts and test_items must be at least 1, got "
-                f"{self.train_contexts}, {self.test_contexts} and {self.test_items}"
-            )
+
+def hmt_stages() -> HMTStages:
+    """HMT around a tiny backbone."""
+    return training.hmt_stages("hmt-tiny", (60, 150), {"num_memories": 300})
 
 
 def main(config: Config) -> None:
-    """Trains what is not trained yet, queries, prints and writes."""
-    backbone, tokenizer = training.load_backbone(config)
-    train, test = split(read_questions(config.questions))
-    test = test[: config.test_items]
-    models = _models(config, backbone, tokenizer, train)
-    memory = config.scale.stages.stage2.hmt
-    preamble = load_tokens(config.source, tokenizer, "validation")[0].tokens
+    """Trains what is not trained yet, queries and writes."""
+    run = backbones.tiny_run(config.source, config.backbone_steps, config.seed)
+    path = backbones.tiny_backbone(run, config.run_dir)
+    found = finetune.load_backbone(path)
+    train, test = split(load_facts())
+    test = test[:TEST_ITEMS]
+    setting = training.Setting(path, hmt_stages(), config.source, config.run_dir)
+    models = _models(setting, config.seed, found.model, found.tokenizer, train)
+    memory = setting.stages.stage2.hmt
+    segment, first = memory.segment_length, memory.summary
+    preamble = load_tokens(config.source, found.tokenizer, "validation")[0].tokens
     tests = {}
-    for contexts in config.test_contexts:
-        inputs = align(
-            multi_context(test, contexts, tokenizer),
-            memory.segment_length,
-            memory.summary,
-            np.asarray(preamble[: memory.segment_length]),
-        )
-        tests[contexts] = _query(models, inputs, memory.segment_length)
-    majority = majority_exact(train, test)
-    training.write(
-        config,
-        "are questions answered about contexts many segments back?",
-        segment=memory.segment_length,
-        answers_lie_from=memory.summary,
-        trained_items=len(train),
-        test_items=len(test),
-        majority_exact=majority,
-        models={
-            name: {
-                "state_bytes": state_bytes(one.model),
-                "training_seconds": one.seconds,
-            }
-            for name, one in models.items()
-        },
-        contexts=tests,
-    )
-    _show(tests, majority)
+    for contexts in TEST_CONTEXTS:
+        inputs = multi_context(test, contexts, found.tokenizer)
+        before = np.asarray(preamble[:segment])
+        tests[contexts] = _query(models, align(inputs, segment, first, before), segment)
+    results = {
+        "training": to_record(setting.stages),
+        "segment": segment,
+        "answers_lie_from": first,
+        "trained_items": len(train),
+        "test_items": len(test),
+        "majority_exact": {"all": majority_exact(train, test)},
+        "models": {name: {"state_bytes": state_bytes(x)} for name, x in models.items()},
+        "contexts": tests,
+    }
+    question = "are questions answered about contexts many segments back?"
+    write_report(config.output, question, settings(config), results)
 
 
 def split(items: Sequence[Question]) -> tuple[list[Question], list[Question]]:
@@ -127,80 +122,78 @@ def split(items: Sequence[Question]) -> tuple[list[Question], list[Question]]:
     """
     shuffled = [items[i] for i in np.random.PCG64(0).random_raw(len(items)).argsort()]
     subjects = list(dict.fromkeys(item.subject for item in shuffled))
-    held_out = set(subjects[: max(1, round(TEST_SHARE * len(subjects)))])
+    held_out = set(subjects[: round(TEST_SHARE * len(subjects))])
     train = [item for item in shuffled if item.subject not in held_out]
     test = [item for item in shuffled if item.subject in held_out]
-    if not train:
-        raise ValueError("questions must have two subjects, to train and to test")
     return train, test
 
 
-def majority_exact(
-    train: Sequence[Question], test: Sequence[Question]
-) -> dict[str, float]:
+def majority_exact(train: Sequence[Question], test: Sequence[Question]) -> float:
     """How often each kind's most frequent answer in training is right in the test."""
-    most = {
-        kind: Counter(x.answer for x in train if x.kind == kind).most_common(1)
-        for kind in dict.fromkeys(item.kind for item in test)
-    }
-    right = [(x.kind, [x.answer] == [a for a, _ in most[x.kind]]) for x in test]
-    kinds = {kind: [r for k, r in right if k == kind] for kind in most}
-    shares = {kind: float(np.mean(values)) for kind, values in sorted(kinds.items())}
-    return {"all": float(np.mean([r for _, r in right]))} | shares
+    answers: dict[str, Counter] = {}
+    for item in train:
+        answers.setdefault(item.kind, Counter())[item.answer] += 1
+    most = {kind: found.most_common(1)[0][0] for kind, found in answers.items()}
+    return float(np.mean([most.get(x.kind) == x.answer for x in test]))
 
 
 def _models(
-    config: Config,
+    setting: training.Setting,
+    seed: int,
     backbone: LanguageModel,
     tokenizer: Tokenizer,
     train: list[Question],
-) -> dict[str, Answering]:
-    """All models by name, trained with the first seed."""
-    inputs = multi_context(train, config.train_contexts, tokenizer)
-    stages = config.scale.stages
+) -> dict[str, Model]:
+    """All models by name."""
+    inputs = multi_context(train, TRAIN_CONTEXTS, tokenizer)
+    stages = setting.stages
     # A sample holds a whole input, and so its last tokens are question and answer.
     longest = max(len(entry.tokens) for entry in inputs)
     depth = max(2, -(-longest // stages.stage2.hmt.segment_length))
-    stage2 = dataclasses.replace(stages.stage2, depth=depth)
-    stages = dataclasses.replace(stages, stage2=stage2)
-    total = stage2.context_length
-    source = _training_source(config, inputs, total + 1, tokenizer)
+    stages = dataclasses.replace(
+        stages, stage2=dataclasses.replace(stages.stage2, depth=depth)
+    )
+    total = stages.stage2.context_length
+    source = _training_source(setting, inputs, total + 1, tokenizer)
+    setting = setting._replace(source=source)
 
     def trained(*stages):
-        folder, seconds = training.train(config, stages, config.seeds[0], source=source)
-        return Answering(training.load(folder), seconds)
+        return training.load(training.train(setting, stages, seed)[0])
 
     hmt = trained(stages.stage1, stages.stage2)
-    window = equal_window(backbone, state_bytes(hmt.model))
+    window = equal_window(backbone, state_bytes(hmt))
     # Samples must be whole, so the window is one that divides them, or all of them.
     wide = min(
         w for w in range(1, total + 1) if total % w == 0 and w >= min(window, total)
     )
-    tuned = trained(training.window_stage(stages, wide))
+    tuned = cast(
+        LanguageModel, trained(training.baseline(stages, wide, memory="window"))
+    )
     wide = max(wide, window)
     return {
         "HMT": hmt,
-        "RMT": trained(training.recurrent_stage(stages)),
-        "window of no less memory": tuned._replace(
-            model=limit_attention(cast(LanguageModel, tuned.model), wide)
-        ),
-        "the same, not fine-tuned": Answering(limit_attention(backbone, wide), 0.0),
+        "RMT": trained(training.rmt(stages)),
+        "window of no less memory": limit_attention(tuned, wide),
+        "the same, not fine-tuned": limit_attention(backbone, wide),
     }
 
 
 def _training_source(
-    config: Config, inputs: list[QuestionInput], length: int, tokenizer: Tokenizer
+    setting: training.Setting,
+    inputs: list[QuestionInput],
+    length: int,
+    tokenizer: Tokenizer,
 ) -> str:
     """The inputs as documents of a folder, each of `length` tokens: one sample.
 
     Documents of training stand in front of them.
     """
-    before = load_tokens(config.source, tokenizer, "train")[0].tokens
+    before = load_tokens(setting.source, tokenizer, "train")[0].tokens
     texts = [_filled(entry, np.asarray(before), length, tokenizer) for entry in inputs]
     lines = [json.dumps({"text": text}) for text in texts if text is not None]
     print(f"{len(lines)} of {len(inputs)} inputs to train on, {length} tokens each")
-    name = f"questions-{config.train_contexts}-{length}-{config.questions.stem}"
-    folder = config.run_dir / f"{name}-{tokenizer.digest[:8]}" / "train"
+    name = f"questions-{TRAIN_CONTEXTS}-{length}-{tokenizer.digest[:8]}"
+    folder = setting.run_dir / name / "train"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "questions.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     return f"folder:{folder.parent}"
@@ -224,42 +217,19 @@ def _filled(
 
 
 def _query(
-    models: dict[str, Answering], inputs: list[QuestionInput], segment: int
+    models: Mapping[str, Model], inputs: list[QuestionInput], segment: int
 ) -> dict[str, Any]:
-    """Answers of every model: perplexity and exact ones, by kind."""
-    kinds = ["all", *sorted({entry.item.kind for entry in inputs})]
-    rows = {
-        kind: [i for i, x in enumerate(inputs) if kind in ("all", x.item.kind)]
-        for kind in kinds
-    }
+    """Answers of every model: perplexity and exact ones."""
     found = {}
-    for name, one in models.items():
+    for name, model in models.items():
         answers = evaluation.score_answers(
-            one.model, inputs, segment=training.TOGETHER * segment, batch_size=4
+            model, inputs, segment=training.TOGETHER * segment, batch_size=4
         )
-        found[name] = {
-            kind: {
-                "questions": len(which),
-                "perplexity": evaluation.answer_perplexity(answers, which),
-                "exact": float(answers.exact[which].mean()),
-            }
-            for kind, which in rows.items()
-        }
-    lengths = [len(entry.tokens) for entry in inputs]
-    return {"mean_tokens": float(np.mean(lengths)), "models": found}
-
-
-def _show(tests: dict[int, Any], majority: dict[str, float]) -> None:
-    columns = [f"{contexts} contexts" for contexts in tests]
-    names = list(next(iter(tests.values()))["models"])
-    for measure in ("perplexity", "exact"):
-        rows = {
-            name: [test["models"][name]["all"][measure] for test in tests.values()]
-            for name in names
-        }
-        if measure == "exact":
-            rows["most frequent answer"] = [majority["all"]] * len(tests)
-        show(f"Answers: {measure}", columns, rows)
+        perplexity = evaluation.answer_perplexity(answers)
+        row = {"perplexity": perplexity, "exact": float(answers.exact.mean())}
+        found[name] = {"all": row}
+        print(f"{name}: {row}", flush=True)
+    return {"models": found}
 
 
 @table("hmt/questions")
