@@ -66,7 +66,6 @@ from memjax.models.base import Model
 from memjax.training import StepConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
-from memjax.training.finetune.hmt_presets import presets
 from memjax.training.finetune.stage import SampleConfig
 
 TUNED_WINDOW = TUNED.format(SINK_WINDOW)
@@ -111,16 +110,13 @@ class Config:
 
 def hmt_stages() -> HMTStages:
     """HMT on the real model in float32, by adapters; every predicted target counts."""
-    optimizer = presets()["hmt-smollm-135m"].stage2.optimizer
     return training.hmt_stages(
         "hmt-smollm-135m",
         (100, 200),
         {"segment_length": 128, "num_sensory_tokens": 16},
+        {"learning_rate": 1e-3, "warmup_ratio": 0.05, "final_ratio": 0.0},
         dtype="float32",
         train="lora",
-        optimizer=dataclasses.replace(
-            optimizer, learning_rate=1e-3, warmup_ratio=0.05, final_ratio=0.0
-        ),
         step=StepConfig(loss_on="scored"),
         data=SampleConfig(batch_size=1),
     )

@@ -81,7 +81,7 @@ class Config:
 
 def hmt_stages() -> HMTStages:
     """HMT around a tiny backbone."""
-    return training.hmt_stages("hmt-tiny", (60, 150), {"num_memories": 300})
+    return training.hmt_stages("hmt-tiny", (60, 150), {"num_memories": 300}, {})
 
 
 def main(config: Config) -> None:

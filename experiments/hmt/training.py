@@ -40,7 +40,11 @@ class Setting(NamedTuple):
 
 
 def hmt_stages(
-    preset: str, steps: tuple[int, int], memory: dict[str, Any], **changes: Any
+    preset: str,
+    steps: tuple[int, int],
+    memory: dict[str, Any],
+    optimizer: dict[str, Any],
+    **changes: Any,
 ) -> HMTStages:
     """Both stages of a preset of `memjax finetune`, of 2 and 4 segments.
 
@@ -48,6 +52,7 @@ def hmt_stages(
         preset: its name.
         steps: of each stage.
         memory: changes of the memory's sizes.
+        optimizer: changes of its settings.
         changes: of both stages.
     """
     two = cast(HMTStages, presets()[preset])
@@ -55,6 +60,7 @@ def hmt_stages(
         dataclasses.replace(
             stage,
             hmt=dataclasses.replace(stage.hmt, **memory),
+            optimizer=dataclasses.replace(stage.optimizer, **optimizer),
             depth=depth,
             loop=LoopConfig(steps=count, save_every=50, log_every=4, keep=1),
             **changes,

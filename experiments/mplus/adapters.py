@@ -30,13 +30,10 @@ from memjax.models import LanguageModel
 from memjax.models.adapters import merge_lora
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.training import LoopConfig, loop
-from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.config import Outcome
-from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.optimizer import make_optimizer
 from memjax.training.run_folder import (
-    CHECKPOINTS,
     RunFolder,
     newest_state,
     read_config,
@@ -111,29 +108,37 @@ class Tuning:
     """The record of a training of adapters.
 
     Attributes:
-        preset: of `memjax finetune`; tasks and schedule are those of its third stage.
         learning_rate: the highest of the schedule.
         seed: of adapters and tasks.
         updates: how many.
-        backbone: name of the model.
-        backbone_digest: of its parameters.
-        rank: of the adapters.
-        alpha: their changes are scaled by alpha / rank.
+        lora: the adapters.
     """
 
-    preset: str
     learning_rate: float
     seed: int
     updates: int
-    backbone: str
-    backbone_digest: str
-    rank: int = 16
-    alpha: float = 32.0
+    lora: LoraConfig = LoraConfig(rank=16, alpha=32.0)
 
     @property
     def stage(self) -> MPlusStage:
-        """M+'s, with this seed."""
-        return dataclasses.replace(models.stage(self.preset, 3), seed=self.seed)
+        """M+'s stage, whose tasks and schedule they are, with this seed."""
+        return dataclasses.replace(models.stage(3), seed=self.seed)
+
+    def transform(self) -> optax.GradientTransformation:
+        """M+'s optimizer with the learning rate of this training."""
+        config = dataclasses.replace(
+            self.stage.optimizer, learning_rate=self.learning_rate
+        )
+        return make_optimizer(config, self.updates)
+
+    def wrap(self, backbone: LanguageModel) -> LanguageModel:
+        """The backbone with new adapters, which change nothing yet."""
+        return add_lora(backbone, self.lora, jax.random.key(self.seed))
+
+    def first_state(self, model: LanguageModel) -> TrainState:
+        """Of a wrapped model."""
+        rows = self.stage.data.batch_size
+        return init_train_state(model, self.transform(), StepConfig(), rows)
 
 
 def train(
@@ -142,14 +147,14 @@ def train(
     """Trains the adapters, or resumes; see `loop.train` for errors and result."""
     with RunFolder(run_dir) as folder:
         record_config(tuning, folder, ())
-    model, stage = _adapted(tuning, backbone), tuning.stage
+    model, stage = tuning.wrap(backbone), tuning.stage
     data = stage.data
     texts = load_tokens(data.source, tokenizer, "train", data.cache_dir)
-    step = make_train_step(model, _transform(tuning), StepConfig())
+    step = make_train_step(model, tuning.transform(), StepConfig())
     _, outcome = loop.train(
         jax.jit(step, donate_argnums=0),
         # A copy, because the update donates it, and the backbone is the caller's.
-        jax.tree.map(lambda x: x.copy(), _first_state(model, tuning)),
+        jax.tree.map(lambda x: x.copy(), tuning.first_state(model)),
         TaskTexts(stage.batches(texts, tokenizer, backbone.vocab_size)),
         LoopConfig(steps=tuning.updates, save_every=stage.loop.save_every, keep=1),
         run_dir,
@@ -160,24 +165,10 @@ def train(
 
 
 def load(folder: Path, backbone: LanguageModel) -> LanguageModel:
-    """The backbone with the trained adapters merged in.
-
-    Raises:
-        ValueError: if the folder is no such training, is not finished, or is of another
-            backbone.
-    """
+    """The backbone with the trained adapters merged in."""
     tuning: Tuning = read_config(Tuning, folder)
-    if finetune.digest(backbone) != tuning.backbone_digest:
-        raise ValueError(
-            f"tuned={str(folder)!r} must be of the same backbone, it is of another"
-        )
-    if (updates := _updates(folder)) < tuning.updates:
-        raise ValueError(
-            f"tuned={str(folder)!r} must have all {tuning.updates} updates, it has "
-            f"{updates}: repeat the call that trains it"
-        )
-    model = _adapted(tuning, backbone)
-    shapes = jax.eval_shape(lambda: _first_state(model, tuning))
+    model = tuning.wrap(backbone)
+    shapes = jax.eval_shape(lambda: tuning.first_state(model))
     state = newest_state(folder, shapes)
     return merge_lora(model_of(nnx.graphdef(model), state))
 
@@ -185,44 +176,14 @@ def load(folder: Path, backbone: LanguageModel) -> LanguageModel:
 def recipe(folder: Path) -> list[dict[str, Any]]:
     """The training as JSON, as `models.recipe`."""
     tuning: Tuning = read_config(Tuning, folder)
-    stage, updates = tuning.stage, _updates(folder)
     return [
         {
             "trained": "backbone",
-            "stage": f"on the tasks of {tuning.preset}",
-            "updates": updates,
-            "of_updates": tuning.updates,
-            "texts_an_update": stage.data.batch_size,
-            "target_tokens": updates * stage.data.batch_size * stage.tasks.target,
+            "stage": f"on the tasks of {models.PRESET}-stage3",
+            "updates": models.num_updates(folder),
+            "texts_an_update": tuning.stage.data.batch_size,
             "learning_rate": tuning.learning_rate,
-            "lora_rank": tuning.rank,
-            "lora_alpha": tuning.alpha,
-            "tasks_ask": stage.tasks.ask,
-            "source": stage.data.source,
+            "lora_rank": tuning.lora.rank,
             "seed": tuning.seed,
-            "backbone": tuning.backbone,
         }
     ]
-
-
-def _adapted(tuning: Tuning, backbone: LanguageModel) -> LanguageModel:
-    """The backbone with new adapters, which change nothing yet."""
-    lora = LoraConfig(rank=tuning.rank, alpha=tuning.alpha)
-    return add_lora(backbone, lora, jax.random.key(tuning.seed))
-
-
-def _transform(tuning: Tuning) -> optax.GradientTransformation:
-    """M+'s optimizer with the learning rate of this training."""
-    config = dataclasses.replace(
-        tuning.stage.optimizer, learning_rate=tuning.learning_rate
-    )
-    return make_optimizer(config, tuning.updates)
-
-
-def _first_state(model: LanguageModel, tuning: Tuning) -> TrainState:
-    rows = tuning.stage.data.batch_size
-    return init_train_state(model, _transform(tuning), StepConfig(), rows)
-
-
-def _updates(folder: Path) -> int:
-    return max(open_folder(folder / CHECKPOINTS).steps(), default=0)

@@ -36,7 +36,7 @@ def query_batches(
 
     Args:
         method: what is tested.
-        batches: of `make_samples`, with at least `after[-1]` chunks.
+        batches: with at least `after[-1]` chunks.
         tokenizer: of the model.
         after: query after these numbers of chunks, in rising order.
         answer: tokens to generate.
@@ -58,15 +58,6 @@ def query_batches(
                 pairs = zip(batch.facts, texts, strict=True)
                 marks.append("".join(mark(fact.answer, text) for fact, text in pairs))
         yield marks
-
-
-def closed_book_answers(
-    method: Method, tokenizer: Tokenizer, answer: int, prompts: np.ndarray
-) -> list[str]:
-    """Answers with an empty memory."""
-    found = method.query(method.start(len(prompts)), prompts, answer)
-    assert found is not None
-    return [tokenizer.decode(tokens) for tokens in found]
 
 
 def mark(answer: str, text: str) -> str:
@@ -98,28 +89,12 @@ def difference(
     shares: Float64[np.ndarray, " F"],
     base: Float64[np.ndarray, " F"],
     subjects: Sequence[str],
-    *,
-    seed: int = 0,
 ) -> dict[str, float] | None:
-    """Share of right answers minus a base's, paired by fact.
+    """Share of right answers minus a base's, paired by fact; None without common facts.
 
-    None if no fact could be asked of both. The interval of 95% is of the bootstrap over
-    subjects, because facts of one subject have a context in common.
-
-    Args:
-        shares: of each fact, the mean over seeds.
-        base: of the same facts.
-        subjects: of the facts.
-        seed: of the draws.
-
-    Raises:
-        ValueError: if they are not of the same facts, or there are none.
+    The interval of 95% is of the bootstrap over subjects, because facts of one subject
+    have a context in common. Shares are the means over seeds.
     """
-    if not len(shares) == len(base) == len(subjects) or not len(shares):
-        raise ValueError(
-            "shares, base and subjects must be of the same facts, at least one, got "
-            f"{len(shares)}, {len(base)} and {len(subjects)}"
-        )
     asked = np.isfinite(shares) & np.isfinite(base)
     if not asked.any():
         return None
@@ -127,7 +102,7 @@ def difference(
     _, groups = np.unique(np.asarray(subjects)[asked], return_inverse=True)
     sums = np.bincount(groups, weights=shares - base)
     sizes = np.bincount(groups)
-    drawn = np.random.default_rng(seed).multinomial(
+    drawn = np.random.default_rng(0).multinomial(
         len(sums), np.full(len(sums), 1 / len(sums)), size=RESAMPLES
     )
     low, high = np.quantile((drawn @ sums) / (drawn @ sizes), [0.025, 0.975])
@@ -153,12 +128,10 @@ def variant(name: str, row: Mapping[str, Any]) -> str:
 
 
 def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows of one method joined over seeds.
+    """Rows of one method joined over seeds, by name.
 
-    Returns:
-        By name: "label", "seeds", "recipes", "kept_bytes", "after", one `accuracy` a
-        distance, and "gain", M+'s share minus this row's, one a distance; None for M+
-        itself and without it. Shares are of the facts that all seeds were asked.
+    "after" has an `accuracy` a distance, of the facts that all seeds were asked, and
+    "gain" M+'s share minus this row's, or None.
     """
     rows_of: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"].values():
@@ -173,8 +146,7 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if name == "M+" or "M+" not in shares_of:
             return None
         first, second = shares_of["M+"][i], shares_of[name][i]
-        if not (count := min(len(first), len(second))):
-            return None
+        count = min(len(first), len(second))
         return difference(first[:count], second[:count], subjects[:count])
 
     return {

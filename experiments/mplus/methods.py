@@ -9,8 +9,9 @@ Shapes: B batch, C tokens of a chunk, P tokens of a question, N tokens of an ans
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,11 @@ from flax import nnx
 from jaxtyping import Int32
 
 from experiments.lab.baselines import equal_window, sparse_cache
-from experiments.lab.measure import tree_bytes
-from memjax.checks import check_sizes
+from experiments.lab.measure import state_bytes, tree_bytes
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.windowed import limit_attention, set_capacity
+from memjax.models.loss import target_nll
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions, read_closed
 
@@ -38,7 +39,7 @@ Baseline = Literal[
     "BM25",
     "closed book",
 ]
-NAMES = (*get_args(Memory), *get_args(Baseline))
+Tokens = Int32[np.ndarray, "B T"]
 GREEDY = Sampling(temperature=0.0)
 #: First tokens that a window retains: Xiao et al. (2023), section 3.2.
 SINKS = 4
@@ -61,21 +62,17 @@ class Method(Protocol):
 
     def start(self, batch: int) -> Any:
         """The empty memory of `batch` texts."""
-        ...
 
     def inject(self, memory: Any, tokens: Int32[np.ndarray, "B C"]) -> Any:
         """The memory after another chunk; may donate the memory that was given."""
-        ...
 
     def query(
         self, memory: Any, prompt: Int32[np.ndarray, "B P"], count: int
     ) -> Int32[np.ndarray, "B N"] | None:
         """The greedy continuation by `count` tokens; None beyond its positions."""
-        ...
 
     def state_bytes(self, injected: int) -> StateBytes:
         """Size of the state of one text after `injected` tokens."""
-        ...
 
 
 class Reader:
@@ -84,61 +81,28 @@ class Reader:
     Args:
         model: the model.
         chunk: tokens of a question that are read at a time.
+        room: tokens that can be injected; beyond, it cannot be asked.
     """
 
-    def __init__(self, model: LanguageModel, chunk: int):
-        self.model, self.chunk = model, chunk
-
-    @staticmethod
-    def features(model, memory, tokens, prompt):
-        """Features of a text that is read after the memory."""
-        return model.features(memory, tokens)[1]
+    def __init__(self, model: LanguageModel, chunk: int, room: int = sys.maxsize):
+        self.model, self.chunk, self.room = model, chunk, room
 
     def start(self, batch):
-        return self.model.init_state(batch)
+        return self.model.init_state(batch), 0
 
     def inject(self, memory, tokens):
-        return _read(*nnx.split(self.model), memory, jnp.asarray(tokens))
-
-    def query(self, memory, prompt, count):
-        return _continue(self.model, memory, prompt, count, self.chunk)
-
-    def state_bytes(self, injected):
-        state = jax.eval_shape(lambda: self.model.init_state(1, injected))
-        return StateBytes(tree_bytes(state), 0)
-
-
-class FullAttention:
-    """Full attention up to the backbone's positions; beyond, it cannot be asked.
-
-    Args:
-        model: the backbone.
-        chunk: C.
-        tokens: of the longest text, its question and answer.
-        question: tokens of question and answer, at most.
-    """
-
-    def __init__(self, model: LanguageModel, chunk: int, tokens: int, question: int):
-        longest = min(tokens, model.config.capacity or tokens)
-        self._reader = Reader(set_capacity(model, longest), chunk)
-        self._room = longest - question
-
-    def start(self, batch):
-        return self._reader.start(batch), 0
-
-    def inject(self, memory, tokens):
-        cache, length = memory[0], memory[1] + tokens.shape[1]
-        if length > self._room:
+        state, length = memory[0], memory[1] + tokens.shape[1]
+        if length > self.room:
             return None, length
-        return self._reader.inject(cache, tokens), length
+        return _read(*nnx.split(self.model), state, jnp.asarray(tokens)), length
 
     def query(self, memory, prompt, count):
         if memory[0] is None:
             return None
-        return self._reader.query(memory[0], prompt, count)
+        return _continue(self.model, memory[0], prompt, count, self.chunk)
 
     def state_bytes(self, injected):
-        return self._reader.state_bytes(min(injected, self._room))
+        return StateBytes(state_bytes(self.model, min(injected, self.room)), 0)
 
 
 class LatentMemory:
@@ -146,12 +110,6 @@ class LatentMemory:
 
     def __init__(self, model: MPlus):
         self.model = model
-
-    @staticmethod
-    def features(model, memory, tokens, prompt):
-        """Features of a text, of which the prompt alone selects what is retrieved."""
-        options = ReadOptions(prompt_length=prompt)
-        return read_closed(model.weights, memory, tokens, options)[1]
 
     def start(self, batch):
         return self.model.init_state(batch)
@@ -172,101 +130,71 @@ class LatentMemory:
         host = tree_bytes(rows)
         return StateBytes(tree_bytes(state) - host, host)
 
+    def losses(self, memory, tokens, prompt):
+        """Nats [B, T - P] of tokens [B, T] after a prompt of P, which alone retrieves.
+
+        The memory has no open chunk.
+        """
+        graph, params = nnx.split(self.model)
+        return np.asarray(_losses(graph, params, memory, jnp.asarray(tokens), prompt))
+
 
 class ReRead:
-    """The last tokens as text, which are read again before each question.
+    """Injected text, of which a part is read again before each question.
 
     Args:
         model: with full attention.
         chunk: tokens that are read at a time.
-        last: number of tokens that are stored, at least 1.
+        again: tokens that are read again; 0 is the question alone, "closed book".
         question: tokens of question and answer, at most.
-
-    Raises:
-        ValueError: if last is below 1, or the model has too few positions.
-    """
-
-    def __init__(self, model: LanguageModel, chunk: int, last: int, question: int):
-        check_sizes(last=last)
-        positions = model.config.capacity
-        if positions is not None and last + question > positions:
-            raise ValueError(
-                f"last must be at most {positions - question}, so that a question of "
-                f"{question} tokens has positions, got {last}"
-            )
-        self.model = set_capacity(model, last + question)
-        self.chunk, self.last = chunk, last
-
-    def start(self, batch):
-        return np.zeros((batch, 0), np.int32)
-
-    def inject(self, memory, tokens):
-        return np.concatenate([memory, np.asarray(tokens)], axis=1)[:, -self.last :]
-
-    def query(self, memory, prompt, count):
-        whole = np.concatenate([memory, prompt], axis=1)
-        state = self.model.init_state(len(whole))
-        return _continue(self.model, state, whole, count, self.chunk)
-
-    def state_bytes(self, injected):
-        # The ids.
-        return StateBytes(0, 4 * min(injected, self.last))
-
-
-class BM25:
-    """All chunks as text; the best ones are read in front of the question.
-
-    Lucene's BM25 of the package `bm25s` (k1 1.5, b 0.75), English stop words, no stems.
-    Retrieved chunks are read in the order of their injection.
-
-    Args:
-        model: with full attention.
-        tokenizer: chunks are indexed as text.
-        chunk: C.
-        num_chunks: retrieved chunks; 0 is the question alone, "closed book".
-        question: tokens of question and answer, at most.
-
-    Raises:
-        ImportError: without the package `bm25s`, unless num_chunks is 0.
+        select: (text, prompt) -> tokens to read again; without it the last ones are,
+            and nothing else is stored.
     """
 
     def __init__(
         self,
         model: LanguageModel,
-        tokenizer: Tokenizer,
         chunk: int,
-        num_chunks: int,
+        again: int,
         question: int,
+        select: Callable[[Tokens, Tokens], Tokens] | None = None,
     ):
-        self.model = set_capacity(model, num_chunks * chunk + question)
-        self.tokenizer, self.num_chunks = tokenizer, num_chunks
-        self.chunk = chunk if num_chunks else question
-        self._search = functools.partial(_search, _bm25s()) if num_chunks else None
+        self.model = set_capacity(model, again + question)
+        self.chunk, self.select = chunk, select
+        self.stored = again if select is None else sys.maxsize
 
     def start(self, batch):
-        return tuple(() for _ in range(batch))
+        return np.zeros((batch, 0), np.int32)
 
     def inject(self, memory, tokens):
-        pairs = zip(memory, np.asarray(tokens), strict=True)
-        return tuple((*chunks, chunk) for chunks, chunk in pairs)
+        whole = np.concatenate([memory, np.asarray(tokens)], axis=1)
+        return whole[:, max(0, whole.shape[1] - self.stored) :]
 
     def query(self, memory, prompt, count):
-        pairs = zip(memory, prompt, strict=True)
-        found = [self.best_chunks(x, self.tokenizer.decode(y)) for x, y in pairs]
-        whole = np.concatenate([np.stack(found), prompt], axis=1)
+        again = memory if self.select is None else self.select(memory, prompt)
+        whole = np.concatenate([again, prompt], axis=1)
         state = self.model.init_state(len(whole))
         return _continue(self.model, state, whole, count, self.chunk)
 
     def state_bytes(self, injected):
-        return StateBytes(0, 4 * injected if self.num_chunks else 0)
+        # The ids.
+        return StateBytes(0, 4 * min(injected, self.stored))
 
-    def best_chunks(self, chunks, question: str) -> Int32[np.ndarray, " _"]:
-        """The retrieved chunks one after another."""
-        if self._search is None or not chunks:
-            return np.zeros(0, np.int32)
-        texts = [self.tokenizer.decode(chunk) for chunk in chunks]
-        best = self._search(texts, question, min(self.num_chunks, len(chunks)))
-        return np.concatenate([chunks[i] for i in best])
+
+def bm25(
+    tokenizer: Tokenizer, chunk: int, num_chunks: int, text: Tokens, prompt: Tokens
+) -> Tokens:
+    """The best chunks of each text for its question, in the order of the text.
+
+    Lucene's BM25 of the package `bm25s` (k1 1.5, b 0.75), English stop words, no stems.
+    """
+    found = []
+    for tokens, question in zip(text, prompt, strict=True):
+        chunks = tokens.reshape(-1, chunk)
+        texts = [tokenizer.decode(x) for x in chunks]
+        best = _search(texts, tokenizer.decode(question), num_chunks)
+        found.append(chunks[best].ravel())
+    return np.stack(found)
 
 
 class Sizes(NamedTuple):
@@ -275,7 +203,7 @@ class Sizes(NamedTuple):
     Attributes:
         device: of a KV cache as large as M+'s state on the device.
         all: of a KV cache as large as all of M+'s state.
-        chunk: that are read at a time.
+        chunk: that are injected or read at a time.
         question: of question and answer, at most.
         longest: that are injected before the last question.
     """
@@ -305,7 +233,9 @@ def baseline(
     match name:
         case "full attention":
             longest = sizes.longest + question
-            return name, FullAttention(backbone, chunk, longest, question)
+            longest = min(longest, backbone.config.capacity or longest)
+            whole = set_capacity(backbone, longest)
+            return name, Reader(whole, chunk, longest - question)
         case "window, device" | "window, all":
             size = sizes.device if name == "window, device" else sizes.all
             label = f"window of {size - SINKS:,} tokens and {SINKS} sinks"
@@ -321,9 +251,10 @@ def baseline(
             return label, Reader(model, chunk)
         case "BM25":
             label = "BM25, 1 chunk in front of the question"
-            return label, BM25(backbone, tokenizer, chunk, 1, question)
+            best = functools.partial(bm25, tokenizer, chunk, 1)
+            return label, ReRead(backbone, chunk, chunk, question, best)
         case "closed book":
-            return name, BM25(backbone, tokenizer, chunk, 0, question)
+            return name, ReRead(backbone, question, 0, question)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -336,6 +267,14 @@ def _write(graph, parameters, memory, tokens):
     return nnx.merge(graph, parameters).inject(memory, tokens)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _losses(graph, params, memory, tokens, prompt):
+    model, options = nnx.merge(graph, params), ReadOptions(prompt_length=prompt)
+    _, features, *_ = read_closed(model.weights, memory, tokens[:, :-1], options)
+    scored = features[:, prompt - 1 :]
+    return target_nll(model.logits, scored, tokens[:, prompt:], model.vocab_size)
+
+
 def _continue(model, state, prompt, count, chunk) -> np.ndarray:
     """Greedy continuation of a prompt."""
     key = jax.random.key(0)
@@ -344,19 +283,13 @@ def _continue(model, state, prompt, count, chunk) -> np.ndarray:
     ).tokens
 
 
-def _bm25s() -> Any:
-    """The package, without its messages about every index."""
-    try:
-        import bm25s
-    except ImportError as error:
-        raise ImportError("BM25 needs the package bm25s: pip install bm25s") from error
-    logging.getLogger("bm25s").setLevel(logging.WARNING)
-    return bm25s
-
-
-def _search(bm25s: Any, texts: Sequence[str], question: str, count: int) -> list[int]:
+def _search(texts: Sequence[str], question: str, count: int) -> list[int]:
     """Indices of the best texts for a question, ascending; ties go to the earlier."""
-    tokenize = functools.partial(
+    # Needed here alone: `pip install bm25s`.
+    import bm25s
+
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    tokenize: Any = functools.partial(
         bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False
     )
     words, query = tokenize(list(texts)), tokenize([question])[0]

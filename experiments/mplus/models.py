@@ -1,65 +1,46 @@
-"""Trained models of M+ and MemoryLLM, their recipes, and facts to inject."""
+"""Trained models of M+ and MemoryLLM, their recipes, and facts and text to inject."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from memjax.data import (
-    Passage,
-    Question,
-    Tokenizer,
-    load_facts,
-    load_passages,
-    load_tokenizer,
-)
+from memjax import data
+from memjax.data import Passage, Question, Tokenizer, load_passages, load_tokenizer
 from memjax.data.documents.sources import open_documents
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
-from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
+from memjax.training import run_data
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
-from memjax.training.finetune.mplus_stage import MPLUS, MPlusStage
+from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import later_stage, read_run
+from memjax.training.mplus.retriever_fit import start_by_similarity
 from memjax.training.run_folder import CHECKPOINTS
 
+#: Sizes and tasks are those of its stages in `memjax finetune`.
+PRESET = "mplus-smollm2-135m"
 #: Characters of a passage that is cut from a book, about 400 tokens.
 PASSAGE = 1_700
+#: Documents that a retriever is fitted to, and the share that asks for facts.
+DOCUMENTS, ASK = 32, 0.75
 
 
-def stage(preset: str, number: int) -> MPlusStage:
-    """A stage of a preset of `memjax finetune`."""
-    return cast(MPlusStage, presets()[f"{preset}-stage{number}"])
+def stage(number: int) -> MPlusStage:
+    """A stage of the preset."""
+    return cast(MPlusStage, presets()[f"{PRESET}-stage{number}"])
 
 
-#: Sizes that `memjax finetune mplus-smollm2-135m` trains.
-MEMORY: MPlusConfig = stage("mplus-smollm2-135m", 3).memory
-
-
-def load_trained(name: str, folder: Path) -> tuple[MPlus, Tokenizer]:
-    """A fine-tuned M+ or MemoryLLM and its tokenizer; `name` is the option's.
-
-    Raises:
-        ValueError: if the folder has another model.
-    """
+def load_trained(folder: Path) -> tuple[MPlus, Tokenizer]:
+    """A fine-tuned M+ or MemoryLLM and its tokenizer."""
     described, model = finetune.load_model(folder)
-    if getattr(described, "memory_name", None) != MPLUS:
-        raise ValueError(
-            f"{name}={str(folder)!r} must be a fine-tuned M+ or MemoryLLM, "
-            f"got {type(model).__name__}"
-        )
     return cast(MPlus, model), load_tokenizer(described.data.tokenizer)
 
 
-def load_facts_of(split: str) -> list[Question]:
-    """Facts of the "test" or "validation" split, which share no subject.
-
-    The training tasks of M+ state facts of the validation subjects with answers that
-    are drawn anew, so their own answers are not learned.
-    """
-    validation, test = split_facts(load_facts(), seed=FACTS_SEED)
-    return test if split == "test" else validation
+def load_facts() -> list[Question]:
+    """Facts of subjects that the training tasks of M+ do not name."""
+    return split_facts(data.load_facts(), seed=FACTS_SEED)[1]
 
 
 def passages() -> list[list[Passage]]:
@@ -82,88 +63,54 @@ def book_passages() -> list[Passage]:
     return cut
 
 
-def with_store(model: MPlus, rows: int = 0, retrieved: int = 0) -> MPlus:
-    """M+ with the same parameters and another store.
-
-    Args:
-        model: with a store.
-        rows: M of the store; 0 leaves it.
-        retrieved: R of a read; 0 leaves it.
-
-    Raises:
-        ValueError: as `MPlusConfig`, or for a model without a store.
-    """
-    if not model.config.num_retrieved:
-        raise ValueError(
-            f"store={rows} and retrieved={retrieved} need a model with a store; it has "
-            "none"
-        )
-    old = model.config
-    return _with_config(
-        model,
-        store_size=rows or old.store_size,
-        num_retrieved=retrieved or old.num_retrieved,
-    )
+def with_config(model: MPlus, **changes: Any) -> MPlus:
+    """The same parameters with another config."""
+    return model.replace(config=dataclasses.replace(model.config, **changes))
 
 
 def with_attention_retrieval(model: MPlus) -> MPlus:
     """M+-Attn of the same parameters: attention scores replace the retriever.
 
     The store is on the device, where every token searches it.
-
-    Raises:
-        ValueError: if the model has no retriever, or memory from a checkpoint.
     """
-    config = model.config
-    if not config.has_retriever or model.initial is not None:
-        raise ValueError(
-            "model must have a learned retriever and an empty memory, got "
-            f"num_retrieved={config.num_retrieved}, retrieval={config.retrieval!r}"
-        )
-    return _with_config(
+    return with_config(
         model, retrieval="attention", retrieval_source="prefix", store_memory="device"
     )
 
 
-def _with_config(model: MPlus, **changes: Any) -> MPlus:
-    return model.replace(config=dataclasses.replace(model.config, **changes))
+def with_fitted_retriever(model: MPlus, tokenizer: Tokenizer, folder: Path) -> MPlus:
+    """M+ with a retriever fitted by similarity to documents of its run.
+
+    Queries and keys are such that a query retrieves rows that resemble its tokens.
+    """
+    run = read_run(folder)
+    documents = run_data.load_split(run, tokenizer, "train")
+    bank = cast(MPlusStage, run.config).retriever_bank(
+        model, documents, tokenizer, DOCUMENTS, 1, ASK
+    )
+    return start_by_similarity(model, bank)
 
 
 def recipe(folder: Path) -> list[dict[str, Any]]:
-    """The training of a run of M+ or MemoryLLM as JSON.
-
-    Raises:
-        ValueError: if the folder is no such run, or has no checkpoint.
-    """
+    """The training of a run of M+ or MemoryLLM as JSON."""
     run, last = read_run(folder), later_stage(folder) or folder
-    if (name := run.memory_name) != MPLUS:
-        raise ValueError(
-            f"{folder} must be a run of M+ or MemoryLLM, got one of {name}"
-        )
     stage = cast(MPlusStage, run.config)
-    steps = open_folder(last / CHECKPOINTS).steps()
-    if not steps:
-        raise ValueError(f"{folder} has no checkpoint yet")
-    updates, rows = max(steps), stage.data.batch_size
     return [
         {
             "trained": "M+" if stage.memory.num_retrieved else "MemoryLLM",
             "stage": last.name if run.start_digest else "",
-            "updates": updates,
-            "of_updates": stage.loop.steps,
-            "texts_an_update": rows,
-            "target_tokens": updates * rows * stage.tasks.target,
+            "updates": num_updates(Path(last)),
+            "texts_an_update": stage.data.batch_size,
             "learning_rate": stage.optimizer.learning_rate,
-            "retriever_rate": stage.retriever_rate,
-            "retriever_documents": stage.retriever_documents,
             "lora_rank": stage.memory.rank,
-            "lora_alpha": stage.memory.alpha,
-            "tasks_ask": stage.tasks.ask,
-            "source": stage.data.source,
             "seed": stage.seed,
-            "backbone": Path(run.origin).name,
         }
     ]
+
+
+def num_updates(folder: Path) -> int:
+    """Updates of the newest checkpoint."""
+    return max(open_folder(folder / CHECKPOINTS).steps())
 
 
 def recipe_text(stages: Sequence[dict[str, Any]]) -> str:

@@ -1,14 +1,13 @@
 """Retrieval quality: do reads of M+ retrieve the rows that hold a fact?
 
-    python -m experiments.mplus.retriever --model RUN --output fitted.safetensors
-    python -m experiments.mplus.retrieval --model RUN --retriever fitted.safetensors
+    python -m experiments.mplus.retrieval --model RUN
 
 Question: of the rows that a fact was written to, what share does a read retrieve from
 the long-term store when the fact's question is asked? (M+, Figure 6.)
 Rows: the retriever that is learned with the model, and one that is fitted afterwards,
 by distance in tokens. Columns: share of the rows of the answer's sentence and of the
 fact's whole context, each as a multiple of a random choice, whose share is the last
-column. In the file "best" is a perfect choice.
+column.
 Not shown: rows in the short-term pool; sentences whose tokens have no row of their own,
 as only a chunk's last K tokens do.
 
@@ -18,7 +17,7 @@ Shapes: B batch, L layers, P tokens of a question.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,21 +31,17 @@ from jaxtyping import Array, Int
 from experiments.lab.results import (
     RESULTS,
     Rows,
-    figure,
     number,
     settings,
-    show,
     table,
     thousands,
     times,
     write_report,
 )
-from experiments.mplus import models, retriever
+from experiments.mplus import models
 from experiments.mplus.methods import LatentMemory
-from experiments.mplus.samples import Samples, make_samples
-from memjax.checks import check_sizes
-from memjax.evaluation.drawing import drawing, source_of
-from memjax.evaluation.statistics import standard_error
+from experiments.mplus.samples import Samples, choose_facts, make_samples
+from memjax.data import pick_facts
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.read import ReadOptions
@@ -56,101 +51,55 @@ SOURCES = {
     "mplus/retrieval": "learned with the model",
     "mplus/retrieval_fitted": "fitted afterwards",
 }
+#: Facts are queried after these numbers of chunks; a chunk is one or more of M+'s, so
+#: that the context has memory tokens of its own.
+AFTER, CHUNK = (4, 8, 16), 512
+#: Facts, those side by side, and lengths of questions that are drawn.
+SAMPLES, BATCH, LENGTHS = 12, 4, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings; the defaults take 12 minutes on two cores.
+    """Settings; both retrievers take 25 minutes on two cores.
 
     Attributes:
         model: run folder of an M+.
-        retriever: a file of `experiments.mplus.retriever`; none is the model's own.
-        store: rows of the store; 0 is the model's number.
-        samples: number of facts, a multiple of `batch`.
-        batch: facts side by side.
-        lengths: number of the most frequent lengths of questions that are drawn.
-        after: query after these numbers of chunks, rising.
-        chunk: tokens of a chunk, a multiple of the memory's; contexts must fit.
-        seed: of the draws.
-        output: where .json and .png go, without the ending.
+        output: folder of the results.
     """
 
     model: Path
-    retriever: Path | None = None
-    store: int = 0
-    samples: int = 12
-    batch: int = 4
-    lengths: int = 2
-    after: tuple[int, ...] = (4, 8, 16)
-    chunk: int = 512
-    seed: int = 0
-    output: Path = RESULTS / "mplus" / "retrieval"
-
-    def __post_init__(self):
-        check_sizes(samples=self.samples, batch=self.batch, chunk=self.chunk)
-        if not self.after or list(self.after) != sorted({*self.after}):
-            raise ValueError(f"after must rise, got {self.after}")
+    output: Path = RESULTS
 
 
 def main(config: Config) -> None:
-    """Injects, queries and counts; prints, plots and writes the results."""
-    model, tokenizer = models.load_trained("model", config.model)
-    check(config, model)
-    if config.store:
-        model = models.with_store(model, config.store)
-    if config.retriever is not None:
-        model = retriever.read(model, config.retriever)
+    """Injects, queries and counts with both retrievers; writes the results."""
+    learned, tokenizer = models.load_trained(config.model)
+    fitted = models.with_fitted_retriever(learned, tokenizer, config.model)
+    facts = pick_facts(models.load_facts(), seed=0)
     batches = make_samples(
-        models.load_facts_of("test"),
+        choose_facts(facts, tokenizer, samples=SAMPLES, batch=BATCH, lengths=LENGTHS),
         models.passages(),
         tokenizer,
-        samples=config.samples,
-        batch=config.batch,
-        num_chunks=config.after[-1],
-        chunk=config.chunk,
-        lengths=config.lengths,
-        seed=config.seed,
+        batch=BATCH,
+        num_chunks=AFTER[-1],
+        chunk=CHUNK,
     )
-    counted = [inject_and_count(model, batch, config.after) for batch in batches]
-    rows = {
-        after: summary(model.config, [found[after] for found in counted])
-        for after in config.after
-    }
-    distances = [count * config.chunk for count in rows]
-    result = write_report(
-        config.output,
-        "does M+ retrieve the rows that hold a fact?",
-        settings(config),
-        {
-            "trained": True,
-            "recipe": models.recipe(config.model),
-            "memory": dataclasses.asdict(model.config),
-            "distances": distances,
-            "after": rows,
-        },
-    )
-    plot(result, Path(f"{config.output}.png"))
-    shares = {
-        "context": [row["share"] for row in rows.values()],
-        "answer's sentence": [row["answer"]["share"] for row in rows.values()],
-        "at random": [row["share_random"] for row in rows.values()],
-    }
-    show("Share of rows", [f"{distance:,}" for distance in distances], shares)
-
-
-def check(config: Config, model: MPlus) -> None:
-    """Raises ValueError if the rows of a chunk could not be identified."""
-    memory = model.config
-    if not memory.has_retriever or memory.legacy:
-        raise ValueError(
-            "model must be an M+ with a retriever and a clock of memory tokens, got "
-            f"num_retrieved={memory.num_retrieved}, retrieval={memory.retrieval!r}, "
-            f"legacy={memory.legacy}"
-        )
-    if config.chunk % memory.chunk_size:
-        raise ValueError(
-            f"chunk must be a multiple of the memory's {memory.chunk_size}, so that "
-            f"the context has memory tokens of its own, got {config.chunk}"
+    for name, model in zip(SOURCES, (learned, fitted), strict=True):
+        counted = [inject_and_count(model, batch, AFTER) for batch in batches]
+        rows = {
+            after: summary(model.config, [found[after] for found in counted])
+            for after in AFTER
+        }
+        write_report(
+            config.output / name,
+            "does M+ retrieve the rows that hold a fact?",
+            settings(config),
+            {
+                "recipe": models.recipe(config.model),
+                "memory": dataclasses.asdict(model.config),
+                "distances": [count * CHUNK for count in AFTER],
+                "after": rows,
+            },
         )
 
 
@@ -202,7 +151,7 @@ def count_rows(
     span: Int[Array, "2 B"],
     answers: Int[Array, "B 2"],
 ) -> Found:
-    """Places of the rows that were written in a span of the clock.
+    """Rows that were written in a span of the clock, counted.
 
     Args:
         graph: of `nnx.split`, as `params`.
@@ -258,55 +207,19 @@ def summary(config: MPlusConfig, found: Sequence[Found]) -> dict[str, Any]:
     )
     random = np.minimum(1, config.num_retrieved / np.maximum(held, 1))[:, None]
     return {
-        "facts": len(store),
         **_shares(store, retrieved, random),
         "answer": _shares(answer_store, answer_retrieved, random),
     }
 
 
 def _shares(store, retrieved, random) -> dict[str, Any]:
-    """Retrieved share, and that of a random choice; NaN where the store has no rows.
-
-    The error is that of the mean over facts, because layers are not independent.
-    """
-    total, chance = store.sum(axis=1), (store * random).sum()
-    some = total > 0
+    """Retrieved share, and that of a random choice; NaN where the store has no rows."""
+    rows, chance, found = store.sum(), (store * random).sum(), retrieved.sum()
     return {
-        "rows_in_store": float(store.mean()),
-        "share": _ratio(retrieved.sum(), store.sum()),
-        "share_random": _ratio(chance, store.sum()),
-        "standard_error": standard_error(retrieved.sum(axis=1)[some] / total[some]),
-        "times_random": _ratio(retrieved.sum(), chance),
-        "facts_with_rows": int(some.sum()),
+        "share": float(found / rows) if rows else math.nan,
+        "share_random": float(chance / rows) if rows else math.nan,
+        "times_random": float(found / chance) if chance else math.nan,
     }
-
-
-def _ratio(part: Any, whole: Any) -> float:
-    return float(part / whole) if whole else math.nan
-
-
-@figure(*SOURCES)
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draws retrieved shares of the rows in the store by distance."""
-    rows, distances = list(result["after"].values()), result["distances"]
-    answers = [row["answer"] for row in rows]
-    title = "Rows of a fact in the long-term store that its question retrieves"
-    with drawing(path, title=title, source=source_of(result)) as drawn:
-        axes = drawn.grid[0, 0]
-        lines = (
-            ("of the answer's sentence", answers, "share"),
-            ("of the fact's context", rows, "share"),
-            ("at random", rows, "share_random"),
-        )
-        for i, (name, found, part) in enumerate(lines):
-            errors = None
-            if part == "share":
-                errors = 1.96 * np.asarray([row["standard_error"] for row in found])
-            values = [row[part] for row in found]
-            drawn.line(axes, distances, values, name, i, errors=errors)
-        axes.set(xlabel="tokens injected since", ylabel="share of the rows")
-        axes.set_xticks(distances, [f"{distance:,}" for distance in distances])
-        axes.set_ylim(-0.03, 1.05)
 
 
 @table("mplus/retrieval", *SOURCES)

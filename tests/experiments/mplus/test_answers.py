@@ -86,8 +86,6 @@ def test_difference_is_paired_by_fact_and_resampled_by_subject():
     assert one["high"] - one["low"] > each["high"] - each["low"]
     same = answers.difference(ours, ours, list("abcdef"))
     assert same == {"mean": 0, "low": 0, "high": 0}
-    with pytest.raises(ValueError, match="must be of the same facts"):
-        answers.difference(ours, other[:3], list("abcdef"))
 
 
 def row(method, marks, seed=None, **more):

@@ -1,13 +1,11 @@
 """Methods that answer questions: their memories, their sizes, their positions."""
 
-import dataclasses
+import functools
+from typing import get_args
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from experiments.lab.measure import tree_bytes
 from experiments.mplus import methods, models
@@ -16,7 +14,6 @@ from tests.experiments.mplus.tiny import (
     BYTES,
     CHUNK,
     MEMORY,
-    ROWS,
     backbone,
     memory_model,
     samples,
@@ -24,16 +21,17 @@ from tests.experiments.mplus.tiny import (
 
 
 def test_bm25_reads_the_best_chunks_in_their_order():
-    method = methods.BM25(backbone(), BYTES, CHUNK, 2, 60)
     chunks = ["the cat sat", "Arda is old", "dogs run", "rivers: a river of Arda"]
-    memory = method.start(1)
-    for text in chunks:
-        memory = method.inject(memory, BYTES.encode(text.ljust(CHUNK))[None])
-    found = method.best_chunks(memory[0], "Which river has Arda?")
-    assert BYTES.decode(found).split() == f"{chunks[1]} {chunks[3]}".split()
-    assert method.best_chunks((), "Which?").size == 0
+    text = np.concatenate([BYTES.encode(x.ljust(CHUNK)) for x in chunks])[None]
+
+    def best(question):
+        found = methods.bm25(BYTES, CHUNK, 2, text, BYTES.encode(question)[None])
+        return BYTES.decode(found[0])
+
+    found = best("Which river has Arda?").split()
+    assert found == f"{chunks[1]} {chunks[3]}".split()
     # Nothing to go by: the first.
-    assert BYTES.decode(method.best_chunks(memory[0], "?")).startswith("the cat")
+    assert best("?").startswith("the cat")
 
 
 @pytest.mark.slow
@@ -43,7 +41,8 @@ def test_methods_with_the_whole_text_in_view_equal_full_attention():
     names = ("full attention", "window, device", "SnapKV, device", "re-read, device")
     built = [methods.baseline(name, backbone(), BYTES, sizes)[1] for name in names]
     # The best two chunks of two are all of them.
-    built.append(methods.BM25(backbone(), BYTES, CHUNK, 2, 60))
+    both = functools.partial(methods.bm25, BYTES, CHUNK, 2)
+    built.append(methods.ReRead(backbone(), CHUNK, 2 * CHUNK, 60, both))
 
     def answers(method):
         memory = method.start(2)
@@ -62,8 +61,9 @@ def test_methods_with_the_whole_text_in_view_equal_full_attention():
 
 
 def test_full_attention_answers_up_to_its_positions():
-    method = methods.FullAttention(backbone(), CHUNK, 2 * CHUNK + 60, 60)
-    cache = method.start(1)[0]
+    sizes = methods.Sizes(400, 250, CHUNK, 60, 2 * CHUNK)
+    _, method = methods.baseline("full attention", backbone(), BYTES, sizes)
+    cache, _ = method.start(1)
     short = method.inject((cache, 2 * CHUNK), np.zeros((1, CHUNK), np.int32))
     assert short == (None, 3 * CHUNK)
     assert method.query(short, np.zeros((1, 4), np.int32), ANSWER) is None
@@ -72,29 +72,15 @@ def test_full_attention_answers_up_to_its_positions():
     assert one < two == three
 
 
-def test_reread_text_is_as_long_as_the_positions_allow():
-    with pytest.raises(ValueError, match="last must be at most 340, .* got 341"):
-        methods.ReRead(backbone(), CHUNK, 341, 60)
-    method = methods.ReRead(backbone(), CHUNK, 5, 60)
-    memory = method.start(1)
-    for tokens in ([1, 2, 3], [4, 5, 6]):
-        memory = method.inject(memory, np.asarray([tokens], np.int32))
-    assert memory.tolist() == [[2, 3, 4, 5, 6]]
-    assert method.state_bytes(2) == (0, 8) and method.state_bytes(99) == (0, 20)
-
-
-@pytest.mark.slow
-def test_query_reads_the_memory_and_leaves_it():
-    batch, *_ = samples()
-    method = methods.LatentMemory(memory_model())
-    memory = method.inject(method.start(2), batch.context)
-    assert memory.clock.tolist() == [ROWS] * 2
-    before = jax.tree.map(np.asarray, memory)
-    found = method.query(memory, batch.prompts, ANSWER)
-    assert found.shape == (2, ANSWER)
-    first = jax.jit(memory_model().read)(memory, jnp.asarray(batch.prompts))[1][:, -1]
-    np.testing.assert_array_equal(found[:, 0], first.argmax(axis=-1))
-    jax.tree.map(np.testing.assert_array_equal, before, memory)
+def test_reread_text_is_the_last_or_all():
+    select = functools.partial(methods.bm25, BYTES, 3, 1)
+    for again, chosen, expected in ((5, None, 5), (0, None, 0), (3, select, 6)):
+        method = methods.ReRead(backbone(), CHUNK, again, 60, chosen)
+        memory = method.start(1)
+        for tokens in ([1, 2, 3], [4, 5, 6]):
+            memory = method.inject(memory, np.asarray([tokens], np.int32))
+        assert memory.tolist() == [[1, 2, 3, 4, 5, 6][6 - expected :]]
+        assert method.state_bytes(6) == (0, 4 * expected)
 
 
 def test_baselines_have_the_bytes_of_the_memory():
@@ -106,7 +92,7 @@ def test_baselines_have_the_bytes_of_the_memory():
     assert sizes.device < sizes.all <= 400
     built = {
         name: methods.baseline(name, backbone(), BYTES, sizes)
-        for name in methods.get_args(methods.Baseline)
+        for name in get_args(methods.Baseline)
     }
     assert len({label for label, _ in built.values()}) == len(built)
     for name, wanted in (("window, device", size.device), ("window, all", size.total)):
@@ -117,32 +103,8 @@ def test_baselines_have_the_bytes_of_the_memory():
         assert 0 <= method.state_bytes(CHUNK).device - wanted < 2 * 2 * 8 * 4 + 1
 
 
-def test_stores_of_other_sizes():
-    large = models.with_store(memory_model(), 96, retrieved=3)
-    assert (large.config.store_size, large.config.num_retrieved) == (96, 3)
-    store = jax.eval_shape(lambda: large.init_state(1)).store
-    assert store.layers[0].rows.shape == (1, 96, 16)
-    assert memory_model().config == MEMORY
-    alone = memory_model(num_retrieved=0)
-    assert methods.LatentMemory(alone).state_bytes().host == 0
-    with pytest.raises(ValueError, match="store=96 .* need a model with a store"):
-        models.with_store(alone, 96)
-
-
-def test_attention_retrieval_replaces_the_retriever():
-    model = memory_model()
-    found = models.with_attention_retrieval(model)
-    before, after = (nnx.to_pure_dict(nnx.state(x)) for x in (model, found))
-    for name in ("query", "key", "encoder_query"):
-        del before[name]
-    chex.assert_trees_all_equal(after, before)
-    expected = dataclasses.replace(model.config, retrieval="attention")
-    assert found.config == expected
-    # All of the store is on the device, keys and values.
+def test_store_of_attention_is_on_the_device():
+    found = models.with_attention_retrieval(memory_model())
     size = methods.LatentMemory(found).state_bytes()
-    assert size.host == 0 and size.device == tree_bytes(
-        jax.eval_shape(lambda: found.init_state(1))
-    )
-    for other in (memory_model(num_retrieved=0), found):
-        with pytest.raises(ValueError, match="must have a learned retriever"):
-            models.with_attention_retrieval(other)
+    whole = tree_bytes(jax.eval_shape(lambda: found.init_state(1)))
+    assert size == (whole, 0)

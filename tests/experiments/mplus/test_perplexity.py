@@ -1,10 +1,7 @@
 """Perplexity after injected text: the scored tokens, no leakage, the study whole."""
 
-import dataclasses
 import functools
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,58 +11,44 @@ from flax import nnx
 
 from experiments.mplus import methods, models, perplexity
 from memjax.data import TokenisedDocument, load_tokens
-from memjax.models import LanguageModel
 from memjax.models.mplus.read import ReadOptions
 from tests.experiments.mplus import tiny
 from tests.experiments.mplus.tiny import BYTES, backbone
 
 CHUNK, PROMPT, SCORED = 16, 5, 12
+TOTAL = 8 * CHUNK + PROMPT + SCORED
 RNG = np.random.default_rng(0)
-TEXT = RNG.integers(0, 256, (2, 8 * CHUNK + PROMPT + SCORED), dtype=np.int32)
-CONFIG = perplexity.Config(
-    chunks=(0, 2, 8),
-    chunk=CHUNK,
-    texts=2,
-    batch=2,
-    prompt=PROMPT,
-    scored=SCORED,
-)
+TEXT = RNG.integers(0, 256, (2, TOTAL), dtype=np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _sizes(monkeypatch):
+    sizes = {"CHUNK": CHUNK, "PROMPT": PROMPT, "SCORED": SCORED, "BATCH": 1}
+    for name, value in (sizes | {"CHUNKS": (0, 2, 8)}).items():
+        monkeypatch.setattr(perplexity, name, value)
 
 
 @functools.cache
-def memory_model(**changes):
-    model = tiny.memory_model(**dict(chunk_size=CHUNK, store_size=1024) | changes)
+def memory_model():
+    model = tiny.memory_model(chunk_size=CHUNK, store_size=1024)
     model = model.replace(backbone=backbone())
     # Queries so long that every token has a say in what is retrieved.
     model.query = nnx.data(jax.tree.map(lambda x: x * 30, model.query))
     return model
 
 
-def injected(model):
-    method = methods.LatentMemory(model)
-    memory = method.start(2)
-    for at in range(0, 8 * CHUNK, CHUNK):
-        memory = method.inject(memory, TEXT[:, at : at + CHUNK])
-    return memory
-
-
-def direct(tokens, skip):
-    """Nats by the backbone on a whole text."""
-    read = jax.jit(lambda state, x: backbone()(state, x))
-    _, logits = read(backbone().init_state(len(tokens)), jnp.asarray(tokens[:, :-1]))
-    nats = -jax.nn.log_softmax(logits)
-    nats = np.take_along_axis(np.asarray(nats), tokens[:, 1:, None], axis=2)[..., 0]
-    return nats[:, skip - 1 :]
-
-
 @pytest.mark.slow
 def test_losses_are_of_the_logits_and_do_not_leak():
     model = memory_model()
     method = methods.LatentMemory(model)
-    memory, tokens = injected(model), TEXT[:, 8 * CHUNK :]
-    before = jax.tree.map(np.asarray, memory)
-    found = perplexity.losses(method, memory, tokens, PROMPT)
+    found = perplexity.by_memory(method, TEXT)
     assert found.shape == (2, SCORED)
+    memory = method.start(2)
+    for at in range(0, 8 * CHUNK, CHUNK):
+        memory = method.inject(memory, TEXT[:, at : at + CHUNK])
+    before, tokens = jax.tree.map(np.asarray, memory), TEXT[:, 8 * CHUNK :]
+    method.losses(memory, tokens, PROMPT)
+    jax.tree.map(np.testing.assert_array_equal, before, memory)
     options = ReadOptions(prompt_length=PROMPT)
     read = jax.jit(lambda s, x: model.read(s, x, options))
     logits = np.asarray(read(memory, jnp.asarray(tokens[:, :-1]))[1], np.float64)
@@ -73,18 +56,15 @@ def test_losses_are_of_the_logits_and_do_not_leak():
     right = np.take_along_axis(logits, tokens[:, PROMPT:, None], axis=2)[..., 0]
     nats = np.log(np.exp(logits).sum(axis=2)) - right
     np.testing.assert_allclose(found, nats, atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, before, memory)
     # Later targets change neither retrieval nor earlier losses.
-    other = tokens.copy()
+    other = TEXT.copy()
     other[:, -4:] = (other[:, -4:] + 101) % 256
-    again = perplexity.losses(method, memory, other, PROMPT)
+    again = perplexity.by_memory(method, other)
     np.testing.assert_array_equal(found[:, :-4], again[:, :-4])
     # A store with room for the text alone changes nothing.
     small = perplexity.with_room(model, 8 * CHUNK)
     assert small.config.store_size == 8 * 8 - 16 and model.config.store_size == 1024
-    less = perplexity.losses(
-        methods.LatentMemory(small), injected(small), tokens, PROMPT
-    )
+    less = perplexity.by_memory(methods.LatentMemory(small), TEXT)
     np.testing.assert_array_equal(found, less)
 
 
@@ -108,66 +88,21 @@ def test_excerpts_are_the_ends_of_long_documents():
         perplexity.excerpts(documents, 3, 10)
 
 
-def test_last_chunks_are_injected_and_the_same_tokens_scored(monkeypatch):
-    seen = []
-
-    class Transcript:
-        def start(self, batch):
-            return ()
-
-        def inject(self, memory, tokens):
-            return (*memory, *tokens[0])
-
-    def losses(model, memory, tokens, prompt):
-        seen.append((memory, tuple(tokens[0]), prompt))
-        return np.full((2, SCORED), len(memory), np.float32)
-
-    monkeypatch.setattr(perplexity, "losses", losses)
-    config = dataclasses.replace(CONFIG, chunks=(0, 1, 3))
-    length = 3 * CHUNK + PROMPT + SCORED
-    texts = [perplexity.Excerpt("a", np.arange(length, dtype=np.int32))] * 2
-    none = methods.StateBytes(0, 0)
-    row = perplexity.Row(Transcript(), none)  # pyright: ignore
-    nats = perplexity.score(config, row, texts)
-    assert nats.tolist() == [[0, 0], [CHUNK, CHUNK], [3 * CHUNK, 3 * CHUNK]]
-    end = tuple(range(3 * CHUNK, length))
-    for count, found in zip((0, 1, 3), seen, strict=True):
-        assert found == (tuple(range((3 - count) * CHUNK, 3 * CHUNK)), end, PROMPT)
-    nats = perplexity.score(config, row._replace(last=0), texts)
-    assert not nats.any() and len(seen) == 4
-    nats = perplexity.score(config, row._replace(last=2 * CHUNK), texts)
-    assert nats[:, 0].tolist() == [0, CHUNK, 2 * CHUNK]
-    assert seen[-1][0] == tuple(range(CHUNK, 3 * CHUNK))
-
-
-@pytest.fixture(name="texts", scope="module")
-def _texts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("texts")
-    (folder / "test").mkdir()
+@pytest.mark.slow
+def test_study_runs_whole(monkeypatch, tmp_path):
+    (tmp_path / "texts" / "test").mkdir(parents=True)
     for i in range(2):
         words = RNG.choice(["memory", "window", "block", "state"], size=60)
-        (folder / "test" / f"{i}.txt").write_text(f"{i} " + " ".join(words))
-    return f"folder:{folder}"
-
-
-def given(monkeypatch, trained):
-    """Trained models by the names of their options, and the tiny backbone."""
-    found = SimpleNamespace(model=backbone(), tokenizer=BYTES)
-    monkeypatch.setattr(perplexity.finetune, "load_backbone", lambda path: found)
-    monkeypatch.setattr(models, "load_trained", lambda name, _: (trained[name], BYTES))
-
-
-@pytest.mark.slow
-def test_study_runs_whole(monkeypatch, tmp_path, texts):
+        (tmp_path / "texts" / "test" / f"{i}.txt").write_text(f"{i} " + " ".join(words))
+    early = tiny.memory_model(2, chunk_size=CHUNK, num_retrieved=0, pool_size=32)
+    trained = {"early": early.replace(backbone=backbone()), "late": memory_model()}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(models, "recipe", lambda folder: [])
-    early = tiny.memory_model(2, chunk_size=CHUNK, num_retrieved=0, pool_size=32)
-    early = early.replace(backbone=backbone())
-    given(monkeypatch, dict(stage1=early, stage2=early, stage3=memory_model()))
-    folders = {name: tmp_path / name for name in perplexity.STAGES}
-    config = dataclasses.replace(
-        CONFIG, **folders, source=texts, backbone="tiny", output=tmp_path / "result"
-    )
+    monkeypatch.setattr(models, "load_trained", lambda x: (trained[x.name], BYTES))
+    source = f"folder:{tmp_path / 'texts'}"
+    stages = tmp_path / "early", tmp_path / "late"
+    output = tmp_path / "result"
+    config = perplexity.Config(*stages, texts=2, source=source, output=output)
     perplexity.main(config)
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["tokens_told"] == [0, 2 * CHUNK, 8 * CHUNK]
@@ -175,54 +110,26 @@ def test_study_runs_whole(monkeypatch, tmp_path, texts):
     alone = nats["backbone, told nothing"]
     everything = nats["backbone, full attention"]
     np.testing.assert_array_equal(alone, np.broadcast_to(alone[:1], alone.shape))
-    length = 8 * CHUNK + PROMPT + SCORED
-    documents = load_tokens(texts, BYTES, "test")
-    tokens = np.stack([x.tokens for x in perplexity.excerpts(documents, 2, length)])
-    for row, count in zip(everything, (0, 2, 8), strict=True):
-        whole = tokens[:, (8 - count) * CHUNK :]
-        # No token sees what is behind it: one program for all lengths.
-        padded = np.pad(whole, ((0, 0), (0, (8 - count) * CHUNK)))
-        expected = direct(padded, count * CHUNK + PROMPT)[:, :SCORED].mean(axis=1)
-        np.testing.assert_allclose(row, expected, atol=1e-5)
-    (again,) = (x for name, x in nats.items() if "read again" in name)
+    np.testing.assert_array_equal(alone[0], everything[0])
+    documents = load_tokens(source, BYTES, "test")
+    tokens = np.stack([x.tokens for x in perplexity.excerpts(documents, 2, TOTAL)])
+    # Read at once by the backbone.
+    read = jax.jit(lambda state, x: backbone()(state, x)[1])
+    logits = read(backbone().init_state(2), jnp.asarray(tokens[:, :-1]))
+    wanted = tokens[:, 1:, None]
+    direct = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), wanted, axis=2)
+    expected = direct[:, -SCORED:, 0].mean(axis=1)
+    np.testing.assert_allclose(everything[2], expected, atol=1e-5)
     # As many tokens as the memories read memory tokens, in whole chunks.
-    (name,) = (name for name in nats if "read again" in name)
-    assert name == "backbone, the last 32 tokens read again"
-    np.testing.assert_allclose(again[:2], everything[:2], atol=1e-5)
-    assert np.abs(again[2] - everything[2]).max() > 1e-4
+    name = "backbone, the last 32 tokens read again"
+    np.testing.assert_array_equal(nats[name], everything[[0, 1, 1]])
+    assert np.abs(nats[name][2] - everything[2]).max() > 1e-4
     kept = report["kept_bytes"]
     assert kept["M+, stage 3"]["host"] > 0 == kept["MemoryLLM, stage 2"]["host"]
     assert kept[name] == dict(device=0, host=4 * 32)
     assert kept["backbone, told nothing"] == dict(device=0, host=0)
-    saved = report["saved_nats"]
-    assert "MemoryLLM, stage 1" in saved["MemoryLLM, stage 2"]
-    by_full = saved["M+, stage 3"]["backbone, full attention"][2]
+    by_full = report["saved_nats"]["M+, stage 3"]["backbone, full attention"][2]
     expected = (everything - nats["M+, stage 3"])[2].mean()
     assert by_full["mean"] == pytest.approx(expected)
-    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_models_of_another_kind_backbone_or_chunk_are_refused(monkeypatch):
-    alone = tiny.memory_model(num_retrieved=0).replace(backbone=backbone())
-    other = LanguageModel(tiny.CONFIG, key=jax.random.key(7))
-    for stage, model, message in (
-        ("stage1", memory_model(), r"be a folder of MemoryLLM, got one with num_r"),
-        ("stage3", alone, r"be a folder of M\+, got one with num_retrieved=0"),
-        ("stage3", memory_model().replace(backbone=other), "must have the backbone"),
-        ("stage3", memory_model(chunk_size=24), "that of stage3 is 24, got 16"),
-    ):
-        given(monkeypatch, {stage: model})
-        config = dataclasses.replace(CONFIG, **{stage: Path(stage)})
-        with pytest.raises(ValueError, match=message):
-            perplexity.load_memories(config, backbone())
-
-
-def test_settings_out_of_range_are_refused():
-    for changes, message in (
-        ({"chunks": (1, 2)}, "chunks must rise from 0"),
-        ({"chunks": (0, 2, 1)}, "chunks must rise from 0"),
-        ({"texts": 3}, "texts must be a multiple of batch=2, got 3"),
-        ({"scored": 0}, "scored must be at least 1, got 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(CONFIG, **changes)
+    shown = [x for x in perplexity.perplexity.rows(report) if not isinstance(x, str)]
+    assert [row["PPL"] for row in shown] == [*report["perplexity"]]

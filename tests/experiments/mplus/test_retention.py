@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from experiments.mplus import adapters, methods, models, retention, retriever
+from experiments.mplus import adapters, methods, models, retention
 from tests.experiments.mplus.tiny import (
     ANSWER,
     BYTES,
@@ -18,66 +19,49 @@ from tests.experiments.mplus.tiny import (
     memory_model,
 )
 
-CONFIG = retention.Config(
-    only=("M+", f"M+, {retention.FITTED}", "closed book", "closed book, tuned"),
-    seeds=(3,),
-    rates=(1e-3, 1e-2),
-    samples=4,
-    until=2,
-    batch=2,
-    lengths=0,
-    after=(0, 2),
-    chunk=CHUNK,
-    answer=ANSWER,
-)
-
 
 @pytest.fixture(name="config")
 def _config(monkeypatch, tmp_path):
     """Trainings do nothing; the models are tiny and facts are few."""
-    found = SimpleNamespace(
-        model=backbone(), tokenizer=BYTES, origin="tiny", digest="digest"
-    )
-    stage = models.stage("mplus", 3)
+    found = SimpleNamespace(model=backbone(), tokenizer=BYTES)
+    stage = models.stage(3)
     tasks = dataclasses.replace(stage.tasks, shortest_chunk=8)
     stage = dataclasses.replace(stage, memory=MEMORY, tasks=tasks)
     loaded = (memory_model(), BYTES)
+    sizes = {"SAMPLES": 4, "BATCH": 2, "LENGTHS": 0, "AFTER": (0, 2)}
+    for name, value in (sizes | {"CHUNK": CHUNK, "ANSWER": ANSWER}).items():
+        monkeypatch.setattr(retention, name, value)
     for module, name, value in (
+        (retention.backbones, "smollm2", lambda: Path("tiny")),
         (retention.finetune, "load_backbone", lambda path: found),
         (retention, "train_once", lambda folder, train: None),
-        (retention, "VALIDATION_FACTS", 2),
-        (retention, "VALIDATION_AFTER", (0, 1)),
-        (models, "stage", lambda preset, number: stage),
-        (models, "load_trained", lambda name, folder: loaded),
-        (models, "load_facts_of", lambda split: FACTS),
+        (models, "stage", lambda number: stage),
+        (models, "load_trained", lambda folder: loaded),
+        (models, "with_fitted_retriever", lambda model, *given: model),
+        (models, "load_facts", lambda: FACTS),
         (models, "passages", lambda: PASSAGES),
         (models, "recipe", lambda folder: []),
         (adapters, "load", lambda folder, model: model),
         (adapters, "recipe", lambda folder: []),
-        (retriever, "main", lambda config: None),
-        (retriever, "read", lambda model, file: model),
     ):
         monkeypatch.setattr(module, name, value)
-    return dataclasses.replace(
-        CONFIG, run_dir=tmp_path / "runs", output=tmp_path / "result"
+    only = ("M+", f"M+, {retention.FITTED}", "closed book", "closed book, tuned")
+    return retention.Config(
+        only, seeds=(3,), until=2, run_dir=tmp_path, output=tmp_path / "result"
     )
 
 
-def read(config):
-    return json.loads(config.output.with_suffix(".json").read_text())
-
-
 @pytest.mark.slow
-def test_study_continues_a_row(config, monkeypatch, capsys):
+def test_study_continues_a_row(config, monkeypatch):
+    def read():
+        return json.loads(config.output.with_suffix(".json").read_text())
+
     retention.main(config)
-    first = read(config)
+    first = read()
     assert first["distances"] == [0, 2 * CHUNK] and len(first["facts"]) == 4
     names = [f"M+, {x}seed 3" for x in ("", "retriever fitted afterwards, ")]
     assert [*first["rows"]] == [*names, "closed book", "closed book, tuned, seed 3"]
     assert all(len(row["marks"][1]) == 2 for row in first["rows"].values())
-    chosen = json.loads((config.run_dir / "tuned-rate.json").read_text())
-    # Both are as good: the lower rate.
-    assert chosen["rate"] == 1e-3 and len(chosen["validation"]) == 2
     queried = []
     query = methods.LatentMemory.query
 
@@ -86,38 +70,14 @@ def test_study_continues_a_row(config, monkeypatch, capsys):
         return query(self, memory, prompt, count)
 
     monkeypatch.setattr(methods.LatentMemory, "query", counted)
-    whole = dataclasses.replace(config, until=0, only=("M+",))
-    retention.main(whole)
+    retention.main(dataclasses.replace(config, until=0, only=("M+",)))
     # The second batch alone, at two distances.
     assert len(queried) == 2
-    rows = read(config)["rows"]
+    rows = read()["rows"]
     assert [len(part) for part in rows["M+, seed 3"]["marks"]] == [4, 4]
     old = first["rows"]["M+, seed 3"]["marks"]
     assert rows["M+, seed 3"]["marks"][0].startswith(old[0])
     assert rows["closed book"] == first["rows"]["closed book"]
     assert config.output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "most frequent answer" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="answer=7 must be that of the rows in"):
-        retention.main(dataclasses.replace(whole, answer=7))
-    with pytest.raises(ValueError, match="after=.* must be that of the rows in"):
-        retention.main(dataclasses.replace(whole, after=(0, 3)))
-    monkeypatch.setattr(models, "recipe", lambda folder: [recipe])
-    recipe = {"updates": 1, "learning_rate": 1.0, "seed": 3}
-    longer = dataclasses.replace(config, until=2, only=("M+",))
-    monkeypatch.setattr(retention.Study, "read", lambda self: first)
-    first["rows"]["M+, seed 3"]["marks"] = ["", ""]
-    with pytest.raises(ValueError, match="'M., seed 3' in .* is of another model"):
-        retention.main(longer)
-
-
-def test_settings_out_of_range_are_refused():
-    for changes, message in (
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"after": (2, 1)}, r"after must rise from 0 or more, got \(2, 1\)"),
-        ({"after": (-1, 1)}, "after must rise from 0 or more"),
-        ({"until": 3}, "until must be a multiple of batch=2, got 3"),
-        ({"rates": ()}, "rates must be positive"),
-        ({"only": ("LRU",)}, "only=.*LRU.* must be among"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(CONFIG, **changes)
+    found = [x for x in retention.retention.rows(read()) if not isinstance(x, str)]
+    assert found[0]["facts"] == "4" and found[1]["facts"] == "2 of 4"

@@ -1,6 +1,5 @@
 """Retrieval quality: rows are counted by birth, and here by their values."""
 
-import dataclasses
 import json
 import math
 
@@ -99,8 +98,6 @@ def test_shares_are_of_the_rows_in_the_store():
     assert (row["share"], row["share_random"], row["times_random"]) == (0.3, 0.5, 0.6)
     answer = row["answer"]
     assert answer["share"] == 0.5 and answer["times_random"] == 1.0
-    assert row["facts_with_rows"] == answer["facts_with_rows"] == 1
-    assert math.isnan(row["standard_error"])
     assert math.isnan(retrieval.summary(MEMORY, [empty])["share"])
     # A store of fewer rows than a read takes.
     small = first._replace(held=jnp.array([6]))
@@ -108,50 +105,26 @@ def test_shares_are_of_the_rows_in_the_store():
 
 
 @pytest.mark.slow
-def test_untrained_retrievers_find_what_chance_does():
-    batch = samples(num_chunks=5)[0]
-    found = [
-        retrieval.inject_and_count(memory_model(seed), batch, (5,))[5]
-        for seed in range(12)
-    ]
-    assert all((x.retrieved <= x.store).all() for x in found)
-    row = retrieval.summary(MEMORY, found)
-    # 8 of 32 rows; 24 facts, whose layers draw apart.
-    assert row["share_random"] == 0.25
-    assert abs(row["share"] - 0.25) < 4 * row["standard_error"]
-
-
-@pytest.mark.slow
 def test_study_runs_whole(monkeypatch, tmp_path):
-    for name, value in (
-        ("load_trained", lambda name, folder: (memory_model(), BYTES)),
-        ("load_facts_of", lambda split: FACTS),
-        ("passages", lambda: PASSAGES),
-        ("recipe", lambda folder: []),
+    for module, name, value in (
+        (models, "load_trained", lambda folder: (memory_model(), BYTES)),
+        (models, "with_fitted_retriever", lambda *given: memory_model(1)),
+        (models, "load_facts", lambda: FACTS),
+        (models, "passages", lambda: PASSAGES),
+        (models, "recipe", lambda folder: []),
+        (retrieval, "SAMPLES", 4),
+        (retrieval, "BATCH", 2),
+        (retrieval, "AFTER", (0, 2, 4)),
+        (retrieval, "CHUNK", CHUNK),
     ):
-        monkeypatch.setattr(models, name, value)
-    config = retrieval.Config(
-        model=tmp_path,
-        samples=4,
-        batch=2,
-        lengths=0,
-        after=(0, 2, 4),
-        chunk=CHUNK,
-        output=tmp_path / "result",
+        monkeypatch.setattr(module, name, value)
+    retrieval.main(retrieval.Config(tmp_path, output=tmp_path))
+    learned, fitted = (
+        json.loads((tmp_path / f"{name}.json").read_text())
+        for name in retrieval.SOURCES
     )
-    retrieval.main(config)
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert report["distances"] == [0, 2 * CHUNK, 4 * CHUNK]
-    assert [row["facts"] for row in report["after"].values()] == [4] * 3
-    assert report["after"]["0"]["rows_in_store"] == 0
-    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="chunk must be a multiple of the memory's 48"):
-        retrieval.check(dataclasses.replace(config, chunk=50), memory_model())
-    with pytest.raises(ValueError, match=r"M\+ with a retriever .* num_retrieved=0"):
-        retrieval.check(config, memory_model(num_retrieved=0))
-    for changes, message in (
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"after": (2, 1)}, "after must rise"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(config, **changes)
+    assert learned["distances"] == [0, 2 * CHUNK, 4 * CHUNK]
+    assert math.isnan(learned["after"]["0"]["share"])
+    assert learned["after"] != fitted["after"]
+    _, row, *_ = retrieval.retrieval.rows(learned, fitted)
+    assert not isinstance(row, str) and row["tokens since"] == "96"

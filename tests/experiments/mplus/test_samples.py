@@ -1,12 +1,9 @@
 """Samples of knowledge retention: what is injected, and which facts are drawn."""
 
-from typing import Any
-
-import jax
 import numpy as np
 import pytest
 
-from experiments.mplus.samples import make_samples, samples_of
+from experiments.mplus.samples import choose_facts, in_rounds, make_samples
 from memjax.data import Question, load_tokenizer
 from tests.experiments.mplus.tiny import (
     BYTES,
@@ -14,7 +11,6 @@ from tests.experiments.mplus.tiny import (
     FACTS,
     NAMES,
     PASSAGES,
-    SIZES,
     samples,
 )
 
@@ -47,7 +43,7 @@ def test_samples_know_the_sentence_of_the_answer(tokenizer):
 
     def sample(context):
         facts = [fact._replace(context=context)]
-        sizes: Any = dict(samples=1, batch=1, num_chunks=1, chunk=90, seed=0)
+        sizes = {"batch": 1, "num_chunks": 1, "chunk": 90}
         return make_samples(facts, PASSAGES, tokenizer, **sizes)[0]
 
     for context, expected in (
@@ -57,8 +53,6 @@ def test_samples_know_the_sentence_of_the_answer(tokenizer):
         found = sample(context)
         begin, end = found.answers[0]
         assert tokenizer.decode(found.context[0, begin:end]).lstrip("\n") == expected
-    with pytest.raises(ValueError, match="must hold '3.5 km', it does not"):
-        sample("Nobody knows.")
 
 
 def test_second_group_of_passages_follows_the_first():
@@ -69,19 +63,11 @@ def test_second_group_of_passages_follows_the_first():
         assert BYTES.decode(batch.context[row]).startswith("z")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"samples": 3}, "samples must be a positive multiple of batch=2, got 3"),
-        ({"samples": 0}, "samples must be a positive multiple"),
-        ({"samples": 12}, "samples must be at most 10 of these facts"),
-        ({"chunk": 20}, "has 27 tokens; a chunk has 20"),
-        ({"num_chunks": 20}, "passages must have .* inject fewer chunks"),
-    ],
-)
-def test_impossible_samples_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        samples(**changes)
+def test_too_few_facts_or_passages_are_refused():
+    with pytest.raises(ValueError, match="samples must be at most 10 of these facts"):
+        samples(12)
+    with pytest.raises(ValueError, match="passages must have .* inject fewer chunks"):
+        samples(num_chunks=20)
 
 
 def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
@@ -91,11 +77,12 @@ def test_batches_have_questions_of_one_length_and_lengths_can_be_few():
     ]
 
     def lengths(samples, few):
-        sizes: Any = SIZES | dict(samples=samples, num_chunks=1, lengths=few)
-        batches = make_samples(facts, PASSAGES, BYTES, **sizes)
-        return {batch.prompts.shape[1] for batch in batches}
+        chosen = choose_facts(facts, BYTES, samples=samples, batch=2, lengths=few)
+        found = [len(fact.question) for fact in chosen]
+        assert found[::2] == found[1::2]
+        return {*found}
 
-    assert lengths(8, 0) == {47, 48} and lengths(6, 1) == {47}
+    assert lengths(8, 0) == {45, 46} and lengths(6, 1) == {45}
     with pytest.raises(ValueError, match="samples must be at most 6 of these"):
         lengths(8, 1)
 
@@ -111,13 +98,9 @@ def test_facts_known_without_context_are_not_queried():
             for q in questions
         ]
 
-    injected = [
-        fact
-        for batch in samples(samples=6, answer_closed_book=answer)
-        for fact in batch.facts
-    ]
-    assert len(injected) == 6 and not {fact.subject for fact in injected} & set(known)
-    assert {fact.subject for b in samples(samples=10) for fact in b.facts} > set(known)
+    batches = samples(samples=6, answer_closed_book=answer)
+    subjects = [fact.subject for batch in batches for fact in batch.facts]
+    assert len(subjects) == 6 and not {*subjects} & {*known}
     with pytest.raises(ValueError, match="samples must be at most 6 of these"):
         samples(samples=8, answer_closed_book=answer)
 
@@ -126,19 +109,6 @@ def test_facts_of_one_subject_return_once_all_others_were_drawn():
     twice = [
         fact._replace(question=f"{q}{fact.question}") for fact in FACTS for q in "ab"
     ]
-
-    def make(**sizes: Any):
-        return make_samples(twice, PASSAGES, BYTES, **sizes)
-
-    with pytest.raises(ValueError, match="samples must be at most 10 of these"):
-        make(**SIZES | {"samples": 12})
-    batches = make(**SIZES | {"samples": 20, "apart": True})
-    drawn = [fact for batch in batches for fact in batch.facts]
-    assert set(drawn) == set(twice)
+    drawn = in_rounds(twice)
+    assert sorted(drawn) == sorted(twice)
     assert len({fact.subject for fact in drawn[:10]}) == 10
-    sizes = {name: SIZES[name] for name in ("batch", "num_chunks", "chunk", "seed")}
-    for made, again in zip(
-        batches, samples_of(drawn, PASSAGES, BYTES, **sizes), strict=True
-    ):
-        jax.tree.map(np.testing.assert_array_equal, made[1:], again[1:])
-        assert made.facts == again.facts

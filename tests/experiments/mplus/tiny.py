@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from experiments.mplus.samples import make_samples
-from memjax.data import Passage, Question, load_tokenizer
+from experiments.mplus.samples import choose_facts, make_samples
+from memjax.data import Passage, Question, load_tokenizer, pick_facts
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.build import add_mplus
@@ -61,8 +61,10 @@ def memory_model(seed: int = 0, **changes: Any):
     return drawn(lambda: add_mplus(plain, config, key=jax.random.key(1)), seed)
 
 
-SIZES: dict[str, Any] = dict(samples=4, batch=2, num_chunks=3, chunk=CHUNK, seed=0)
-
-
-def samples(**changes: Any):
-    return make_samples(FACTS, PASSAGES, BYTES, **SIZES | changes)
+def samples(samples=4, num_chunks=3, chunk=CHUNK, facts=(), **changes: Any):
+    """Of facts as the study of retrieval draws them, or of these."""
+    chosen = facts or choose_facts(
+        pick_facts(FACTS, seed=0), BYTES, samples=samples, batch=2, **changes
+    )
+    sizes = {"batch": 2, "num_chunks": num_chunks, "chunk": chunk}
+    return make_samples(chosen, PASSAGES, BYTES, **sizes)
