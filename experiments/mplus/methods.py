@@ -73,6 +73,7 @@ class Method(Protocol):
 
     def state_bytes(self, injected: int) -> StateBytes:
         """Size of the state of one text after `injected` tokens."""
+        ...
 
 
 class Reader:

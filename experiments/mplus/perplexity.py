@@ -76,7 +76,8 @@ class Config:
     output: Path = RESULTS / "mplus" / "perplexity"
 
 
-Tokens, Targets = Int32[np.ndarray, "B T"], Float32[np.ndarray, "B scored"]
+Tokens = Int32[np.ndarray, "B T"]
+Targets = Float32[np.ndarray, "B scored"]
 #: Mean nats of each text, for every number of chunks.
 Nats = Float64[np.ndarray, "n N"]
 
