@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import tyro
 
 from experiments.lab import measure, study
@@ -36,13 +35,11 @@ from memjax.config_io import to_record
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import ModelConfig
 from memjax.models.language_model.presets import TINY
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
 
-#: The models, and the name of the last in tables.
-FAMILIES = ("window", "wide", "elastic")
 MEMORY = "Elastic Memory"
 RESULTS = ("memories/books_window8", "memories/books_window64")
 TOKENIZER = load_tokenizer("bpe4k")
@@ -80,56 +77,41 @@ class Config:
         return evaluation.log2_bins(self.context_length, first=self.window)
 
 
-def model_config(family: str, window: int) -> ModelConfig:
-    """A model of three layers; the memory is in the middle one."""
-    middle = "elastic_memory" if family == "elastic" else "sliding_window"
-    read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
-    size = dataclasses.replace(
-        TINY, num_layers=3, window=window, options={"elastic_memory": read}
-    )
-    return size.model(
-        "sliding_window", middle, "sliding_window", vocab_size=TOKENIZER.vocab_size
-    )
+def models(window: int) -> dict[str, ModelConfig]:
+    """The rows: windows, the shortest with no fewer bytes than the memory, the memory.
 
+    A model has three layers; the memory is in the middle one.
+    """
 
-def wide_window(window: int) -> int:
-    """Tokens of the shortest windows with no fewer bytes than the memory."""
-    memory = state_bytes(model_config("elastic", window))
-    wide = window
-    while state_bytes(model_config("wide", wide)) < memory:
-        wide += 1
-    return wide
-
-
-def state_bytes(config: ModelConfig) -> int:
-    """Bytes of a model's state of one text."""
-    return measure.tree_bytes(
-        jax.eval_shape(
-            lambda: LanguageModel(config, key=jax.random.key(0)).init_state(1)
+    def model(window: int, middle: str = "sliding_window") -> ModelConfig:
+        read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
+        size = dataclasses.replace(
+            TINY, num_layers=3, window=window, options={"elastic_memory": read}
         )
-    )
+        names = ("sliding_window", middle, "sliding_window")
+        return size.model(*names, vocab_size=TOKENIZER.vocab_size)
+
+    memory, wide = model(window, "elastic_memory"), window
+    while state_bytes(model(wide)) < state_bytes(memory):
+        wide += 1
+    return {
+        f"windows of {window}": model(window),
+        f"windows of {wide}": model(wide),
+        MEMORY: memory,
+    }
 
 
-def window_of(config: Config, family: str) -> int:
-    """Tokens that the attention of a model sees."""
-    return wide_window(config.window) if family == "wide" else config.window
+def state_bytes(model: ModelConfig) -> int:
+    """Bytes of a model's state of one text."""
+    return measure.state_bytes(run.abstract_model(model))
 
 
-def name_of(config: Config, family: str) -> str:
-    """As tables and plots have it."""
-    if family == "elastic":
-        return MEMORY
-    return f"windows of {window_of(config, family)}"
-
-
-def run_config(config: Config, family: str, seed: int) -> run.RunConfig:
+def run_config(config: Config, model: ModelConfig, seed: int) -> run.RunConfig:
     """The run of one model."""
     return run.RunConfig(
-        model=model_config(family, window_of(config, family)),
+        model=model,
         data=run.DataConfig(
-            source=config.source,
-            context_length=config.context_length,
-            batch_size=1,
+            config.source, context_length=config.context_length, batch_size=1
         ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
         loop=LoopConfig(steps=config.steps, save_every=200, log_every=50),
@@ -139,19 +121,21 @@ def run_config(config: Config, family: str, seed: int) -> run.RunConfig:
 
 def main(config: Config) -> None:
     """Trains and scores the missing runs, writes and prints."""
+    made = models(config.window)
     if config.plan:
         minutes = config.steps * SECONDS_AN_UPDATE / 60
-        study.plan(FAMILIES, config.seeds, config.run_dir, minutes)
+        study.plan([*made], config.seeds, config.run_dir, minutes)
         return
     study.use_compile_cache(config.run_dir)
+    test = test_documents(config)
 
-    def measured(family: str, seed: int, folder: Path) -> dict[str, Any]:
-        settings = run_config(config, family, seed)
+    def measured(name: str, seed: int, folder: Path) -> dict[str, Any]:
+        settings = run_config(config, made[name], seed)
         study.train_once(folder, lambda: run.train(settings, folder))
         _, model = run.load_model(folder)
         losses = evaluation.token_losses(
             model,
-            test_documents(config),
+            test,
             context_length=config.context_length,
             segment=config.context_length,
             batch_size=8,
@@ -162,21 +146,16 @@ def main(config: Config) -> None:
             "texts": measure.bin_losses(losses, config.edges),
         }
 
+    def identity(name: str, seed: int) -> list[Any]:
+        return [to_record(run_config(config, made[name], seed)), config.test_texts]
+
     rows = study.run_all(
-        FAMILIES,
-        config.seeds,
-        measured,
-        run_dir=config.run_dir,
-        identity=lambda family, seed: [
-            to_record(run_config(config, family, seed)),
-            config.test_texts,
-        ],
+        [*made], config.seeds, measured, run_dir=config.run_dir, identity=identity
     )
     found = report(config, rows)
     output = config.run_dir / "results"
     question = "does a memory help beyond the window?"
-    shown = settings(config) | {"wide": wide_window(config.window)}
-    result = write_report(output, question, shown, found)
+    result = write_report(output, question, settings(config), found)
     plot(result, Path(f"{output}.png"))
     for base, kinds in result["gains"].items():
         print(f"over {base}:", {k: format_interval(x, 4) for k, x in kinds.items()})
@@ -210,7 +189,7 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     binned: dict[str, list[TokenLosses]] = {}
     models: dict[str, dict[str, Any]] = {}
     for row in rows:
-        name = name_of(config, row["name"])
+        name = row["name"]
         binned.setdefault(name, []).append(
             measure.binned_losses(row["texts"], (0, bins))
         )

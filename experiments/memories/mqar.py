@@ -60,20 +60,14 @@ SMALL = Task(
     lengths=(64, 256, 1024),
 )
 
-# Memories are square, as in the papers: as many slots as a key is wide.
-_SQUARE = ("key_dim", "value_dim")
 #: The sizes of a mechanism that make its state as large as DeltaNet's, all one number.
+#: Memories are square, as in the papers: as many slots as a key is wide.
 SIZES = {
+    "attention": (),
     "sliding_window": ("window",),
-    "linear_attention": _SQUARE,
-    "mamba2": _SQUARE,
-    "gla": _SQUARE,
-    "deltanet": _SQUARE,
-    "gated_deltanet": _SQUARE,
-    "gsa": ("slots", *_SQUARE),
-    "abc": ("slots", *_SQUARE),
-    "ttt_linear": _SQUARE,
-    "trellis": ("slots", *_SQUARE),
+    "gsa": ("slots", "key_dim", "value_dim"),
+    "abc": ("slots", "key_dim", "value_dim"),
+    "trellis": ("slots", "key_dim", "value_dim"),
     "lattice": ("slots", "value_dim"),
 }
 # Memories so small are read fastest by a loop over tokens, on a CPU.
@@ -97,11 +91,12 @@ def model(task: Task, mechanism: str, **options: Any) -> ModelConfig:
         task.scale.context_length,
         **options,
     )
-    if mechanism not in SIZES:
+    names = SIZES.get(mechanism, ("key_dim", "value_dim"))
+    if not names:
         return make()
     goal = small_models.base_model(task.scale, task.vocab_size, "deltanet", 1)
     return small_models.equal_state(
-        lambda size: make(**dict.fromkeys(SIZES[mechanism], size)),
+        lambda size: make(**dict.fromkeys(names, size)),
         small_models.state_bytes(goal),
     )
 

@@ -10,9 +10,8 @@ is the ceiling, a sliding window of the same bytes the floor. The ablations have
 papers' variants, from DeltaNet and TTT up, then the choices that the papers leave open:
 φ of Trellis, and the chunk of Lattice, whose gradients are stale; two rows of Trellis
 have other numbers of slots. Columns: right answers to multi-query recall (`mqar`) by
-pairs and by length of the sequence; the paper's perplexity with 125M parameters on The
-Pile. `trellis_steps` is scored on validation sequences alone: no test has a say in a
-default. 30 minutes to an hour on two cores.
+pairs and by length of the sequence. `trellis_steps` is scored on validation sequences
+alone: no test has a say in a default. 30 minutes to an hour on two cores.
 
 It does not show what a language model recalls: models of 31,000 parameters learn
 nothing but this task, with two seeds. Language models that a CPU can train are beaten
@@ -135,14 +134,12 @@ class Study(NamedTuple):
         base: the row that others are compared with.
         models: its rows, of a task.
         rates: learning rates to choose from.
-        paper: perplexities of the paper with 125M parameters on The Pile.
     """
 
     question: str
     base: str
     models: Callable[[mqar.Task], Models]
     rates: tuple[float, ...] = (1e-2,)
-    paper: Mapping[str, float] = {}
 
 
 STUDIES = {
@@ -156,33 +153,11 @@ STUDIES = {
         "what does each part of Trellis bring to recall?",
         "Trellis",
         _trellis,
-        paper={
-            "DeltaNet": 11.58,
-            "TTT": 11.44,
-            "Trellis": 10.87,
-            "without forget gate": 11.28,
-            "f = l2_silu": 10.98,
-            "f = softmax": 11.29,
-            "linear, f = softmax": 12.71,
-            "linear, f = ln_silu": 11.65,
-            "m / 2": 11.14,
-            "2 m": 10.87,
-            "C = 1": 10.75,
-        },
     ),
     "lattice_ablation": Study(
         "what does each part of Lattice bring to recall?",
         "normalised projection",
         _lattice,
-        paper={
-            "DeltaNet": 11.62,
-            "TTT": 11.59,
-            "orthogonal recurrence": 11.26,
-            "normalised projection": 10.94,
-            "forget gate (l2)": 10.94,
-            "ENC": 10.90,
-            "SIM": 10.89,
-        },
     ),
     "trellis_steps": Study(
         "which steps, chunks, phi and targets does Trellis learn with?",
@@ -275,7 +250,6 @@ def main(config: Config) -> None:
         results = {
             "task": task._asdict() | {"scale": task.scale._asdict()},
             "base": chosen.base,
-            "paper": dict(chosen.paper),
             **found,
             "rows": rows,
         }
@@ -328,8 +302,7 @@ def by_length(result: Mapping[str, Any]) -> Rows:
 def _ablation(result: Mapping[str, Any]) -> Rows:
     found = _by_pairs(result["accuracy"])
     for name in dict.fromkeys(row["name"] for row in result["accuracy"]):
-        paper = number(result["paper"].get(name), 2)
-        yield {"right answers": name} | found[name] | {"PPL in the paper, 125M": paper}
+        yield {"right answers": name} | found[name]
 
 
 trellis = table("memories/trellis_ablation")(_ablation)

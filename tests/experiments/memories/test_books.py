@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.memories import books
-from experiments.memories.books import FAMILIES, Config, model_config, state_bytes
+from experiments.memories.books import Config
 from memjax.training import run_data
 from tests.training.idle import idle_updates
 
@@ -46,27 +46,29 @@ def test_models_are_equal_and_compared_by_seed(run_dir):
 @pytest.mark.slow
 def test_rerun_trains_no_further_and_keeps_its_numbers(run_dir, capsys):
     before = json.loads((run_dir / "results.json").read_text())
-    metrics = (run_dir / "elastic" / "seed42" / "metrics.jsonl").read_text()
+    metrics = (run_dir / "Elastic_Memory" / "seed42" / "metrics.jsonl").read_text()
     books.main(dataclasses.replace(TINY, run_dir=run_dir))
     after = json.loads((run_dir / "results.json").read_text())
-    assert (run_dir / "elastic" / "seed42" / "metrics.jsonl").read_text() == metrics
+    assert (
+        run_dir / "Elastic_Memory" / "seed42" / "metrics.jsonl"
+    ).read_text() == metrics
     assert "seed 42\n" not in capsys.readouterr().out
     assert after["models"] == before["models"]
 
 
 @pytest.mark.parametrize("window", [8, 64])
 def test_wide_windows_are_the_shortest_with_as_many_bytes(window):
-    memory = state_bytes(model_config("elastic", window))
-    wide = books.wide_window(window)
-    sizes = [state_bytes(model_config("wide", size)) for size in (wide - 1, wide)]
-    assert sizes[1] >= memory > sizes[0]
+    short, wide, memory = map(books.state_bytes, books.models(window).values())
+    tokens = [int(name.split()[-1]) for name in [*books.models(window)][:2]]
+    token = (wide - short) / (tokens[1] - tokens[0])
+    assert wide >= memory > wide - token
 
 
 @pytest.mark.slow
 def test_all_models_see_the_same_batches():
     found = []
-    for family in FAMILIES:
-        settings = books.run_config(TINY, family, 42)
+    for model in books.models(TINY.window).values():
+        settings = books.run_config(TINY, model, 42)
         documents = run_data.load_split(settings, books.TOKENIZER, "train")
         found.append(next(run_data.batches(settings, [documents])).tokens)
     for other in found[1:]:
