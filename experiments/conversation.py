@@ -13,7 +13,6 @@ compiling, and the size of the memory's folder.
 What this does not show: one page and nine questions do not rank models.
 """
 
-import dataclasses
 import os
 import pty
 import re
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.lab.backbones import smollm2
-from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
+from experiments.lab.results import RESULTS, Rows, number, table, write_report
 from memjax.conversation import Conversation
 from memjax.evaluation.provenance import provenance
 
@@ -77,32 +76,22 @@ CHAT = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Parts, model and output.
+def main(parts: tuple[Part, ...] = get_args(Part), model: Path | None = None) -> None:
+    """Runs the parts and writes their results.
 
-    Attributes:
+    Args:
         parts: the session, the turns, or both.
         model: folder or GGUF file; None is SmolLM2-135M-Instruct of its package.
-        output: folder of the results.
     """
-
-    parts: tuple[Part, ...] = get_args(Part)
-    model: Path | None = None
-    output: Path = RESULTS / "conversation"
-
-
-def main(config: Config) -> None:
-    """Runs the parts and writes their results."""
-    model = config.model or smollm2()
-    used = settings(config) | {"model": model.name}
-    if "session" in config.parts:
+    model = model or smollm2()
+    used, output = {"model": model.name}, RESULTS / "conversation"
+    if "session" in parts:
         found = session(model)
-        write_report(config.output / "session", QUESTION, used, found)
-        draw(found, model.stem, config.output / "session.svg")
-    if "turns" in config.parts:
+        write_report(output / "session", QUESTION, used, found)
+        draw(found, model.stem, output / "session.svg")
+    if "turns" in parts:
         found = {"turns": timed_turns(model)}
-        write_report(config.output / "turns", QUESTION, used, found)
+        write_report(output / "turns", QUESTION, used, found)
 
 
 def session(model: Path) -> dict[str, Any]:
@@ -268,4 +257,4 @@ def turns(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    tyro.cli(main)

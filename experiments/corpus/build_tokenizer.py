@@ -1,20 +1,12 @@
-"""Trains a byte-level BPE tokenizer on the train split of the embedded corpus.
+"""Training of byte-level BPE tokenizers, such as `bpe4k`, which memjax ships.
 
-    python -m experiments.corpus.build_tokenizer --destination bpe4k.json.xz
-
-This command made the tokenizer `bpe4k` that memjax ships. A destination that ends in
-`.xz` is compressed, which only that file needs: `load_tokenizer` reads plain JSON.
+`bpe4k` has 4096 ids and was trained on the train split of the embedded corpus.
 """
 
-import lzma
 from collections.abc import Iterable
-from pathlib import Path
 
 import tokenizers
-import tyro
 from tokenizers import decoders, models, pre_tokenizers, trainers
-
-from memjax.data import open_documents
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
@@ -45,17 +37,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     )
     backend.train_from_iterator(texts, trainer)
     return backend.to_str()
-
-
-def main(destination: Path) -> None:
-    """Writes the tokenizer of the embedded corpus, compressed if the name says so."""
-    documents = open_documents("embedded")
-    texts = [document.text for document in documents if document.split == "train"]
-    content = train_tokenizer(texts, 4096).encode("utf-8")
-    if destination.suffix == ".xz":
-        content = lzma.compress(content, preset=9)
-    destination.write_bytes(content)
-
-
-if __name__ == "__main__":
-    tyro.cli(main)
