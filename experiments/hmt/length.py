@@ -72,14 +72,7 @@ TUNED_WINDOW = TUNED.format(SINK_WINDOW)
 #: What every other row is compared with.
 BASES = (TUNED_WINDOW, TUNED.format(APART))
 #: The lines of the plot.
-PLOTTED = (
-    HIERARCHICAL,
-    CAUSAL,
-    TUNED_WINDOW,
-    TUNED.format(AGAIN),
-    FULL,
-    SINK_WINDOW,
-)
+PLOTTED = (HIERARCHICAL, CAUSAL, TUNED_WINDOW, TUNED.format(AGAIN), FULL, SINK_WINDOW)
 #: Inputs are scored up to these positions; shorter documents count as they are.
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 #: Tokens of a validation document, and the learning rates that it chooses from.

@@ -50,10 +50,7 @@ def test_rows_of_the_context_are_found_by_their_values():
 
             stored = np.asarray(state.store.layers[layer].rows[row, :held])
             chosen = [i for i in places[layer, row] if i < held]
-            counts = (
-                among(stored),
-                among(stored[chosen]) if held else 0,
-            )
+            counts = (among(stored), among(stored[chosen]) if held else 0)
             assert counts == tuple(int(x[row, layer]) for x in found[count][:2])
             seen += counts[1]
     assert (found[0].store == 0).all()

@@ -5,14 +5,7 @@ import pytest
 
 from experiments.mplus.samples import choose_facts, in_rounds, make_samples
 from memjax.data import Question, load_tokenizer
-from tests.experiments.mplus.tiny import (
-    BYTES,
-    CHUNK,
-    FACTS,
-    NAMES,
-    PASSAGES,
-    samples,
-)
+from tests.experiments.mplus.tiny import BYTES, CHUNK, FACTS, NAMES, PASSAGES, samples
 
 
 def test_samples_are_context_other_text_and_question():
