@@ -190,7 +190,8 @@ def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
     assert losses[0] > losses[1] > losses[2] and not stayed
 
 
-@pytest.mark.parametrize("name", rows(MODELS, ("language model",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_flaxs_optimizer_trains_every_model(name, tokens):
     whole = model(name)
     losses, stayed = train(whole, whole.init_state(B), tokens, jnp.roll(tokens, -1, 1))

@@ -255,7 +255,7 @@ def test_bfloat16_is_close_to_float32(case):
     assert error < 2e-2
 
 
-@of_each_kind
+@pytest.mark.parametrize("case", rows(KINDS[:2]), indirect=True)
 def test_gradients_equal_those_of_steps(case, stepped):
     """Of the squares of the outputs and of the last state."""
     mechanism, params, _, x = case

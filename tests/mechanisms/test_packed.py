@@ -20,7 +20,7 @@ PACKS = {name: c for name, c in CONFIGS.items() if c.build().packed is not None}
 ANYWHERE = ((0, 5, 6), (0, 1, 9))
 CHUNKS_OF_4 = ((0, 8), (0, 4, 8))
 # The others share the block of these.
-FAST = ("sliding_window", "trellis")
+FAST = ("sliding_window", "gated_deltanet")
 ROWS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
     for name in PACKS

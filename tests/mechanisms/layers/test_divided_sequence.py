@@ -27,7 +27,7 @@ def test_divided_tokens_equal_one_device(found, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", divided_run.MECHANISMS)
 def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
-    for program in ("segment", "gradient", "packed"):
+    for program in ("segment", "packed"):
         assert found[name][program]["permutes"]
         assert 0 < found[name][program]["gathered"] <= MEMORIES
 
@@ -35,5 +35,4 @@ def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", divided_run.ELASTIC)
 def test_only_coefficients_are_sent(found, name):
-    for program in ("segment", "gradient"):
-        assert found[name][program]["gathered"] == COEFFICIENTS
+    assert found[name]["segment"]["gathered"] == COEFFICIENTS

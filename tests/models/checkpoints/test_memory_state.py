@@ -67,7 +67,7 @@ def tokens(count, seed=0):
 
 @pytest.fixture(scope="module", name="model")
 def _model():
-    return build()
+    return tiny.drawn(build)
 
 
 @pytest.fixture(scope="module", name="read")

@@ -234,6 +234,7 @@ def test_distillation_inputs_come_from_windowed_layers():
     assert np.abs(one["y"][0] - two["y"][0])[:, -1].max() > 1e-5
 
 
+@pytest.mark.slow
 def test_cached_teacher_outputs_equal_recomputed_ones():
     """Three updates with one sample read once, and read each time: the same bits."""
     stage = RetrofitStage(
