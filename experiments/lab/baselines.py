@@ -29,10 +29,7 @@ from memjax.models.language_model.windowed import limit_attention
 def equal_tokens(model: LanguageModel, tokens: int, heads: MemoryHeads) -> int:
     """Tokens of keys and values with the bytes of a layer's memory, of these heads.
 
-    Args:
-        model: with its heads.
-        tokens: of a memory for each query head.
-        heads: that have a memory of their own.
+    `tokens` are those of a memory for each query head.
     """
     own = model.config.heads
     shared_by = own.num_heads // own.num_kv_heads if heads == "key_value" else 1
@@ -49,11 +46,7 @@ def equal_window(backbone: LanguageModel, size: int, sinks: int = 0) -> int:
 
 
 def sparse_cache(model: LanguageModel, tokens: int, read: int) -> LanguageModel:
-    """SnapKV with a cache of so many tokens, `read` of them for what is being read.
-
-    Raises:
-        ValueError: if too few tokens are left to select.
-    """
+    """SnapKV with a cache of so many tokens, `read` of them for what is being read."""
     return add_snapkv(model, SnapKVConfig(tokens - read, read))
 
 
@@ -68,11 +61,7 @@ ORDER = 3
 
 
 class NGram:
-    """Counts of the training documents.
-
-    Example:
-        losses = NGram(train, order=4, vocab_size=4096).losses(test)
-    """
+    """Counts of the training documents."""
 
     def __init__(
         self, documents: Sequence[TokenisedDocument], order: int, vocab_size: int

@@ -18,9 +18,7 @@ from memjax.evaluation.statistics import (
 def loss_difference(base: TokenLosses, model: TokenLosses) -> dict[str, Any]:
     """Loss of `base` minus loss of `model` in nats a token, as JSON has it.
 
-    Returns:
-        `nats`, `documents`; `low`, `high` and `standard_error`,
-        which are None where a kind has too few documents for an interval.
+    `low`, `high` and `standard_error` are None where a kind has too few documents.
     """
     counted = {
         (kind, name)
@@ -88,7 +86,7 @@ def summarise_seeds(
         rows: of `study.run_all`.
         metric: the number of a row that counts.
         base: name of the model that others are compared with.
-        by: another field that distinguishes rows, such as the context length.
+        by: another field that distinguishes rows.
     """
     groups: dict[tuple, dict[int, float]] = {}
     for row in rows:

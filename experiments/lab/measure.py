@@ -76,28 +76,25 @@ def score_once(
         texts: of several lengths.
         folder: of this model alone.
     """
-    score = None
+    score, files = None, []
     for text in texts:
-        file = _losses_file(folder, text)
+        tokens = np.ascontiguousarray(text.tokens, np.int32)
+        digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+        files.append(file := folder / f"{digest}.npz")
         if file.exists():
             continue
-        score = prepare() if score is None else score
+        score = score or prepare()
         wall, cpu = time.monotonic(), time.process_time()
         losses = score(text)
         seconds, cpu_seconds = time.monotonic() - wall, time.process_time() - cpu
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         with partial.open("wb") as stream:
-            np.savez(
-                stream,
-                nll=losses.nll[0],
-                seconds=seconds,
-                cpu_seconds=cpu_seconds,
-                device=device_name(),
-            )
+            cost = dict(seconds=seconds, cpu_seconds=cpu_seconds)
+            np.savez(stream, nll=losses.nll[0], device=device_name(), **cost)
         partial.replace(file)
         print(f"  {text.name}: {seconds:.0f} s", flush=True)
-    found = [np.load(_losses_file(folder, text)) for text in texts]
+    found = [np.load(file) for file in files]
     return Scored(
         join_losses(texts, [x["nll"] for x in found]),
         sum(float(x["seconds"]) for x in found),
@@ -116,11 +113,6 @@ def join_losses(
         found[row, : len(one)], mask[row, : len(one)] = one, 1
     kinds = tuple(text.kind for text in texts)
     return TokenLosses(found, mask, kinds, tuple(text.name for text in texts))
-
-
-def _losses_file(folder: Path, text: TokenisedDocument) -> Path:
-    tokens = np.ascontiguousarray(text.tokens, np.int32)
-    return folder / f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}.npz"
 
 
 def bin_losses(losses: TokenLosses, edges: Sequence[int]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def digest(record: Any) -> str:
 
 
 def use_compile_cache(run_dir: Path) -> None:
-    """Stores compiled programs in the run folder, unless a cache is set already."""
+    """Stores compiled programs in the run folder, unless there is a cache."""
     if not jax.config.values["jax_compilation_cache_dir"]:
         cache = run_dir.resolve() / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -39,10 +39,7 @@ def use_compile_cache(run_dir: Path) -> None:
 def once(file: Path, measure: Callable[[], Any], identity: Any = None) -> Any:
     """The JSON value of a file, measured and written if the file is missing.
 
-    Args:
-        file: of this value alone.
-        measure: gives a value that JSON can hold.
-        identity: settings that the value depends on.
+    `identity` has the settings that the value depends on.
 
     Raises:
         ValueError: if the file holds the value of other settings.
@@ -87,13 +84,10 @@ def spent(folder: Path) -> Spent:
 def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Spent:
     """Trains in a folder, unless that training has finished before.
 
-    Args:
-        folder: of this training alone.
-        train: continues from the folder's checkpoints.
-        what: is trained, for a line of progress.
+    `train` continues from the folder's checkpoints; `what` names it in progress.
 
     Raises:
-        SystemExit: if the training was stopped; a later call continues it.
+        SystemExit: if it was stopped; a later call continues it.
     """
     before = spent(folder)
     if before.finished:
@@ -182,12 +176,10 @@ def run_all(
         rows: names.
         seeds: of each row.
         measure: (row, seed, folder) -> numbers of this run, as JSON has them.
-        run_dir: where the numbers of the runs are stored.
+        run_dir: of the runs' numbers.
         identity: (row, seed) -> settings that these numbers depend on.
-        report: called with all rows so far after each new run, and at the end.
-
-    Returns:
-        `name`, `seed` and the numbers of each run.
+        report: called with the rows so far after each new run, and at the end: `name`,
+            `seed` and the numbers of each.
 
     Raises:
         ValueError: if the folder holds a run with other settings under the same name.

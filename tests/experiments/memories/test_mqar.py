@@ -65,14 +65,6 @@ def test_recall_chooses_a_rate_on_validation_and_resumes(tiny, tmp_path, capsys)
         recall.main(dataclasses.replace(config, test_rows=3))
 
 
-@pytest.mark.slow
-def test_ablations_of_steps_read_validation_sequences(tiny, tmp_path):
-    recall.main(config_of(tmp_path, "DeltaNet", of="trellis_steps"))
-    report = json.loads((tmp_path / "trellis_steps.json").read_text())
-    assert [row["name"] for row in report["validation"]] == ["DeltaNet"]
-    assert "accuracy" not in report
-
-
 def test_plan_lists_missing_runs_and_trains_nothing(tmp_path, capsys):
     recall.main(config_of(tmp_path, "Trellis", plan=True))
     assert "2 missing" in capsys.readouterr().out

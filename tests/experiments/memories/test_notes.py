@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from experiments.memories import notes as program
 from experiments.memories import notes_task as notes
-from experiments.memories import small_models
 from memjax.models import LanguageModel
 
 TEXT = np.arange(5000, dtype=np.uint8)
@@ -86,25 +84,6 @@ def test_query_mid_text_equals_reading_the_prefix(test):
         likeliest = np.asarray(logits.argmax(axis=-1)) - FIRST_NUMBER
         places = notes.PART + distance + np.asarray(test.notes.asked)
         np.testing.assert_array_equal(answers, likeliest[rows, places])
-
-
-@pytest.mark.slow
-def test_a_training_continues_from_a_model():
-    model = program.models(program.Config())["DeltaNet"]
-    scale = program.STAGES[0]._replace(steps=1, learning_rate=1e-30)
-    draw = program.draw_batches(scale)
-    start = LanguageModel(model, key=jax.random.key(7))
-    trained, _ = small_models.train(scale, model, 1, draw, start)
-    fresh, _ = small_models.train(scale, model, 1, draw)
-
-    def params(model):
-        return jax.tree.leaves(nnx.state(model, nnx.Param))
-
-    same = [
-        np.allclose(a, b) for a, b in zip(params(trained), params(start), strict=True)
-    ]
-    assert all(same)
-    assert not np.allclose(params(trained)[0], params(fresh)[0])
 
 
 def test_scores_are_means_over_seeds_beside_the_best_baseline(test):
