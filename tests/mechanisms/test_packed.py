@@ -19,10 +19,8 @@ PACKS = {name: c for name, c in CONFIGS.items() if c.build().packed is not None}
 # Where documents begin: anywhere, or where a chunk of 4 does.
 ANYWHERE = ((0, 5, 6), (0, 1, 9))
 CHUNKS_OF_4 = ((0, 8), (0, 4, 8))
-# The others share the block of these.
-FAST = ("sliding_window", "gated_deltanet")
 ROWS = [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    name if name == "sliding_window" else pytest.param(name, marks=pytest.mark.slow)
     for name in PACKS
 ]
 
@@ -107,6 +105,7 @@ def test_mechanisms_without_packed_rows():
     assert without == {*hybrids, *elastic, "sliding_window_sinks"}
 
 
+@pytest.mark.slow
 def test_start_inside_a_chunk_is_refused():
     mechanism = build(TrellisConfig(**BLOCK, slots=5, chunk_size=4))
     assert mechanism.packed.chunk == 4

@@ -70,15 +70,17 @@ def _model():
     return tiny.drawn(build)
 
 
-@pytest.fixture(scope="module", name="read")
-def _read(model):
-    return jax.jit(model)
+def any_bits(state):
+    """A state of the same shapes and types."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.integers(0, 100, x.shape), x.dtype), state
+    )
 
 
 @pytest.fixture(scope="module", name="state")
-def _state(model, read):
-    """Entries in the store, an open chunk, and a cache of what was read last."""
-    return read(model.init_state(2, key=jax.random.key(5)), tokens(20))[0]
+def _state(model):
+    return any_bits(model.init_state(2))
 
 
 @pytest.fixture(name="saved")
@@ -88,7 +90,11 @@ def _saved(model, state, tmp_path):
 
 
 @pytest.mark.slow
-def test_restored_memory_continues_bit_exactly(model, read, state, saved):
+def test_restored_memory_continues_bit_exactly(model, tmp_path):
+    read, saved = jax.jit(model), tmp_path / "memory"
+    # Entries in the store, an open chunk, and a cache of what was read last.
+    state, _ = read(model.init_state(2, key=jax.random.key(5)), tokens(20))
+    save_memory(saved, model, state)
     assert state.store.num_valid.tolist() == [6, 6] and state.length.tolist() == [2, 2]
     loaded = load_memory(saved, model)
     chex.assert_trees_all_equal_shapes_and_dtypes(loaded, state)
@@ -102,12 +108,7 @@ def test_restored_memory_continues_bit_exactly(model, read, state, saved):
 @pytest.mark.parametrize("name", OTHERS)
 def test_round_trip_of_every_model(name, tmp_path):
     model = OTHERS[name]()
-    rng = np.random.default_rng(0)
-
-    def any_bits(x):
-        return jnp.asarray(rng.integers(0, 100, x.shape), x.dtype)
-
-    state = jax.tree.map(any_bits, model.init_state(2))
+    state = any_bits(model.init_state(2))
     save_memory(tmp_path / "memory", model, state)
     loaded = load_memory(tmp_path / "memory", model)
     chex.assert_trees_all_equal_shapes_and_dtypes(loaded, state)
