@@ -118,17 +118,13 @@ def ours(shape: Shape, memory: Memory, held: int) -> Subject:
 
 
 def merging(memory: Memory, held: int) -> tuple[float, np.ndarray, np.ndarray]:
-    """What makes each merge of the peer drop the oldest of `held` rows.
+    """Frequency of recall at a merge, ages and frequencies of `held` rows.
 
-    A store then stays as large as it is; one that is empty grows.
-
-    Returns:
-        The recall frequency of a row when it is merged, and the ages and the remaining
-        frequencies of the rows held.
+    With these each merge of the peer drops the oldest, and the store stays as large.
     """
     batch = memory.merge_every * memory.tokens
     ages = np.arange(held)[::-1]
-    merges = -(-held // batch) or 10**9
+    merges = -(-held // batch)
     return merges + 1.0, ages + memory.pool, (merges - ages // batch).astype(float)
 
 

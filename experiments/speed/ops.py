@@ -1,6 +1,9 @@
 """Speed of the ops, and their distance from the device's roofline.
 
     OPENBLAS_NUM_THREADS=1 python -m experiments.speed.ops
+    python -m experiments.speed.ops --shapes 8 2048 12 64 --lengths 16384 65536 \\
+        --dtype bfloat16 --longest-loop 1000 --longest-attention 65536 \\
+        --repeats 20 --output experiments/results/speed/ops_gpu  # on a GPU
 
 Every op in every implementation that runs here, forward and with backward, by
 interleaved timing; with it causal attention (cuDNN on a GPU) and, on a GPU where it is
