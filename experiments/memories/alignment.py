@@ -271,23 +271,12 @@ def result_file(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path) -> None:
-    """Writes the results of a folder together, as `folder`.json.
-
-    Raises:
-        ValueError: if two were measured on other documents.
-    """
+    """Writes the results of a folder together, as `folder`.json."""
     files = [result_file(folder, name) for name in (WINDOWS, *MEMORIES)]
     found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
-    documents = found[0]["documents"]
-    for result in found:
-        if result["documents"] != documents:
-            raise ValueError(
-                f"{result['rows'][0]['name']} and {found[0]['rows'][0]['name']} cannot "
-                "be compared: their documents must be equal"
-            )
     rows = [row for result in found for row in result["rows"]]
     sizes = {k: n for result in found for k, n in result["bytes"].items()}
-    lines = summary(rows, list(documents.values()), sizes)
+    lines = summary(rows, list(found[0]["documents"].values()), sizes)
     shown = found[0]["config"] | {"only": []}
     write_report(folder, QUESTION, shown, {"bytes": sizes, "summary": lines})
 
@@ -349,14 +338,15 @@ def main(config: Config) -> None:
     if config.plan:
         study.show_plan(dict.fromkeys(missing, MINUTES))
         return
-    data = prepare(config) if missing else None
+    if not missing:
+        write(config.output)
+        return
+    data = prepare(config)
     for name in missing:
-        assert data is not None
-        found = (
-            measure_windows(config, data)
-            if name == WINDOWS
-            else measure_memory(name, config, data)
-        )
+        if name == WINDOWS:
+            found = measure_windows(config, data)
+        else:
+            found = measure_memory(name, config, data)
         write_report(
             result_file(config.output, name).with_suffix(""),
             QUESTION,
@@ -364,7 +354,7 @@ def main(config: Config) -> None:
             {"documents": data.kinds, **found},
         )
         print(f"{name} has its result", flush=True)
-    write(config.output)
+        write(config.output)
 
 
 if __name__ == "__main__":
