@@ -90,7 +90,7 @@ def score_once(
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         with partial.open("wb") as stream:
-            cost = dict(seconds=seconds, cpu_seconds=cpu_seconds)
+            cost: Any = dict(seconds=seconds, cpu_seconds=cpu_seconds)
             np.savez(stream, nll=losses.nll[0], device=device_name(), **cost)
         partial.replace(file)
         print(f"  {text.name}: {seconds:.0f} s", flush=True)

@@ -283,7 +283,7 @@ class Row(NamedTuple):
     """
 
     label: str
-    scored: Callable[[LanguageModel, Setup], Any] | None = None
+    scored: Callable[[Any, Setup], Any] | None = None
     stages: Callable[[Setup], Stages] | None = None
     cost: float = 1.0
 

@@ -39,7 +39,9 @@ def test_windows_have_equal_bytes(setup):
     kept = functools.partial(state_bytes, tokens=64)
 
     def scored(name):
-        return ROWS[name].scored(setup.backbone, setup)
+        make = ROWS[name].scored
+        assert make is not None
+        return make(setup.backbone, setup)
 
     wide, window, shared = map(scored, ("wide", "window", "wide-shared"))
     assert [mechanism.window for mechanism in wide.config.layers] == [4, 7]
@@ -56,7 +58,8 @@ def test_rows_are_trained_on_as_many_tokens(setup):
     setup = setup._replace(window=32, context=64, updates=16)
     # Sizes of the preset of M+ do not fit a tiny window.
     for name in ROWS.keys() - {"mplus", "memoryllm"}:
-        made = ROWS[name].stages(setup) if ROWS[name].stages else ()
+        stages = ROWS[name].stages
+        made = stages(setup) if stages else ()
         # A distillation sees texts of the tuning.
         tuned = [stage for _, stage in made if getattr(stage, "part", "") != "distill"]
         read = [s.loop.steps * s.data.batch_size * s.tokens_read for s in tuned]
