@@ -217,17 +217,18 @@ def test_no_isinstance_on_models_runs_stages_and_mechanisms():
         if room_of(name) == "experiments":
             continue
         for node in ast.walk(TREES[name]):
-            asked: list[ast.AST] = []
+            asked: list[ast.expr] = []
             if isinstance(node, ast.Call) and len(node.args) == 2:
                 called = getattr(node.func, "id", "")
                 asked = node.args[1:] if called in ("isinstance", "issubclass") else []
             elif isinstance(node, ast.MatchClass):
                 asked = [node.cls]
-            for part in (part for tree in asked for part in ast.walk(tree)):
-                kind = getattr(part, "attr", getattr(part, "id", None))
-                assert owners.get(kind, name) == name, (
-                    f"{name}:{node.lineno} asks whether something is a {kind}"
-                )
+            for tree in asked:
+                for part in ast.walk(tree):
+                    kind = str(getattr(part, "attr", getattr(part, "id", None)))
+                    assert owners.get(kind, name) == name, (
+                        f"{name}:{tree.lineno} asks whether something is a {kind}"
+                    )
 
 
 def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:

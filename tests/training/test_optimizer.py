@@ -144,5 +144,5 @@ def test_rates_are_of_whole_path_parts():
     params = {"position": jnp.ones(1), "repositioned": jnp.ones(1)}
     transform = with_rates(optax.sgd(1.0), {"position": 0.0})
     updates, _ = transform.update(params, transform.init(params), params)
-    np.testing.assert_array_equal(updates["position"], [0.0])
-    np.testing.assert_array_equal(updates["repositioned"], [-1.0])
+    expected = {"position": jnp.zeros(1), "repositioned": -jnp.ones(1)}
+    chex.assert_trees_all_equal(updates, expected)
