@@ -288,6 +288,17 @@ def by_pairs(result: Mapping[str, Any]) -> Rows:
         } | found[name]
 
 
+@table("memories/recall_length", "memories/recall")
+def by_length(result: Mapping[str, Any]) -> Rows:
+    """Right answers by the length of the sequence, at a few pairs."""
+    pairs, lengths = f"{result['task']['pairs'][1]} pairs", result["task"]["lengths"]
+    found = {n: _by_pairs(result["accuracy"][str(n)]) for n in lengths}
+    for name in dict.fromkeys(row["name"] for row in result["rows"]):
+        yield {f"right answers, {pairs}": name} | {
+            f"{n:,} tokens": found[n][name][pairs] for n in lengths
+        }
+
+
 def _ablation(result: Mapping[str, Any]) -> Rows:
     found = _by_pairs(result["accuracy"])
     for name in dict.fromkeys(row["name"] for row in result["accuracy"]):
