@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from memjax.mechanisms import TrellisConfig
 
@@ -42,20 +43,23 @@ def program(normalize_target):
         _, y = memory.apply(params, memory.init_state(1), x)
         return jnp.sum(y[:, -1] ** 2), y
 
-    params = memory.init_params(jax.random.key(0))
+    params = jax.jit(memory.init_params)(jax.random.key(0))
     return params, jax.jit(jax.grad(last, has_aux=True))
 
 
+@pytest.mark.slow
 def test_gradients_through_a_long_text_stay_small():
     for scale in (1.0, 100.0):
         assert outputs_and_gradient(scale)[1] < 10, scale
 
 
+@pytest.mark.slow
 def test_large_targets_make_gradients_explode_unless_normalised():
     _, norm = outputs_and_gradient(100.0, normalize_target=False)
     assert norm > 1000
 
 
+@pytest.mark.slow
 def test_outputs_do_not_depend_on_the_scale_of_targets():
     one, other = (outputs_and_gradient(scale)[0] for scale in (1.0, 100.0))
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)

@@ -83,7 +83,7 @@ MECHANISMS: dict[str, MechanismConfig] = {
     "gsa": GSAConfig(**BLOCK, slots=4),
     "ttt_linear": TTTLinearConfig(**BLOCK, chunk_size=4),
     "trellis": TrellisConfig(**BLOCK, slots=4, chunk_size=4),
-    "lattice": LatticeConfig(32, num_heads=8, slots=4, value_dim=4, chunk_size=4),
+    "lattice": LatticeConfig(16, num_heads=8, slots=4, value_dim=4, chunk_size=4),
 }
 #: Those that are divided by heads alone, too.
 WHOLE = ("beside", "elastic", "trellis", "lattice")
