@@ -131,11 +131,7 @@ def answers(model: Path) -> list[dict[str, Any]]:
 
 
 def terminal(words: list[str], folder: Path, seconds: float = 600) -> Iterator[str]:
-    """The lines that stay in a terminal after a command of memjax.
-
-    Raises:
-        RuntimeError: the command fails.
-    """
+    """The lines that stay in a terminal after a command of memjax."""
     program = [sys.executable, "-m", "memjax.cli.entry"]
     argv = program + [word.strip('"') for word in words]
     pid, end = pty.fork()

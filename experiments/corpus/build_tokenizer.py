@@ -14,9 +14,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
     Digits are split one by one, as SmolLM2 does; every text decodes to itself. Texts
     with too few distinct pairs give fewer than vocab_size ids.
-
-    Raises:
-        ValueError: vocab_size is below 256.
     """
     if vocab_size < 256:
         raise ValueError(f"vocab_size={vocab_size} must be at least 256")

@@ -43,12 +43,7 @@ def read_listed() -> list[Listed]:
 def fetch_comparison(
     destination: Path, listed: Iterable[Listed], accept: bool = False
 ) -> list[Listed]:
-    """Writes documents and licences; with `accept` whatever their texts are today.
-
-    Raises:
-        ValueError: if a source cannot be reached, or a document is missing or is not
-            the one listed. What was written until then stays.
-    """
+    """Writes documents and licences; with `accept` whatever their texts are today."""
     found: list[Listed] = []
     texts: dict[str, dict[str, str]] = {}
     for document in listed:

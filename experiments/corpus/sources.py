@@ -29,10 +29,6 @@ def unpack(source: Source, folder: Path) -> Path:
     """Downloads and unpacks a package below a folder; returns the folder of its files.
 
     Links and devices are left out.
-
-    Raises:
-        OSError, ValueError, subprocess.SubprocessError: if it cannot be had, or a
-            member's name leads out of the folder.
     """
 
     def call(*command: str) -> bytes:

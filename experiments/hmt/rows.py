@@ -32,13 +32,9 @@ TUNED = "{}, tuned"
 
 
 class Row(NamedTuple):
-    """A model of the table.
+    """A model of the table; an untrained row is wrapped as in the last of its stages.
 
-    Attributes:
-        name: of the row.
-        stages: its training, in order; an untrained row is wrapped as in the last.
-        is_trained: whether the stages are trained.
-        longest: tokens of the longest text; None without a bound.
+    `longest` are the tokens of the longest text that it reads; None without a bound.
     """
 
     name: str
@@ -70,9 +66,7 @@ class Row(NamedTuple):
 def rows(stages: HMTStages, backbone: LanguageModel) -> list[Row]:
     """All rows, those that need no training first.
 
-    Args:
-        stages: of HMT; all rows have its segment, bytes and number of updates.
-        backbone: as it came.
+    All have the segment, bytes and number of updates of HMT's stages.
     """
     hmt = stages.stage2.hmt
     segment, half = hmt.segment_length, hmt.segment_length // 2

@@ -24,14 +24,7 @@ TOGETHER = 16
 
 
 class Setting(NamedTuple):
-    """What all trainings of a study have in common.
-
-    Attributes:
-        backbone: a model as `memjax finetune` takes it.
-        stages: both stages of HMT.
-        source: documents, as `memjax train` takes them.
-        run_dir: where models are stored.
-    """
+    """What all trainings of a study have in common."""
 
     backbone: Path | str
     stages: HMTStages
@@ -48,12 +41,7 @@ def hmt_stages(
 ) -> HMTStages:
     """Both stages of a preset of `memjax finetune`, of 2 and 4 segments.
 
-    Args:
-        preset: its name.
-        steps: of each stage.
-        memory: changes of the memory's sizes.
-        optimizer: changes of its settings.
-        changes: of both stages.
+    `memory` and `optimizer` change the settings of theirs, `changes` both stages.
     """
     two = cast(HMTStages, presets()[preset])
     made = [
@@ -75,10 +63,7 @@ def hmt_stages(
 def baseline(stages: HMTStages, segment: int = 0, **changes: Any) -> SegmentStage:
     """Stage 2 with the steps of both, as another model.
 
-    Args:
-        stages: of HMT.
-        segment: of the other model, whose samples have no fewer tokens; 0 is HMT's.
-        changes: of the stage.
+    Its samples have no fewer tokens than a `segment` of that model; 0 is HMT's.
     """
     last = stages.stage2
     steps = stages.stage1.loop.steps + last.loop.steps
@@ -104,14 +89,8 @@ def train(
 ) -> tuple[Path, float]:
     """Trains stages one after the other, unless they are trained.
 
-    Args:
-        setting: of the study.
-        stages: at least one.
-        seed: of new parameters and data order.
-        rate: learning rate; None is the stages' own.
-
-    Returns:
-        The folder of the last stage, and the seconds of all.
+    Returns the folder of the last stage, and the seconds of all. Without a rate, the
+    stages' own is taken.
     """
     use_compile_cache(setting.run_dir)
     folder, seconds = None, 0.0

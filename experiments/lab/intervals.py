@@ -80,13 +80,8 @@ def summarise_seeds(
 
     The difference is paired: model minus base with the same seed, and so the same
     batches. It is `clear` if its 95% interval excludes zero (Student's t over three
-    seeds or more, without correction for the number of rows).
-
-    Args:
-        rows: of `study.run_all`.
-        metric: the number of a row that counts.
-        base: name of the model that others are compared with.
-        by: another field that distinguishes rows.
+    seeds or more, without correction for the number of rows). `by` is another field
+    that distinguishes rows.
     """
     groups: dict[tuple, dict[int, float]] = {}
     for row in rows:

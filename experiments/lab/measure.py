@@ -68,13 +68,10 @@ def score_once(
     texts: Sequence[TokenisedDocument],
     folder: Path,
 ) -> Scored:
-    """Scores texts, each once for all calls.
+    """Scores texts, each once for all calls; `folder` is of this model alone.
 
-    Args:
-        prepare: gives the function that scores a text; not called where no text is left
-            to score.
-        texts: of several lengths.
-        folder: of this model alone.
+    `prepare` gives the function that scores a text, and is not called where no text is
+    left to score.
     """
     score, files = None, []
     for text in texts:
@@ -119,10 +116,6 @@ def bin_losses(losses: TokenLosses, edges: Sequence[int]) -> list[dict[str, Any]
     """Sums of nats and numbers of targets by document and bin of positions, as JSON.
 
     Any two models are compared in pairs by them, without the texts being read again.
-
-    Args:
-        losses: of a few texts.
-        edges: of the bins, from 0 on; texts may end before the last.
     """
     short = ((0, 0), (0, edges[-1] - losses.nll.shape[1]))
     # In float64, as the sums are of thousands of terms.
@@ -145,11 +138,8 @@ def binned_losses(
 ) -> TokenLosses:
     """The losses of `bin_losses`, with a bin in the place of a position.
 
-    Perplexities and paired differences are those of the positions.
-
-    Args:
-        documents: of `bin_losses`.
-        bins: the first that counts, and the one behind the last.
+    Perplexities and paired differences are those of the positions. `bins` has the first
+    that counts, and the one behind the last.
     """
 
     def part(name: str) -> Float32[np.ndarray, "D B"]:
@@ -174,17 +164,8 @@ def documents_of_kinds(
 ) -> list[TokenisedDocument]:
     """Documents of all kinds, in order of kind, cut to `tokens` targets each.
 
-    Args:
-        source: as `memjax train` takes it.
-        tokenizer: of the model.
-        split: to read.
-        tokens: targets of each document; shorter documents are left out.
-        least: documents that each kind must have.
-        long: documents of each kind, the first by name, cut to more targets:
-        longest: targets of those.
-
-    Raises:
-        ValueError: if a kind has fewer documents that are long enough.
+    Shorter documents are left out; each kind must have `least`. The first `long` of
+    each kind, by name, are cut to `longest` targets.
     """
     read, found = load_tokens(source, tokenizer, split), []
     for kind in KINDS:

@@ -101,12 +101,7 @@ def with_gradients(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...
 
 
 class Cost(NamedTuple):
-    """Operations and bytes of a call.
-
-    Attributes:
-        flops: of matrix products; a multiply-add is two.
-        bytes: read from and written to memory if nothing is read twice.
-    """
+    """Matrix products' operations, a multiply-add being two, and bytes moved once."""
 
     flops: float
     bytes: float

@@ -38,11 +38,7 @@ def needle_input(
 
 
 def essay_words(source: str) -> list[str]:
-    """Words that needles are hidden in: the prose of the validation split.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Words that needles are hidden in: the prose of the validation split."""
     texts = [
         document.text
         for document in open_documents(source)

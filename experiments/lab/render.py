@@ -78,12 +78,7 @@ def write(files: Iterable[Path], tables: Tables) -> None:
 
 
 def replace(text: str, tables: Tables, folder: Path) -> str:
-    """A document's text with every block rendered anew; links are from `folder`.
-
-    Raises:
-        KeyError: there is no table of this name.
-        FileNotFoundError: one of its result files is missing.
-    """
+    """A document's text with every block rendered anew; links are from `folder`."""
 
     def block(match: re.Match[str]) -> str:
         body = _markdown(tables[match["name"]], folder)
@@ -125,9 +120,7 @@ def problems(files: Iterable[Path], tables: Tables, root: Path) -> Iterator[str]
 def measured_outside(text: str, whole: bool) -> Iterator[tuple[int, str]]:
     """Line and text of every measured number outside of blocks and code.
 
-    Args:
-        text: of a document.
-        whole: search all of it, or only its sections of results.
+    Unless `whole`, only sections of results are searched.
     """
 
     def blank(match: re.Match[str]) -> str:

@@ -48,12 +48,7 @@ class Table:
     rows: Callable[..., Rows]
 
     def content(self) -> Content:
-        """The cells, from the result files.
-
-        Raises:
-            FileNotFoundError: a result file is missing.
-            ValueError: a row has a column that the first row does not have.
-        """
+        """The cells, from the result files."""
         found = list(self.rows(*map(load, self.sources)))
         rows = [row for row in found if not isinstance(row, str)]
         notes = [row for row in found if isinstance(row, str)]
@@ -68,10 +63,8 @@ class Table:
 def table(name: str, *sources: str) -> Callable[[Callable[..., Rows]], Table]:
     """Declares a table: the decorated function yields its rows.
 
-    Args:
-        name: of the marked block in the document.
-        sources: names of the result files that the function takes, in this order; one
-            named as the table unless given.
+    `name` is that of the marked block. The function takes the results `sources`, in
+    this order; the one named as the table unless given.
     """
     return lambda rows: Table(name, sources or (name,), rows)
 
@@ -93,9 +86,7 @@ def figure(
 ) -> Callable[[Callable[[dict[str, Any], Path], None]], Figure]:
     """Declares plots: the decorated function draws a result into a file.
 
-    Args:
-        names: of the pictures, below `experiments/results`.
-        source: the result file; of each picture that of its name unless given.
+    The result is `source`, or that of the name of each picture.
     """
     return lambda draw: Figure(names, source, draw)
 
@@ -128,11 +119,9 @@ def thousands(count: int) -> str:
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """The fields of a program's config that change its result, as JSON has them.
+    """The fields of a config that change its result, as JSON; paths by their last part.
 
-    Args:
-        config: a dataclass. Its fields `run_dir` and `output` are left out; paths are
-            cut to their last part.
+    `run_dir` and `output` are left out.
     """
     fields = dataclasses.asdict(config)
     kept = {k: v for k, v in fields.items() if k not in ("run_dir", "output")}
@@ -144,8 +133,7 @@ def write_report(
 ) -> dict[str, Any]:
     """Writes question, command, device, date, settings and results to `output`.json.
 
-    Returns:
-        The report as its file reads back, from which plots are drawn.
+    Returns the report as its file reads back, from which plots are drawn.
     """
     report = provenance(question, settings) | dict(results)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -40,9 +40,6 @@ def once(file: Path, measure: Callable[[], Any], identity: Any = None) -> Any:
     """The JSON value of a file, measured and written if the file is missing.
 
     `identity` has the settings that the value depends on.
-
-    Raises:
-        ValueError: if the file holds the value of other settings.
     """
     # As JSON, in which tuples are lists.
     identity = json.loads(json.dumps(identity, default=str))
@@ -85,9 +82,6 @@ def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Sp
     """Trains in a folder, unless that training has finished before.
 
     `train` continues from the folder's checkpoints; `what` names it in progress.
-
-    Raises:
-        SystemExit: if it was stopped; a later call continues it.
     """
     before = spent(folder)
     if before.finished:
@@ -114,16 +108,10 @@ def choose_rate(
     file: Path,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The learning rate with the lowest loss on validation data.
+    """The learning rate with the lowest loss on validation data; a single one untried.
 
-    Args:
-        rates: to choose from; a single one is taken without a trial.
-        validation_loss: of a model that was trained at a rate. It reads no test data.
-        file: where the choice is stored.
-        settings: of the trials; a choice that was made with others is made again.
-
-    Returns:
-        `rate`, and with several rates the `settings`, `rates` and `validation` losses.
+    `file` has the choice: `rate`, `settings`, `rates` and `validation` losses. A choice
+    that was made with other settings is made again.
     """
     if len(rates) == 1:
         return {"rate": rates[0]}
@@ -144,18 +132,8 @@ def choose_rate(
     return found
 
 
-def check_rates(rates: Sequence[float]) -> None:
-    """Raises ValueError unless there are learning rates, all positive and finite."""
-    if not rates or not all(0 < rate < math.inf for rate in rates):
-        raise ValueError(f"rates must be positive, got {rates}")
-
-
 def selected(only: Sequence[str], rows: Sequence[str]) -> list[str]:
-    """The rows to run, in their own order; all of them if none is named.
-
-    Raises:
-        ValueError: if `only` names no row.
-    """
+    """The rows to run, in their own order; all of them if none is named."""
     if unknown := set(only) - set(rows):
         raise ValueError(f"only={sorted(unknown)} must be among {list(rows)}")
     return [row for row in rows if not only or row in only]
@@ -180,9 +158,6 @@ def run_all(
         identity: (row, seed) -> settings that these numbers depend on.
         report: called with the rows so far after each new run, and at the end: `name`,
             `seed` and the numbers of each.
-
-    Raises:
-        ValueError: if the folder holds a run with other settings under the same name.
     """
     found, is_new = [], False
     for row in rows:

@@ -85,12 +85,7 @@ def time_processes(
 ) -> dict[str, list[Round]]:
     """All rounds of each implementation, the first, in which it compiles, included.
 
-    Args:
-        make: builds an implementation's step, in that implementation's process.
-        arguments: of `make`, for each implementation.
-        threads: of each process.
-        repeats: rounds after the first.
-        pages: of each process's memory.
+    `make` builds an implementation's step, in that implementation's process.
     """
     spawn = multiprocessing.get_context("spawn")
     lines, processes = {}, []

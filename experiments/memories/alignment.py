@@ -286,11 +286,7 @@ def summary(
 ) -> list[dict[str, Any]]:
     """The mean share missed by row and kind, and its difference from a wide window.
 
-    Args:
-        rows: name and the shares of documents, a seed each.
-        kinds: of the documents.
-        sizes: bytes of each row; it is compared with the window of the fewest bytes
-            that are not below its own.
+    A row is compared with the window of the fewest bytes that are not below its own.
     """
     by_name: dict[str, list] = {}
     for row in rows:

@@ -162,11 +162,7 @@ def main(config: Config) -> None:
 
 
 def make_setup(config: Config, backbone: Any) -> Setup:
-    """Sizes and training of all rows.
-
-    Raises:
-        ValueError: if the layers are not given and have not been measured.
-    """
+    """Sizes and training of all rows."""
     layers, file = config.layers, config.output.with_name("layers.json")
     if not layers and not file.is_file():
         raise ValueError(

@@ -96,8 +96,7 @@ def model(task: Task, mechanism: str, **options: Any) -> ModelConfig:
         return make()
     goal = small_models.base_model(task.scale, task.vocab_size, "deltanet", 1)
     return small_models.equal_state(
-        lambda size: make(**dict.fromkeys(names, size)),
-        small_models.state_bytes(goal),
+        lambda size: make(**dict.fromkeys(names, size)), small_models.state_bytes(goal)
     )
 
 

@@ -214,11 +214,7 @@ def report(
 ) -> dict[str, Any]:
     """Scores of all, and differences of each memory from the best baseline.
 
-    Args:
-        made: the window and the memories.
-        runs: of `study.run_all`; `answers` [distances, R, N] by the notes of a text.
-        tests: by the notes of a text.
-        distances: of the questions.
+    `answers` of a run are [distances, R, N] by the notes of a text, as `tests` are.
     """
     # The largest of the states, in favour of the text.
     budget = max(map(small_models.state_bytes, made.values()))
@@ -258,11 +254,7 @@ def report(
         others = {base: shares[base][n][i] for base in (WINDOW, TEXT, COMPRESSED)}
         best, own = max(others, key=lambda x: others[x].mean()), shares[name][n][i]
         error = standard_error(own - others[best])
-        return {
-            "baseline": best,
-            **paired(own, others[best])._asdict(),
-            "error": error,
-        }
+        return {"baseline": best, **paired(own, others[best])._asdict(), "error": error}
 
     return {
         "models": rows,

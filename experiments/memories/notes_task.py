@@ -82,14 +82,9 @@ def text_of(split: Split) -> UInt8[np.ndarray, " T"]:
 def training_batch(
     text: Array, rows: int, counts: tuple[int, ...], length: int, key: Array
 ) -> Batch:
-    """Texts of `length`: notes in the first half, questions in the second.
+    """`rows` texts of `length`, as many of each count of notes.
 
-    Args:
-        text: bytes to take excerpts from.
-        rows: texts in all, as many of each count.
-        counts: notes of a text.
-        length: tokens of a text.
-        key: JAX random key.
+    Notes are in the first half, questions in the second.
     """
     parts = [
         _excerpts(text, rows // len(counts), n, length, jax.random.fold_in(key, n))
@@ -122,17 +117,9 @@ def _write(tokens: Int32[Array, "R T"], notes: Notes) -> Int32[Array, "R T"]:
 
 
 def draw_test(split: Split, rows: int, count: int, distance: int, seed: int) -> Test:
-    """As many texts of each document of a split, from places drawn at random.
+    """`rows` texts of each document of a split, from places drawn at random.
 
-    Args:
-        split: "validation" or "test".
-        rows: texts of each document.
-        count: notes of a text.
-        distance: tokens between the notes and the questions, at most.
-        seed: of places and notes.
-
-    Raises:
-        ValueError: if a document is shorter than a text.
+    At most `distance` tokens are between the notes and the questions.
     """
     rng = np.random.default_rng([seed, count])
     length, texts = PART + distance + PART, []

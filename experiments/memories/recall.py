@@ -127,14 +127,7 @@ def _steps(task: mqar.Task) -> Models:
 
 
 class Study(NamedTuple):
-    """One table.
-
-    Attributes:
-        question: that its result answers.
-        base: the row that others are compared with.
-        models: its rows, of a task.
-        rates: learning rates to choose from.
-    """
+    """A table: its question, the base of differences, rows of a task, rates to try."""
 
     question: str
     base: str
@@ -150,9 +143,7 @@ STUDIES = {
         (3e-3, 1e-2),
     ),
     "trellis_ablation": Study(
-        "what does each part of Trellis bring to recall?",
-        "Trellis",
-        _trellis,
+        "what does each part of Trellis bring to recall?", "Trellis", _trellis
     ),
     "lattice_ablation": Study(
         "what does each part of Lattice bring to recall?",
@@ -257,12 +248,7 @@ def main(config: Config) -> None:
         write_report(output, chosen.question, settings(config), results)
 
     study.run_all(
-        names,
-        config.seeds,
-        measured,
-        run_dir=run_dir,
-        identity=identity,
-        report=report,
+        names, config.seeds, measured, run_dir=run_dir, identity=identity, report=report
     )
     print(f"wrote {config.output / config.of}.json: python -m experiments.lab.render")
 

@@ -100,9 +100,7 @@ def equal_parameters(
 def equal_state(make: Callable[[int], ModelConfig], goal: int) -> ModelConfig:
     """The model whose state comes nearest to `goal` bytes.
 
-    Args:
-        make: a size of the memory, such as its slots -> the model; bytes grow with it.
-        goal: bytes of a state, everything that is stored between two calls.
+    `make` takes a size of the memory, such as its slots; bytes grow with it.
     """
     size = 1
     while state_bytes(make(size + 1)) <= goal:
@@ -138,17 +136,8 @@ def train(
 
     Sequences are drawn on the device, many updates in one program: half the time of
     the loop of `memjax.training`, which hands each batch over, reports, and saves.
-
-    Args:
-        scale: of the training.
-        model: its configuration.
-        seed: of parameters and sequences.
-        draw: (seed, step) -> the batch of an update; is compiled, and must be equal
-            between calls that shall share a program.
-        start: a model of this configuration whose training goes on; None draws one.
-
-    Raises:
-        FloatingPointError: if an update was skipped because it was not finite.
+    `draw` (seed, step) is compiled, and must be equal between calls that shall share a
+    program. `start` is a model whose training goes on.
     """
     began = time.monotonic()
     create, advance = _programs(scale, model, draw)

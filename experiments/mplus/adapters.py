@@ -105,14 +105,7 @@ def as_text(task: TaskBatch) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The record of a training of adapters.
-
-    Attributes:
-        learning_rate: the highest of the schedule.
-        seed: of adapters and tasks.
-        updates: how many.
-        lora: the adapters.
-    """
+    """The record of a training of adapters: highest learning rate, seed, updates."""
 
     learning_rate: float
     seed: int

@@ -34,15 +34,8 @@ def query_batches(
 ) -> Iterator[list[str]]:
     """Injects each batch of samples chunk by chunk and yields marks of its answers.
 
-    Args:
-        method: what is tested.
-        batches: with at least `after[-1]` chunks.
-        tokenizer: of the model.
-        after: query after these numbers of chunks, in rising order.
-        answer: tokens to generate.
-
-    Yields:
-        Of a batch, one string for each of `after`, with a mark for each fact.
+    Of a batch one string for each number of chunks of `after`, in rising order, with a
+    mark for each fact.
     """
     for batch in batches:
         memory = method.start(len(batch.facts))

@@ -77,12 +77,9 @@ class Method(Protocol):
 
 
 class Reader:
-    """A language model, which reads injected text.
+    """A language model that reads `chunk` tokens at a time.
 
-    Args:
-        model: the model.
-        chunk: tokens of a question that are read at a time.
-        room: tokens that can be injected; beyond, it cannot be asked.
+    Beyond `room` injected tokens it cannot be asked.
     """
 
     def __init__(self, model: LanguageModel, chunk: int, room: int = sys.maxsize):

@@ -183,11 +183,7 @@ def with_room(model: MPlus, tokens: int) -> MPlus:
 def excerpts(
     documents: Sequence[TokenisedDocument], count: int, length: int
 ) -> list[TokenisedDocument]:
-    """The last `length` tokens of the first `count` documents that have as many.
-
-    Raises:
-        ValueError: if there are fewer such documents.
-    """
+    """The last `length` tokens of the first `count` documents that have as many."""
     long = [document for document in documents if len(document.tokens) >= length]
     if len(long) < count:
         raise ValueError(

@@ -106,12 +106,8 @@ def main(config: Config) -> None:
 class Found(NamedTuple):
     """Rows of the context's chunk by layer, and the number of rows in the store.
 
-    Attributes:
-        store: in the long-term store.
-        retrieved: of those, the ones that a read retrieves.
-        answer_store: as `store`, of the sentence with the answer alone.
-        answer_retrieved: as `retrieved`, likewise.
-        held: rows in the store.
+    `answer_*` are of the sentence with the answer alone; `retrieved` are of the rows in
+    the store those that a read retrieves.
     """
 
     store: Int[Array, "B L"]
@@ -153,13 +149,7 @@ def count_rows(
 ) -> Found:
     """Rows that were written in a span of the clock, counted.
 
-    Args:
-        graph: of `nnx.split`, as `params`.
-        params: the model's.
-        state: the memory.
-        prompt: the question, all of which selects the retrieved rows.
-        span: clock before and after the counted text was written.
-        answers: of its tokens, first of the answer's sentence and first after it.
+    `answers` are first tokens of the answer's sentence and of what follows it.
     """
     model = nnx.merge(graph, params)
     config = model.config

@@ -61,20 +61,11 @@ def choose_facts(
     answer_closed_book: Callable[[Int32[np.ndarray, "B P"]], Sequence[str]]
     | None = None,
 ) -> list[Question]:
-    """Facts in batches whose questions have one length.
+    """Facts in batches whose questions have one length, in the order of `facts`.
 
-    Args:
-        facts: to choose from, in this order.
-        tokenizer: of the model.
-        samples: how many; a multiple of `batch`.
-        batch: B.
-        lengths: only questions of this many most frequent lengths are chosen, because
-            programs are compiled for each length; 0 allows all.
-        answer_closed_book: answers questions with an empty memory; facts that it
-            answers correctly are left out. None chooses from all facts.
-
-    Raises:
-        ValueError: if there are too few facts.
+    Only questions of the `lengths` most frequent lengths are chosen, because programs
+    are compiled for each; 0 allows all. Facts that `answer_closed_book` answers
+    correctly with an empty memory are left out.
     """
     prompts = [_encode(tokenizer, fact.question) for fact in facts]
     common = Counter(map(len, prompts)).most_common(lengths or None)
@@ -113,18 +104,9 @@ def make_samples(
     num_chunks: int,
     chunk: int,
 ) -> list[Samples]:
-    """Samples of chosen facts, with text for each.
+    """Samples of facts, with `num_chunks` of `chunk` tokens of text for each.
 
-    Args:
-        facts: of `choose_facts`.
-        passages: in the order of their use, each group shuffled for every sample.
-        tokenizer: of the model.
-        batch: B.
-        num_chunks: I, at least 0.
-        chunk: C.
-
-    Raises:
-        ValueError: if there are too few passages.
+    Passages are used in their order, each group shuffled for every sample.
     """
     encode = functools.cache(functools.partial(_encode, tokenizer))
     made = []

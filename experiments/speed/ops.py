@@ -119,11 +119,7 @@ def runnable(op: str, shape: Shape, config: Config) -> list[str]:
 
 
 def agreement(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
-    """By implementation the relative RMS from the token loop, or why it is not timed.
-
-    Raises:
-        RuntimeError: the token loop does not run.
-    """
+    """Relative RMS from the token loop by implementation, or why it is not timed."""
     if op == "attention":
         return {}
     short = shape._replace(batch=1, time=2 * config.chunk_size + 17)

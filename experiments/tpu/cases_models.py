@@ -37,10 +37,8 @@ TRAINED = (
 def decoded_tokens(config: MechanismConfig, reads_all: bool) -> Program:
     """Tokens of every batch element one after the other, as `generate` reads them.
 
-    Args:
-        config: of the mechanism.
-        reads_all: whether a token writes little of the state: then it is moved once a
-            token, else twice.
+    `reads_all`: a token writes little of the state, which is moved once a token, else
+    twice.
     """
     memory = config.build()
     init_state = functools.partial(memory.init_state, DECODED)
@@ -67,11 +65,8 @@ def training_step(name: str, time: int, unrolled: bool = False) -> Program:
     """An update of a preset, in microbatches: what a layer computes of one stays on the
     chip, where that of all tokens would go through HBM.
 
-    Args:
-        name: of the preset.
-        time: tokens of a row.
-        unrolled: whether layers are written out and keep their activations; else they
-            are one loop, and compute them again.
+    Layers are `unrolled` and keep their activations, or are one loop and compute them
+    again.
     """
     config, batch_size = preset(name), TOKENS // time
     if unrolled:

@@ -33,12 +33,7 @@ class Facts(NamedTuple):
 
 
 def compile_case(module: str, name: str, folder: Path) -> Facts:
-    """Compiles a case of a module's table into an empty folder, in a child process.
-
-    Raises:
-        ValueError: libtpu is not installed.
-        RuntimeError: the case does not compile; with the compiler's last line.
-    """
+    """Compiles a case of a module's table into an empty folder, in a child process."""
     done = libtpu.run(__spec__.name, [module, name, str(folder)], bundles=folder)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

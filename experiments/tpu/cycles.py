@@ -52,11 +52,7 @@ OUTPUT = RESULTS / "tpu" / "cycles"
 
 
 def chosen(only: tuple[str, ...], counted: Container[str]) -> list[str]:
-    """The cases to count: those named, or all that are not counted.
-
-    Raises:
-        ValueError: a name is of no case, nor its beginning up to a slash.
-    """
+    """The cases to count: those named, or all that are not counted."""
     if not only:
         return [name for name in CASES if name not in counted]
     found = []
@@ -68,11 +64,7 @@ def chosen(only: tuple[str, ...], counted: Container[str]) -> list[str]:
 
 
 def count_case(name: str, keep: Path | None = None) -> dict[str, Any]:
-    """Compiles and counts one case; its files stay in `keep`.
-
-    Raises:
-        RuntimeError: it does not compile.
-    """
+    """Compiles and counts one case; its files stay in `keep`."""
     begin, case = time.perf_counter(), CASES[name]
     module = next(m.__name__ for m in MODULES if name in m.table())
     with tempfile.TemporaryDirectory() as temporary:
