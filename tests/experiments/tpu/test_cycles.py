@@ -1,27 +1,18 @@
-"""Counted cycles: entries add up, known loops are found, kernels are not slower."""
+"""Counted cycles: entries add up, kernels are not slower."""
 
 import importlib.util
 import json
-import math
-import sys
-from pathlib import Path
 
 import pytest
 
 from experiments.lab.results import RESULTS
 from experiments.tpu import cycles
 from experiments.tpu.case import Case, Program
-from experiments.tpu.compile import Facts, compile_case, entry
+from experiments.tpu.compile import Facts, entry
 from experiments.tpu.cycles import CASES
 from memjax.aot.chips import CHIPS
-from memjax.aot.cycles.bundles import read_schedule
-from memjax.aot.cycles.count import Count, Part, count
+from memjax.aot.cycles.count import Count, Part
 from memjax.aot.cycles.program import Operation
-
-LIBTPU = importlib.util.find_spec("libtpu") is not None
-needs_libtpu = pytest.mark.skipif(
-    not LIBTPU, reason="compiling for a TPU takes libtpu (pip install memjax[tpu])"
-)
 
 
 def test_an_entry_adds_up():
@@ -48,8 +39,6 @@ def test_cases_that_are_counted_are_kept_unless_named():
     assert cycles.chosen((), done) == [n for n in CASES if n not in done]
     names = ["trellis/c64/forward", "delta_rule/forward", "delta_rule/both"]
     assert cycles.chosen(("trellis/c64/forward", "delta_rule"), done) == names
-    with pytest.raises(ValueError, match="only must be one of .*got 'trellis/c65'"):
-        cycles.chosen(("trellis/c65",), done)
 
 
 def test_results_are_written_case_by_case(tmp_path, monkeypatch, capsys):
@@ -70,28 +59,10 @@ def test_results_are_written_case_by_case(tmp_path, monkeypatch, capsys):
     assert "delta_rule/forward does not compile: no reason" in capsys.readouterr().out
 
 
-@needs_libtpu
-@pytest.mark.slow
-def test_known_loops_are_counted(tmp_path, monkeypatch):
-    """A kernel's grid of 24 steps with loops of 7 and 5, and a scan of 37 steps."""
-    here = [str(Path(__file__).parent), str(Path(__file__).parents[3]), *sys.path]
-    monkeypatch.setenv("PYTHONPATH", ":".join(here))
-    compile_case("known_loops", "kernel", tmp_path)
-    (kernel,) = count(tmp_path).kernels
-    assert kernel.steps == math.prod((4, 6))
-    (file,) = tmp_path.glob("*known_loops*[0-9]-final_bundles.txt")
-    steps = [loop.steps for loop in read_schedule(file.read_text()).loops]
-    assert steps == [5, 7, 24]
-    (scanned := tmp_path / "scan").mkdir()
-    compile_case("known_loops", "scan", scanned)
-    found = count(scanned)
-    products = [x.operation for x in found.parts if "dot_general" in x.operation.source]
-    assert {x.times for x in products} == {37} and not found.unknown
-    # The branch with the products is the dearer one.
-    assert found.dearest > 0
-
-
-@needs_libtpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="compiling for a TPU takes libtpu (pip install memjax[tpu])",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis/c64", "trellis/c4", "lattice-dec/c64"])
 def test_kernels_do_not_get_slower(op):
@@ -99,5 +70,6 @@ def test_kernels_do_not_get_slower(op):
     name = f"{op}/small/forward"
     committed = json.loads((RESULTS / "tpu" / "cycles.json").read_text())["cases"]
     found = cycles.count_case(name)
+    assert found["unknown_loops"] == 0
     assert found["cycles"] <= 1.1 * committed[name]["cycles"]
     assert found["kernels"] <= 1.1 * committed[name]["kernels"]
