@@ -76,8 +76,3 @@ def test_summary_compares_documents_in_pairs():
     assert line["proofs"]["mean"] == pytest.approx(0.2)
     assert line["proofs"]["low"] == pytest.approx(0.2)
     assert line["prose"]["low"] < 0 < line["prose"]["high"]
-
-
-def test_unknown_memories_are_refused():
-    with pytest.raises(ValueError, match="only.*GRU"):
-        alignment.Config(only=("GRU",))

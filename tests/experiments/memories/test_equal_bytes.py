@@ -178,27 +178,12 @@ def test_the_plan_leaves_out_finished_rows(tmp_path, capsys):
     assert "lattice, seed 1: " in said and "2 missing: " in said
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rows": ("latice",)}, "rows.*latice.*lattice"),
-        ({"tokens": 512}, "tokens must be first=512 times 2"),
-        ({"tokens": 3000}, "up to longest=16384, got 3000"),
-    ],
-)
-def test_bad_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        equal_bytes.Config(**options)
-
-
-def test_layers_must_be_measured_or_given(tmp_path, setup):
+def test_windowed_layers_are_the_measured_or_the_given_ones(tmp_path, setup):
     config = equal_bytes.Config(output=tmp_path / "rows")
 
     def layers(config):
         return equal_bytes.make_setup(config, setup.backbone).layers
 
-    with pytest.raises(ValueError, match="run python -m experiments.memories.layers"):
-        layers(config)
     rises = [{"all": {"nats": nats}} for nats in (0.1, 0.5, 0.2, 0.4)]
     (tmp_path / "layers.json").write_text(json.dumps({"rise": rises}))
     assert layers(config) == (1, 2, 3)

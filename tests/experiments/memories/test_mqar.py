@@ -65,12 +65,6 @@ def test_recall_chooses_a_rate_on_validation_and_resumes(tiny, tmp_path, capsys)
         recall.main(dataclasses.replace(config, test_rows=3))
 
 
-def test_plan_lists_missing_runs_and_trains_nothing(tmp_path, capsys):
-    recall.main(config_of(tmp_path, "Trellis", plan=True))
-    assert "2 missing" in capsys.readouterr().out
-    assert not (tmp_path / "runs").exists()
-
-
 def test_examples_depend_on_seed_and_step_alone():
     first, again, other = (mqar.batch(TASK, 3, step) for step in (1, 1, 2))
     np.testing.assert_array_equal(again.tokens, first.tokens)
@@ -137,8 +131,3 @@ def test_models_have_equal_parameters_and_states(study):
     state = jax.eval_shape(lambda: run.abstract_model(model).init_state(1))
     kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert small_models.state_bytes(model) == kept
-
-
-def test_unknown_rows_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"only=\['Mamba'\] must be among"):
-        recall.main(config_of(tmp_path, "Mamba"))

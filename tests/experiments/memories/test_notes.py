@@ -51,11 +51,6 @@ def test_texts_of_a_test_are_the_documents_but_for_the_notes(test):
     )
 
 
-def test_a_document_that_is_too_short_is_named():
-    with pytest.raises(ValueError, match=r"distance=9999936 must be at most \d+: "):
-        notes.draw_test("validation", 1, 2, 9_999_936, 0)
-
-
 def test_text_keeps_a_note_until_its_bytes_are_full(test):
     since = notes.PART - test.notes.noted + 128 + test.notes.asked
     for budget in (int(since[0, 0]) - 1, int(since[0, 0])):
@@ -137,17 +132,3 @@ def test_the_program_runs_and_keeps_what_it_trained(tmp_path, capsys):
     assert "DeltaNet, seed 0" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="holds the result of other settings"):
         program.main(dataclasses.replace(config, updates=(1, 1)))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"models": ("Nothing",)}, "models"),
-        ({"distances": (64, 100)}, "multiple of 64"),
-        ({"distances": (128, 64)}, "ascend"),
-        ({"counts": (33,)}, r"\[1, 32\]"),
-    ],
-)
-def test_bad_settings_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        program.Config(**fields)
