@@ -46,8 +46,6 @@ OUTPUT = RESULTS / "gpu" / "check"
 SHAPES = (Shape(4, 256, 12, 64), Shape(1, 1024, 2, 64))
 # What is compared; of gradients the worst.
 MEASURED = ("memory", "reads", "gradient")
-
-
 #: A relative RMS difference that agrees; bfloat16 inputs and chunk memories cost 3e-3
 #: to 1e-2.
 TOLERANCE = 2e-2

@@ -53,7 +53,6 @@ from experiments.lab.results import (
     settings,
     show,
     table,
-    thousands,
     write_report,
 )
 from experiments.lab.study import choose_rate, digest, once, selected
@@ -354,7 +353,7 @@ def length(result: dict[str, Any]) -> Rows:
             "training": trained,
         }
         for tokens, value in zip(result["lengths"], values, strict=True):
-            cells[f"{thousands(tokens)} tokens"] = number(value, 2)
+            cells[f"{number(tokens, 0)} tokens"] = number(value, 2)
         yield cells
     for name in result["missing"]:
         yield {"PPL": f"{name} (not run yet)"}
@@ -370,7 +369,7 @@ def length_difference(result: dict[str, Any]) -> Rows:
             found.setdefault(gain["model"], {})[gain["kind"]] = gain
     for name, by in found.items():
         cells = {f"nats/token below the {TUNED_WINDOW}": name}
-        cells["tokens"] = thousands(by["all"]["length"])
+        cells["tokens"] = number(by["all"]["length"], 0)
         yield cells | {kind: format_interval(x) for kind, x in by.items()}
 
 

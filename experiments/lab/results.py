@@ -113,11 +113,6 @@ def percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def thousands(count: int) -> str:
-    """An integer with thousands separated."""
-    return f"{count:,}"
-
-
 def settings(config: Any) -> dict[str, Any]:
     """The fields of a config that change its result, as JSON; paths by their last part.
 

@@ -29,15 +29,7 @@ from jaxtyping import Int
 
 from experiments.lab import backbones, baselines, study
 from experiments.lab.measure import KINDS, documents_of_kinds, tree_bytes
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    number,
-    settings,
-    table,
-    thousands,
-    write_report,
-)
+from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
 from memjax.checks import require_known
 from memjax.data import load_tokens
 from memjax.evaluation.statistics import paired
@@ -163,14 +155,9 @@ class Config:
 
 
 class Data(NamedTuple):
-    """What all memories learn from and are tested on.
+    """What all memories learn from and are tested on: the layer with full attention.
 
-    Attributes:
-        backbone: the pretrained model.
-        moments: of the layer's keys and values, from which memories start.
-        train: inputs and outputs of the layer with full attention, text by text.
-        test: likewise, of the test documents.
-        kinds: of the test documents by name.
+    Memories are initialised from the `moments` of its keys and values.
     """
 
     backbone: LanguageModel
@@ -315,7 +302,7 @@ def alignment(result: dict[str, Any]) -> Rows:
         alone = line["name"] == line["base"]
         yield (
             {"share missed": line["name"]}
-            | {"bytes beside the window": thousands(result["bytes"][line["name"]])}
+            | {"bytes beside the window": number(result["bytes"][line["name"]], 0)}
             | {kind: number(line[kind]["missed"], 3) for kind in KINDS}
             | {
                 f"less than the baseline, {kind}": ""

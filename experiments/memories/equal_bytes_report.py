@@ -14,15 +14,7 @@ import numpy as np
 
 from experiments.lab.intervals import select_kind
 from experiments.lab.measure import KINDS, binned_losses
-from experiments.lab.results import (
-    Rows,
-    figure,
-    number,
-    percent,
-    table,
-    thousands,
-    write_report,
-)
+from experiments.lab.results import Rows, figure, number, percent, table, write_report
 from experiments.memories.equal_bytes_rows import ROWS
 from memjax import evaluation
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
@@ -121,7 +113,7 @@ def _name(row: Result) -> str:
 def perplexity(result: Result) -> Rows:
     """State size and perplexity by kind of text."""
     for row in result["rows"]:
-        yield {"": _name(row), "state size, bytes": thousands(row["bytes"])} | {
+        yield {"": _name(row), "state size, bytes": number(row["bytes"], 0)} | {
             f"PPL, {kind}": number(row["perplexity"][kind], 2) for kind in KINDS
         }
 
@@ -137,7 +129,7 @@ def saved(result: Result) -> Rows:
                     kind: "{nats:+.3f} ({low:+.3f} to {high:+.3f})".format(**found)
                     for kind, found in row["saved"].items()
                 }
-                | {"state size, bytes": thousands(row["bytes"])}
+                | {"state size, bytes": number(row["bytes"], 0)}
                 | {"baseline": row["saved_over"]}
             )
 

@@ -175,13 +175,8 @@ def tune_hybrid(
     """Tunes on the texts of a window's row, after a distillation on half of them.
 
     Adapters learn what kind of documents these are: with fewer updates of them than a
-    window has, a memory would lose by that alone.
-
-    Args:
-        setup: sizes and training.
-        memory: beside the window; "none" is the window alone.
-        wider: the heads of the memory whose bytes the window has in addition.
-        options: of the memory.
+    window has, a memory would lose by that alone. The window is longer by the bytes of
+    a memory with `wider` heads.
     """
     steps = 0 if memory == "none" else PASSES * (setup.updates // 2)
     more = baselines.equal_tokens(setup.backbone, setup.more, wider) if wider else 0

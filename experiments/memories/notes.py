@@ -32,12 +32,12 @@ from experiments.lab import study
 from experiments.lab.results import (
     Rows,
     figure,
+    number,
     percent,
     settings,
     show,
     spread,
     table,
-    thousands,
     write_report,
 )
 from experiments.memories import mqar, small_models
@@ -276,7 +276,7 @@ def right(result: Mapping[str, Any]) -> Rows:
     # Up to there all of the text fits; the plot has every distance.
     chosen = [0, *(i for i, distance in enumerate(distances) if distance > 4096)]
     for name, row in result["models"].items():
-        yield {"": name, "state size, bytes": thousands(row["state_bytes"])} | {
+        yield {"": name, "state size, bytes": number(row["state_bytes"], 0)} | {
             f"{n} notes, {distances[i]:,} later": percent(
                 row["right"][str(n)][i]["mean"]
             )

@@ -140,13 +140,8 @@ class LatentMemory:
 class ReRead:
     """Injected text, of which a part is read again before each question.
 
-    Args:
-        model: with full attention.
-        chunk: tokens that are read at a time.
-        again: tokens that are read again; 0 is the question alone, "closed book".
-        question: tokens of question and answer, at most.
-        select: (text, prompt) -> tokens to read again; without it the last ones are,
-            and nothing else is stored.
+    `again` tokens are read; 0 is the question alone, "closed book". `select` chooses
+    them of text and prompt; without it they are the last, and nothing else is stored.
     """
 
     def __init__(

@@ -30,15 +30,7 @@ from jaxtyping import Float32, Float64, Int32
 
 from experiments.lab.baselines import equal_window
 from experiments.lab.measure import state_bytes
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    number,
-    settings,
-    table,
-    thousands,
-    write_report,
-)
+from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
 from experiments.mplus import models
 from experiments.mplus.methods import SINKS, LatentMemory, StateBytes
 from memjax.data import TokenisedDocument, load_tokens
@@ -233,7 +225,7 @@ def perplexity(result: dict[str, Any]) -> Rows:
         size = (kept["device"] + kept["host"]) / 1e6
         cells = {"PPL": name, "state, MB": number(size, 2 if size and size < 1 else 0)}
         for count, value in zip(result["tokens_told"], values, strict=True):
-            cells[f"after {thousands(count)}"] = number(value, 2)
+            cells[f"after {number(count, 0)}"] = number(value, 2)
         yield cells
     for name, stages in result["recipes"].items():
         yield f"{name}: {models.recipe_text(stages)}"

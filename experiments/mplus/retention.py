@@ -38,7 +38,6 @@ from experiments.lab.results import (
     number,
     settings,
     table,
-    thousands,
     write_report,
 )
 from experiments.lab.study import selected, train_once
@@ -274,7 +273,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def retention(result: dict[str, Any]) -> Rows:
     """Right answers by distance, with the size of the state."""
     asked = len(result["facts"])
-    after = [thousands(distance) for distance in result["distances"]]
+    after = [number(distance, 0) for distance in result["distances"]]
     measured = {
         f"{row['date']} in {commit}"
         for row in result["rows"].values()
@@ -310,14 +309,12 @@ def _megabytes(size: int) -> str:
 def _share(row: dict[str, Any]) -> str:
     if not row["questions"]:
         return "beyond its positions"
-    return f"{row['accuracy']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+    return "{accuracy:.2f} ({low:.2f} to {high:.2f})".format(**row)
 
 
 def _difference(found: Mapping[str, float] | None) -> str:
     """A difference with both ends of its interval."""
-    if found is None:
-        return ""
-    return f"{found['mean']:+.2f} ({found['low']:+.2f} to {found['high']:+.2f})"
+    return "{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**found) if found else ""
 
 
 if __name__ == "__main__":

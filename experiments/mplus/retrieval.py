@@ -34,7 +34,6 @@ from experiments.lab.results import (
     number,
     settings,
     table,
-    thousands,
     times,
     write_report,
 )
@@ -222,7 +221,7 @@ def retrieval(*results: dict[str, Any]) -> Rows:
             answer = row["answer"]
             yield {
                 "retriever": name,
-                "tokens since": thousands(distance),
+                "tokens since": number(distance, 0),
                 "rows of the answer's sentence": number(answer["share"], 2),
                 "against chance": times(answer["times_random"]),
                 "rows of the fact's context": number(row["share"], 2),

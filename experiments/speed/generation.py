@@ -55,8 +55,6 @@ NAMES = {
     "transformers": "transformers",
     "transformers_compiled": "transformers, compiled",
 }
-
-
 #: A book of the embedded corpus, whose passages are the prompts.
 DOCUMENT = "austen__northangerabbey"
 #: Tokens of the longest prompt of a batch, the shortest having half of them, and tokens

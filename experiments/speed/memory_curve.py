@@ -25,15 +25,7 @@ from jaxtyping import Array, PyTree
 
 from experiments.lab.baselines import equal_window
 from experiments.lab.measure import tree_bytes
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    number,
-    show,
-    table,
-    thousands,
-    write_report,
-)
+from experiments.lab.results import RESULTS, Rows, number, show, table, write_report
 from memjax.models import HMTConfig, LanguageModel, add_hmt
 from memjax.models.language_model import presets
 from memjax.models.language_model.windowed import limit_attention, set_capacity
@@ -122,7 +114,7 @@ def memory_curve(result: dict[str, Any]) -> Rows:
             if row["length"] in SHOWN:
                 yield {
                     "": model,
-                    "tokens": thousands(row["length"]),
+                    "tokens": number(row["length"], 0),
                     "seconds": number(row["seconds"], 1),
                     "µs a token": number(1e6 * row["seconds"] / row["length"], 0),
                     "MiB more while reading": number(row["growth_mebibytes"], 1),

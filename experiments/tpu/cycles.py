@@ -46,8 +46,6 @@ MODULES = (cases_ops, cases_models)
 CASES: dict[str, Case] = {
     name: case for module in MODULES for name, case in module.table().items()
 }
-
-
 OUTPUT = RESULTS / "tpu" / "cycles"
 
 
