@@ -53,6 +53,18 @@ MPLUS = MPlusConfig(
 )
 
 
+def make_config(vocab_size: int, capacity: int, num_layers: int = 2) -> ModelConfig:
+    """A tiny model whose two query heads share their keys and values."""
+    return dataclasses.replace(
+        LLAMA,
+        mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=capacity),),
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        hidden_dim=16,
+        tied_head=True,
+    )
+
+
 def make_llama(**changes: Any) -> LanguageModel:
     """The tiny Llama, with these changes of its config, anew: for `drawn`."""
     return LanguageModel(dataclasses.replace(LLAMA, **changes), key=jax.random.key(0))

@@ -9,22 +9,13 @@ import pytest
 from experiments.hmt import length, questions, rows, training
 from experiments.lab import backbones
 from memjax.data import Question, load_tokens
-from memjax.mechanisms import AttentionConfig
-from memjax.models import ModelConfig
 from memjax.training import LoopConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
+from tests import tiny
 
 SEGMENT = 8
-BACKBONE = ModelConfig(
-    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=64),),
-    num_layers=1,
-    vocab_size=4096,
-    model_dim=16,
-    hidden_dim=16,
-    dtype="float32",
-    remat=False,
-)
+BACKBONE = tiny.make_config(4096, capacity=64, num_layers=1)
 
 
 def tiny_stages():
@@ -143,8 +134,6 @@ def test_questions(run_dir, path, tmp_path, monkeypatch):
     for test in report["contexts"].values():
         for row in test["models"].values():
             assert row["all"]["perplexity"] > 100 and row["all"]["exact"] == 0
-    shown = [*questions.questions.rows(report)]
-    assert len(shown) == 5 and "right, 2 contexts" in shown[0]
 
 
 def test_training_and_test_questions_share_no_subject():

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from memjax.mechanisms import AttentionConfig
-from memjax.models import ModelConfig
 from memjax.training import LoopConfig, pretrain
+from tests import tiny
 from tests.training.idle import idle_updates
 
 
@@ -21,17 +20,8 @@ def _small(tmp_path):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(" ".join(rng.choice(words, 60)))
     source, backbone = f"folder:{tmp_path}/corpus", tmp_path / "backbone"
-    mechanism = AttentionConfig(16, 2, 1, 8, capacity=1024)
     run = pretrain.RunConfig(
-        model=ModelConfig(
-            mechanisms=(mechanism,),
-            num_layers=2,
-            vocab_size=4096,
-            model_dim=16,
-            hidden_dim=16,
-            dtype="float32",
-            remat=False,
-        ),
+        model=tiny.make_config(4096, capacity=1024),
         data=pretrain.DataConfig(source, "bpe4k", context_length=16, batch_size=2),
         loop=LoopConfig(steps=1, save_every=1),
     )

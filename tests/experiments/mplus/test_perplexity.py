@@ -84,8 +84,6 @@ def test_excerpts_are_the_ends_of_long_documents():
     parts = perplexity.excerpts(documents, 2, 10)
     assert [part.name for part in parts] == ["a", "b"]
     assert [part.tokens[0] for part in parts] == [15, 93]
-    with pytest.raises(ValueError, match="texts must be at most 2 of 10 tokens"):
-        perplexity.excerpts(documents, 3, 10)
 
 
 @pytest.mark.slow
@@ -131,5 +129,3 @@ def test_study_runs_whole(monkeypatch, tmp_path):
     by_full = report["saved_nats"]["M+, stage 3"]["backbone, full attention"][2]
     expected = (everything - nats["M+, stage 3"])[2].mean()
     assert by_full["mean"] == pytest.approx(expected)
-    shown = [x for x in perplexity.perplexity.rows(report) if not isinstance(x, str)]
-    assert [row["PPL"] for row in shown] == [*report["perplexity"]]

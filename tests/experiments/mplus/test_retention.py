@@ -12,47 +12,34 @@ from tests.experiments.mplus.tiny import (
     ANSWER,
     BYTES,
     CHUNK,
-    FACTS,
     MEMORY,
-    PASSAGES,
     backbone,
-    memory_model,
+    use_tiny,
 )
 
 
-@pytest.fixture(name="config")
-def _config(monkeypatch, tmp_path):
+@pytest.mark.slow
+def test_study_continues_a_row(monkeypatch, tmp_path):
     """Trainings do nothing; the models are tiny and facts are few."""
     found = SimpleNamespace(model=backbone(), tokenizer=BYTES)
     stage = models.stage(3)
     tasks = dataclasses.replace(stage.tasks, shortest_chunk=8)
     stage = dataclasses.replace(stage, memory=MEMORY, tasks=tasks)
-    loaded = (memory_model(), BYTES)
-    sizes = {"SAMPLES": 4, "BATCH": 2, "LENGTHS": 0, "AFTER": (0, 2)}
-    for name, value in (sizes | {"CHUNK": CHUNK, "ANSWER": ANSWER}).items():
-        monkeypatch.setattr(retention, name, value)
+    use_tiny(monkeypatch, retention, LENGTHS=0, AFTER=(0, 2), ANSWER=ANSWER)
     for module, name, value in (
         (retention.backbones, "smollm2", lambda: Path("tiny")),
         (retention.finetune, "load_backbone", lambda path: found),
         (retention, "train_once", lambda folder, train: None),
         (models, "stage", lambda number: stage),
-        (models, "load_trained", lambda folder: loaded),
-        (models, "with_fitted_retriever", lambda model, *given: model),
-        (models, "load_facts", lambda: FACTS),
-        (models, "passages", lambda: PASSAGES),
-        (models, "recipe", lambda folder: []),
         (adapters, "load", lambda folder, model: model),
         (adapters, "recipe", lambda folder: []),
     ):
         monkeypatch.setattr(module, name, value)
     only = ("M+", f"M+, {retention.FITTED}", "closed book", "closed book, tuned")
-    return retention.Config(
+    config = retention.Config(
         only, seeds=(3,), until=2, run_dir=tmp_path, output=tmp_path / "result"
     )
 
-
-@pytest.mark.slow
-def test_study_continues_a_row(config, monkeypatch):
     def read():
         return json.loads(config.output.with_suffix(".json").read_text())
 
@@ -79,5 +66,3 @@ def test_study_continues_a_row(config, monkeypatch):
     assert rows["M+, seed 3"]["marks"][0].startswith(old[0])
     assert rows["closed book"] == first["rows"]["closed book"]
     assert config.output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    found = [x for x in retention.retention.rows(read()) if not isinstance(x, str)]
-    assert found[0]["facts"] == "4" and found[1]["facts"] == "2 of 4"

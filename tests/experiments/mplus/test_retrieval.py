@@ -8,18 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.mplus import models, retrieval
+from experiments.mplus import retrieval
 from experiments.mplus.methods import LatentMemory
 from memjax.models.mplus.read import ReadOptions
 from tests.experiments.mplus.tiny import (
-    BYTES,
     CHUNK,
-    FACTS,
     MEMORY,
-    PASSAGES,
     ROWS,
     memory_model,
     samples,
+    use_tiny,
 )
 
 
@@ -63,13 +61,8 @@ def test_rows_of_the_context_are_found_by_their_values():
 def test_rows_of_the_answer_are_those_of_its_tokens():
     """A chunk's last tokens have a row each, in the order of the tokens."""
     batch, model = samples(num_chunks=6)[0], memory_model()
-    first, end = CHUNK - ROWS, CHUNK
-    for span, rows in (
-        ((first, end), 8),
-        ((end - 3, end), 3),
-        ((0, first), 0),
-        ((41, 44), 3),
-    ):
+    assert (CHUNK - ROWS, CHUNK) == (40, 48)
+    for span, rows in (((40, 48), 8), ((45, 48), 3), ((0, 40), 0), ((41, 44), 3)):
         placed = batch._replace(answers=np.array([span] * 2))
         found = retrieval.inject_and_count(model, placed, (5,))[5]
         assert (found.store == ROWS).any() and (found.answer_store <= rows).all()
@@ -103,18 +96,7 @@ def test_shares_are_of_the_rows_in_the_store():
 
 @pytest.mark.slow
 def test_study_runs_whole(monkeypatch, tmp_path):
-    for module, name, value in (
-        (models, "load_trained", lambda folder: (memory_model(), BYTES)),
-        (models, "with_fitted_retriever", lambda *given: memory_model(1)),
-        (models, "load_facts", lambda: FACTS),
-        (models, "passages", lambda: PASSAGES),
-        (models, "recipe", lambda folder: []),
-        (retrieval, "SAMPLES", 4),
-        (retrieval, "BATCH", 2),
-        (retrieval, "AFTER", (0, 2, 4)),
-        (retrieval, "CHUNK", CHUNK),
-    ):
-        monkeypatch.setattr(module, name, value)
+    use_tiny(monkeypatch, retrieval, AFTER=(0, 2, 4))
     retrieval.main(retrieval.Config(tmp_path, output=tmp_path))
     learned, fitted = (
         json.loads((tmp_path / f"{name}.json").read_text())
@@ -123,5 +105,3 @@ def test_study_runs_whole(monkeypatch, tmp_path):
     assert learned["distances"] == [0, 2 * CHUNK, 4 * CHUNK]
     assert math.isnan(learned["after"]["0"]["share"])
     assert learned["after"] != fitted["after"]
-    _, row, *_ = retrieval.retrieval.rows(learned, fitted)
-    assert not isinstance(row, str) and row["tokens since"] == "96"

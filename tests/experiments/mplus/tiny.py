@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
+from experiments.mplus import models
 from experiments.mplus.samples import choose_facts, make_samples
 from memjax.data import Passage, Question, load_tokenizer, pick_facts
-from memjax.mechanisms import AttentionConfig
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import LanguageModel
 from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.config import MPlusConfig
-from tests.tiny import drawn
+from tests.tiny import drawn, make_config
 
 BYTES = load_tokenizer("bytes")
 #: Tokens of a chunk and of an answer; K memory tokens.
@@ -29,15 +29,6 @@ FACTS = [
 ]
 # Of 42 tokens with what is between them; eight of the ten subjects have one.
 PASSAGES = [[Passage(f"{name} " * 8) for name in NAMES[:8]], [Passage("z" * 400)]]
-CONFIG = ModelConfig(
-    mechanisms=(AttentionConfig(16, 2, 1, 8, capacity=400),),
-    num_layers=2,
-    vocab_size=256,
-    model_dim=16,
-    hidden_dim=16,
-    dtype="float32",
-    remat=False,
-)
 MEMORY = MPlusConfig(
     num_memory_tokens=ROWS,
     pool_size=16,
@@ -51,7 +42,9 @@ MEMORY = MPlusConfig(
 
 @functools.cache
 def backbone() -> LanguageModel:
-    return drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
+    return drawn(
+        lambda: LanguageModel(make_config(256, capacity=400), key=jax.random.key(0))
+    )
 
 
 @functools.cache
@@ -68,3 +61,13 @@ def samples(samples=4, num_chunks=3, chunk=CHUNK, facts=(), **changes: Any):
     )
     sizes = {"batch": 2, "num_chunks": num_chunks, "chunk": chunk}
     return make_samples(chosen, PASSAGES, BYTES, **sizes)
+
+
+def use_tiny(monkeypatch, study, **sizes: Any) -> None:
+    """The tiny models and facts in a study of these sizes."""
+    found = {"load_trained": (memory_model(), BYTES), "load_facts": FACTS, "recipe": []}
+    found |= {"with_fitted_retriever": memory_model(1), "passages": PASSAGES}
+    for name, value in found.items():
+        monkeypatch.setattr(models, name, lambda *_, value=value: value)
+    for name, value in ({"SAMPLES": 4, "BATCH": 2, "CHUNK": CHUNK} | sizes).items():
+        monkeypatch.setattr(study, name, value)
