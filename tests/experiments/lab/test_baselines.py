@@ -12,22 +12,6 @@ def text(*tokens):
 
 
 def test_probabilities_are_witten_bells():
-    model = NGram([text(0, 1, 0, 2)], order=2, vocab_size=4)
-    # Of 4 tokens 3 differ: p_1(0) = (2 + 3/4) / 7, p_1(1) = p_1(2) = (1 + 3/4) / 7.
-    one = np.array([2.75, 1.75, 1.75, 0.75]) / 7
-    # Behind 0 came 1 and 2.
-    two = (np.array([0, 1, 1, 0]) + 2 * one) / 4
-    assert np.isclose(two.sum(), 1)
-    np.testing.assert_allclose([model.probability((0,), x) for x in range(4)], two)
-    # 3 was never seen, and says nothing about what follows.
-    np.testing.assert_allclose([model.probability((3,), x) for x in range(4)], one)
-    losses = model.losses([text(0, 1), text(0, 3, 2)])
-    np.testing.assert_allclose(losses.mask, [[1, 0], [1, 1]])
-    expected = [[-np.log(two[1]), 0], -np.log([two[3], one[2]])]
-    np.testing.assert_allclose(losses.nll, expected, rtol=1e-6)
-
-
-def test_pairs_that_repeat_are_counted():
     model = NGram([text(0, 1, 0, 1, 1)], order=2, vocab_size=4)
     # One token of 1: (3 + 2/4) / (5 + 2). After 0 always 1: (2 + 1 * p(1)) / (2 + 1).
     one = (3 + 2 / 4) / 7
@@ -35,8 +19,10 @@ def test_pairs_that_repeat_are_counted():
     assert model.probability((0,), 1) == pytest.approx((2 + one) / 3)
     assert model.probability((3,), 1) == pytest.approx(one)
     assert sum(model.probability((1,), x) for x in range(4)) == pytest.approx(1)
-    nll = model.losses([text(0, 1)]).nll
-    assert nll[0, 0] == pytest.approx(-np.log((2 + one) / 3))
+    losses = model.losses([text(0, 1), text(0, 1, 0)])
+    np.testing.assert_allclose(losses.mask, [[1, 0], [1, 1]])
+    assert losses.nll[0, 0] == pytest.approx(-np.log((2 + one) / 3))
+    assert losses.nll[1, 1] == pytest.approx(-np.log(model.probability((1,), 0)))
 
 
 def test_contexts_end_with_their_text():

@@ -41,11 +41,8 @@ def test_binned_losses_compare_as_those_of_positions(model):
         late = np.arange(20) >= 5
         one.nll[:] *= late
         one.mask[:] *= late
-    np.testing.assert_allclose(
-        loss_difference_by_document(*binned),
-        loss_difference_by_document(*whole),
-        atol=1e-5,
-    )
+    got, expected = (loss_difference_by_document(*x) for x in (binned, whole))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_texts_are_scored_once_each_at_their_own_length(model, tmp_path):

@@ -56,9 +56,3 @@ def test_processes_take_turns_on_their_cores(tmp_path):
     for rounds in found.values():
         assert [step.value for step in rounds] == [("glibc.malloc.hugetlb=1", 1)] * 3
         assert all(step.seconds >= 0.01 and step.peak_mebibytes > 1 for step in rounds)
-
-
-def test_speedup_is_the_peers_median_over_ours():
-    ours = timing.summary([1.0, 2.0, 4.0])
-    found = timing.speedup(ours, {"peer": timing.summary([8.0, 6.0, 10.0])})
-    assert found == {"peer": 4.0}

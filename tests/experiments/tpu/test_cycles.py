@@ -34,14 +34,7 @@ def test_an_entry_adds_up():
     assert dearest["operation"] == "add" and dearest["cycles"] == 4.3
 
 
-def test_cases_that_are_counted_are_kept_unless_named():
-    done = {"trellis/c64/forward": {}}
-    assert cycles.chosen((), done) == [n for n in CASES if n not in done]
-    names = ["trellis/c64/forward", "delta_rule/forward", "delta_rule/both"]
-    assert cycles.chosen(("trellis/c64/forward", "delta_rule"), done) == names
-
-
-def test_results_are_written_case_by_case(tmp_path, monkeypatch, capsys):
+def test_results_are_written_case_by_case_and_kept(tmp_path, monkeypatch, capsys):
     row = entry(CASES["gla/forward"], Count((), 0.0, (), (), 0), Facts(1.0, 1.0, 0, {}))
 
     def fake(name, keep):
@@ -56,6 +49,7 @@ def test_results_are_written_case_by_case(tmp_path, monkeypatch, capsys):
     cases = json.loads(output.with_suffix(".json").read_text())["cases"]
     names = ["delta_rule/both", "ttt_linear/c16/forward", "ttt_linear/c16/both"]
     assert list(cases) == names and cases[names[0]]["name"] == names[0]
+    assert cycles.chosen((), cases) == [n for n in CASES if n not in names]
     assert "delta_rule/forward does not compile: no reason" in capsys.readouterr().out
 
 
