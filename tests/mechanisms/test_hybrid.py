@@ -36,6 +36,7 @@ def opened(params):
     return params._replace(balance=params.balance._replace(amount=amount))
 
 
+@pytest.mark.slow
 def test_initialised_layer_equals_its_window_and_learns():
     params = init_params(CONFIG, jax.random.key(0))
     window = WINDOW.build()
