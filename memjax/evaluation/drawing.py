@@ -273,19 +273,6 @@ def log_ticks(axes: Any, values: Sequence[Number], most: int = 8) -> None:
     axes.minorticks_off()
 
 
-def log_values(axes: Any) -> None:
-    """A logarithmic axis of y whose ticks are numbers, with some between the powers."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    powers = high / low
-    between = (1,) if powers > 1000 else (1, 2, 5) if powers > 8 else range(1, 10)
-    axes.yaxis.set_major_locator(LogLocator(10, subs=between))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 def short_count(value: Number) -> str:
     """A number of tokens as an axis shows it: 512, 4k, 100k, 1M."""
     if value >= 2**20 and value % 2**20 == 0:
