@@ -55,6 +55,12 @@ def _memories() -> tuple[type, ...]:
     return tuple(mechanisms.CELLS.values())
 
 
+def require_cell(memory: object) -> None:
+    """Raises ValueError unless `memory` is a cell's configuration."""
+    if not hasattr(memory, "cell"):
+        raise ValueError(f"memory must be a cell's configuration, got {memory}")
+
+
 @dataclasses.dataclass(frozen=True)
 class HybridConfig(MechanismDefaults):
     """A window and a memory.
@@ -74,8 +80,7 @@ class HybridConfig(MechanismDefaults):
 
     def __post_init__(self):
         heads, memory = self.window, self.memory
-        if not hasattr(memory, "cell"):
-            raise ValueError(f"memory must be a cell's configuration, got {memory}")
+        require_cell(memory)
         if memory.cell().unit_norm:
             allowed = {
                 "num_heads": (heads.num_heads, heads.num_kv_heads),

@@ -1,7 +1,7 @@
 """The `Run` protocol, and the launch of a run of either kind."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import optax
@@ -28,6 +28,7 @@ from memjax.training.step import Compile, Step, TrainState
 Programs = tuple[Callable[..., TrainState], Step]
 
 
+@runtime_checkable
 class Run(Protocol):
     """Settings of a run: a `RunConfig`, or a `FinetuneRun` around a backbone."""
 

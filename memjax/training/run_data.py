@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from flax import nnx
@@ -100,6 +100,7 @@ class DataConfig:
             )
 
 
+@runtime_checkable
 class Settings(Protocol):
     """Data settings of a run."""
 

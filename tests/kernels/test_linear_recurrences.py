@@ -329,7 +329,7 @@ def test_unknown_options_and_reset_shapes_are_refused(name):
 
 @every_case
 def test_chunk_size_selects_chunks_and_is_refused_by_kernels(name, monkeypatch):
-    arguments = draw(name, 9)
+    arguments = jax.tree.map(jnp.asarray, draw(name, 9))
     op = getattr(memjax_kernels, CASES[name].op)
     # Not the loop over tokens that a CPU prefers.
     text = str(jax.make_jaxpr(functools.partial(op, chunk_size=4))(*arguments))

@@ -32,9 +32,9 @@ def test_no_public_name_shadows_a_module():
     package = Path(memjax_kernels.__file__).parent
     modules = {path.stem for path in package.iterdir()}
     assert not modules & set(memjax_kernels.__all__)
-    assert {name for name in vars(memjax_kernels) if name[0] != "_"} == set(
-        memjax_kernels.__all__
-    )
+    public = {name for name in vars(memjax_kernels) if name[0] != "_"}
+    # The import hook that checks annotations leaves its own name.
+    assert public - {"jaxtyping"} == set(memjax_kernels.__all__)
 
 
 def test_memjax_imports_ops_by_their_public_names():

@@ -122,7 +122,7 @@ def _count(program: Program, counter: "_Counter") -> tuple[list[Part], float, in
 
 
 def _total(counted: tuple[list[Part], float, int]) -> float:
-    return sum(part.cycles for part in counted[0])
+    return sum((part.cycles for part in counted[0]), 0.0)
 
 
 class _Counter:

@@ -25,7 +25,7 @@ from memjax.checks import check_sizes, joined, require_known
 from memjax.mechanisms import CELLS, ElasticMemoryConfig, HybridConfig, MechanismConfig
 from memjax.mechanisms.cells.base import CellConfig
 from memjax.mechanisms.elastic_memory import fitted
-from memjax.mechanisms.hybrid import hybrids, init_memory
+from memjax.mechanisms.hybrid import hybrids, init_memory, require_cell
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.models.language_model.config import ModelConfig, build_once, period
 from memjax.models.language_model.model import LanguageModel
@@ -159,7 +159,7 @@ def retrofitted(
             limited, chosen = limit_layer(heads, window, sinks), memory
             if isinstance(chosen, str):
                 chosen = memory_config(chosen, limited, options)
-            # The hybrid refuses what is no cell.
+            require_cell(chosen)
             mechanisms.append(HybridConfig(limited, cast(CellConfig, chosen)))
     return dataclasses.replace(config, mechanisms=period(mechanisms))
 

@@ -48,6 +48,7 @@ def test_implementation_that_disagrees_is_not_timed(monkeypatch):
         return (lambda *a: 1.01 * run(*a)) if implementation == "xla" else run
 
     monkeypatch.setattr(lab, "forward", wrong)
+    monkeypatch.setattr(lab, "IMPLEMENTATIONS", ("reference", "xla"))
     shape, op = Shape(*SMALL), "linear_attention"
     found = ops.agreement(op, shape, config)
     assert found == {"reference": 0.0, "xla": "1.0e-02 from the token loop"}

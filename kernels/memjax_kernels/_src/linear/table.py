@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.common.packs import recurrence
@@ -54,13 +54,16 @@ class LinearOp(NamedTuple):
 
 def run(
     op: LinearOp,
-    tokens: tuple[Float[Array, "B T ..."] | None, ...],
-    state: PyTree[Float[Array, "B ..."]],
-    reset: Bool[Array, "B T"] | None,
+    tokens: tuple[Array | None, ...],
+    state: PyTree,
+    reset: Array | None,
     chunk_size: int | None,
     implementation: str | None,
-) -> tuple[PyTree[Float[Array, "B ..."]], Float[Array, "B T H V"]]:
-    """Runs an op over a segment; its docstring has the arguments and errors."""
+) -> tuple[PyTree, Array]:
+    """Checks the arguments and runs an op over a segment.
+
+    The docstring of the op has their shapes and the errors.
+    """
     memories = (None,) * len(op.state)
     if state is not None:
         memories = (state,) if len(op.state) == 1 else state
