@@ -7,7 +7,7 @@ layers) and `MPlusStage`.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import optax
 from jaxtyping import PRNGKeyArray
@@ -195,13 +195,18 @@ class Stage(Protocol):
 class SampleStage:
     """Defaults of a `Stage` that updates on samples of `context_length` tokens."""
 
+    # Fields of each stage. Were `self` a `Stage` in a property, a run-time check of the
+    # annotation would ask for the property, and so without end.
+    context_length: Any
+    data: Any
+
     @property
-    def tokens_read(self: Stage) -> int:
+    def tokens_read(self) -> int:
         """Tokens of a sample that a step reads."""
         return self.context_length
 
     @property
-    def shortest_document(self: Stage) -> int:
+    def shortest_document(self) -> int:
         """Tokens of the shortest document that is read."""
         return shortest(self.data.mode, self.context_length)
 
