@@ -85,6 +85,18 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must be in [0, 2**32), got {short(seed)}")
 
 
+def require_instance(name: str, value: Any, kind: type) -> None:
+    """Raises ValueError unless `value` is of this kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {short(value)}")
+
+
+def check_key(key: Any) -> None:
+    """Raises ValueError unless `key` may be a key of `jax.random`."""
+    if not hasattr(key, "dtype"):
+        raise ValueError(f"key must be a jax.random.key(...), got {short(key)}")
+
+
 def nearest(value: Any, known: Sequence[str]) -> str:
     """Hint for a message: the most similar name; "" if none is similar."""
     near = difflib.get_close_matches(str(value)[:SHOWN_CHARACTERS], known, n=1)

@@ -234,7 +234,7 @@ def test_step_equals_apply_and_reset_clears(x):
     for part, full, none in zip(*leaves, strict=True):
         np.testing.assert_array_equal(part[0], none[0])
         np.testing.assert_array_equal(part[1], full[1])
-    with pytest.raises(ValueError, match=r"or \[B, D\], got \[2, 1, 9, 8\]"):
+    with pytest.raises(ValueError, match=r"or \[B, D\], got \(2, 1, 9, 8\)"):
         memory(empty, x[:, None])
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
+from memjax.checks import require_instance, require_known
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.models.base import Model, commit_state
 from memjax.models.loss import target_nll
@@ -107,7 +108,11 @@ def perplexity(
     """exp of the mean loss over positions from `first` on, of one kind or of all.
 
     NaN without such a position.
+
+    Raises:
+        ValueError: on a kind that no text has.
     """
+    require_known("kind", kind, (None, *sorted(set(losses.kinds))))
     rows = [i for i, k in enumerate(losses.kinds) if kind is None or k == kind]
     # Millions of terms: float32 sums would lose digits of the mean.
     tokens = losses.mask[rows, first:].sum(dtype=np.float64)
@@ -147,6 +152,7 @@ def _texts(documents, context_length):
     """Documents cut to the context length; a text of n + 1 tokens has n targets."""
     texts = []
     for document in documents:
+        require_instance("a document", document, TokenisedDocument)
         step = context_length or len(document.tokens)
         for start in range(0, len(document.tokens) - 1, step):
             # One token over: the last target of a text is the first of the next.

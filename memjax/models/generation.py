@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+from memjax.checks import check_key
 from memjax.models.base import Model, commit_state
 from memjax.models.ragged import check_prompt
 from memjax.models.sampling import Sampling, Settings, draw
@@ -98,6 +99,7 @@ def generate(
         ValueError: on an empty prompt, a token or length out of range, a size below 1,
             more tokens than full attention has capacity for, or logits that are NaN.
     """
+    check_key(key)
     check_prompt(model, prompt, lengths, max_new_tokens, segment, samples)
     tokens = np.asarray(prompt)
     if state is None:

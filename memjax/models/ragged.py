@@ -40,10 +40,12 @@ def check_kind(state: Any, kind: type) -> None:
 def check_parts(state: Any, count: int) -> None:
     """Raises ValueError unless a plain model's state has `count` parts."""
     # A named tuple is the state of a memory around a model.
-    if hasattr(state, "_fields") or len(state) != count:
+    parts = len(state) if isinstance(state, tuple) else None
+    if hasattr(state, "_fields") or parts != count:
+        found = "" if parts is None else f" of {parts}"
         raise ValueError(
             f"state must have {count} parts, from this model's init_state, got "
-            f"a {type(state).__name__} of {len(state)}"
+            f"a {type(state).__name__}{found}"
         )
 
 

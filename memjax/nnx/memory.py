@@ -41,8 +41,14 @@ class Memory(nnx.Module):
             rngs: the streams of flax, of which "params" is drawn from.
 
         Raises:
-            ValueError: on both of key and rngs, or neither.
+            ValueError: on both of key and rngs, or neither; on anything but a
+                configuration.
         """
+        if not hasattr(config, "build"):
+            raise ValueError(
+                "config must be a mechanism's configuration, such as "
+                f"memjax.mechanisms.TrellisConfig(...), got {config!r}"
+            )
         self.mechanism = config.build()
         params = self.mechanism.init_params(params_key(key, rngs))
         self.params = nnx.data(as_params(params))
@@ -66,8 +72,9 @@ class Memory(nnx.Module):
         Raises:
             ValueError: on x of other axes, width or batch.
         """
-        if x.ndim not in (2, 3):
-            raise ValueError(f"x must be [B, T, D] or [B, D], got {list(x.shape)}")
+        shape = getattr(x, "shape", type(x).__name__)
+        if len(shape) not in (2, 3):
+            raise ValueError(f"x must be [B, T, D] or [B, D], got {shape}")
         # By the axes, as a flax module has one `__call__`.
-        read = self.mechanism.step if x.ndim == 2 else self.mechanism.apply
+        read = self.mechanism.step if len(shape) == 2 else self.mechanism.apply
         return read(as_arrays(self.params), state, x)

@@ -14,6 +14,8 @@ import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray, PyTree
 
+from memjax.checks import check_key
+
 Module = TypeVar("Module", bound=nnx.Module)
 
 
@@ -58,10 +60,13 @@ def params_key(key: PRNGKeyArray | None, rngs: nnx.Rngs | None) -> PRNGKeyArray:
     """The key of a module's parameters: `key`, or the next of `rngs`.
 
     Raises:
-        ValueError: on both, or neither.
+        ValueError: on both, neither, or other streams than flax's.
     """
     if key is not None and rngs is None:
+        check_key(key)
         return key
+    if rngs is not None and not hasattr(rngs, "params"):
+        raise ValueError(f"rngs must be nnx.Rngs(...), got {rngs!r}")
     if rngs is not None and key is None:
         return rngs.params()
     # One of them exactly: two sources of randomness would leave open which counts.

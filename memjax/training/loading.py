@@ -8,9 +8,10 @@ Nothing that is read is executed.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 from memjax.buckets.bucket import as_path
+from memjax.checks import require_known
 from memjax.config_io import AnyPath
 from memjax.data import Tokenizer
 from memjax.models.checkpoints import own_format
@@ -83,9 +84,11 @@ def load(
     Raises:
         ValueError: naming file, tensor, what was expected and found, if the files are
             not sound, describe a model that is not built here, or are of different
-            models; saying where it was looked for, if there is no such model; on a
-            dtype for a run; without an optional package that is needed.
+            models; saying where it was looked for, if there is no such model; on an
+            unknown dtype, or one for a run; without an optional package that is needed.
     """
+    for option, chosen in {"dtype": dtype, "param_dtype": param_dtype}.items():
+        require_known(option, chosen, (None, *get_args(Dtype)))
     path = as_path(name)
     if is_run(path):
         _require_none(f"the run {path}", dtype=dtype, param_dtype=param_dtype)

@@ -389,9 +389,9 @@ def test_the_default_runs_the_cheapest(monkeypatch):
     "options,message",
     [
         (dict(implementation="pallas"), "implementation must be None or one of"),
-        (dict(state=jnp.zeros((B, N + 1, X))), "state must be"),
-        (dict(features=jnp.zeros((B, 0, L, X))), "features needs n, L >= 1"),
-        (dict(features=jnp.zeros((B, 1, 0, X))), "features needs n, L >= 1"),
+        (dict(state=jnp.zeros((B, N + 1, X))), "state must have shape"),
+        (dict(features=jnp.zeros((B, 0, L, X))), "features must have shape"),
+        (dict(features=jnp.zeros((B, 1, 0, X))), "features must have shape"),
         (dict(bank=op.build_hippo_bank(N, L + 1, 1)), "build it for these"),
     ],
 )

@@ -36,6 +36,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax import mechanisms
+from memjax.checks import require_instance
 from memjax.models import ragged
 from memjax.models.adapters import merge_lora
 from memjax.models.base import FixedSizeMemory
@@ -74,6 +75,7 @@ class HMT(FixedSizeMemory, Savable, nnx.Module):
         key: PRNGKeyArray | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        require_instance("config", config, HMTConfig)
         self.config = config
         #: The backbone's own config: its mechanisms, and the longest text it reads.
         self.pretrained = backbone.config

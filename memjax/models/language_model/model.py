@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, require_instance
 from memjax.mechanisms.layers import documents
 from memjax.mechanisms.layers.projections import linear
 from memjax.mechanisms.layers.ragged import apply_ragged
@@ -74,6 +74,7 @@ class LanguageModel(Savable, nnx.Module):
         Raises:
             ValueError: on both of key and rngs, or neither.
         """
+        require_instance("config", config, ModelConfig)
         key = params_key(key, rngs)
         embed_key, head_key, *block_keys = jax.random.split(key, config.num_layers + 2)
         style, v, d = config.architecture, config.vocab_size, config.model_dim

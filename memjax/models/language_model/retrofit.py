@@ -15,7 +15,7 @@ them.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast, get_args
 
 import jax
 from flax import nnx
@@ -166,6 +166,8 @@ def retrofitted(
 
 def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
     """Raises ValueError unless `layers` are numbers of different attention layers."""
+    if isinstance(layers, str) or not all(isinstance(i, SupportsIndex) for i in layers):
+        raise ValueError(f"layers must be numbers of layers, got {layers!r}")
     if not layers:
         raise ValueError("layers must be at least one, got none")
     faults = []

@@ -5,6 +5,7 @@ import dataclasses
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
+from memjax.checks import require_instance
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.model import MPlus
@@ -32,6 +33,7 @@ def add_mplus(
         ValueError: on both of key and rngs, or neither; on a backbone with other
             mechanisms than "attention", without RoPE, or with adapters.
     """
+    require_instance("config", config, MPlusConfig)
     require_place("store_memory", config.store_memory)
     require_place("pool_memory", config.pool_memory)
     return MPlus(init_weights(backbone, config, params_key(key, rngs)))
@@ -46,5 +48,6 @@ def add_memoryllm(
 ) -> MPlus:
     """MemoryLLM: the pool alone, without a long-term store; see `add_mplus`."""
     # Without retrieved rows there is no store, and nothing else differs.
+    require_instance("config", config, MPlusConfig)
     config = dataclasses.replace(config, num_retrieved=0)
     return add_mplus(backbone, config, key=key, rngs=rngs)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.causal_attention import pallas_tpu
 from memjax_kernels._src.causal_attention.pallas_tpu import READS as READS
+from memjax_kernels._src.common import arguments
 from memjax_kernels._src.common.packs.tiles import LANES
 
 #: The longest sequence: the gradient of its queries is held on the chip.
@@ -59,7 +60,13 @@ def causal_attention(
         v: values.
         window: keys that a query sees, its own among them; None is all.
         interpret: run where there is no TPU.
+
+    Raises:
+        ValueError: on arrays that `unsupported` refuses, or of different shapes.
     """
+    arguments.check_shapes(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H K"))
+    if reason := unsupported(q, k):
+        raise ValueError(f"causal_attention cannot run: {reason}")
     static = pallas_tpu.Static(window, interpret)
     y: Any = pallas_tpu.attention(
         static, *(x.reshape(*x.shape[:2], -1) for x in (q, k, v))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from memjax_kernels._src.common import arguments
 from memjax_kernels._src.hippo import on_demand, xla
 from memjax_kernels._src.hippo.bank import HippoBank as HippoBank
 from memjax_kernels._src.hippo.bank import HippoSampling as HippoSampling
@@ -81,12 +82,12 @@ def hippo(
     shared = functools.partial(separate, matrices_for=1)
     if bank is not None and implementation != "direct":
         shared = functools.partial(_look_up_or_compute, separate, bank.kernel.shape[0])
-    arguments = (features, state, start, count, reconstruction)
+    inputs = (features, state, start, count, reconstruction)
     if in_step is not None:
-        return (shared if in_step else separate)(*arguments)
+        return (shared if in_step else separate)(*inputs)
     # In step, all batch elements share their matrices, which are then computed once.
     agree = jnp.all(start == start[0]) & jnp.all(count == count[0])
-    return jax.lax.cond(agree, shared, separate, *arguments)
+    return jax.lax.cond(agree, shared, separate, *inputs)
 
 
 def hippo_update(
@@ -210,12 +211,12 @@ def _check(features, reconstruction, state, bank, implementation):
         raise ValueError(
             f"implementation must be None or one of {allowed}, got {implementation!r}"
         )
-    b, n, length, x = features.shape
-    order = reconstruction.shape[1]
-    if n < 1 or length < 1:
-        raise ValueError(f"features needs n, L >= 1, got shape {features.shape}")
-    if state is not None and state.shape != (b, order, x):
-        raise ValueError(f"state must be {(b, order, x)}, got {state.shape}")
+    sizes = arguments.check_shapes(
+        features=(features, "B n L X"),
+        reconstruction=(reconstruction, "M N"),
+        state=(state, "B N X"),
+    )
+    order, length = sizes["N"], sizes["L"]
     if bank is not None and bank.kernel.shape[1:] != (order, length):
         raise ValueError(
             f"bank is for (order, block) {bank.kernel.shape[1:]}, "
