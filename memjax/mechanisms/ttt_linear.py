@@ -77,10 +77,7 @@ class TTTLinearConfig(RecurrentConfig):
 
 
 class TTTParams(NamedTuple):
-    """Learned gate, layer norm and initial weights of the memory.
-
-    The layer norm's are flat, because weight decay passes over vectors.
-    """
+    """Learned gate, layer norm and initial weights of the memory."""
 
     rate: Float[Array, "D H"]
     scale: Float[Array, " HV"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 
 import jax
@@ -9,6 +10,14 @@ import optax
 
 from memjax.checks import check_positive
 from memjax.training.distributed.sharding import leaf_name
+
+# Roles by the last part of a parameter's name, as memjax and flax name them. Shapes do
+# not tell: biases of heads, and norms of queries, are matrices.
+UNDECAYED = re.compile(
+    r"(.*_)?(norm|bias)|scale|shift"  # norms and biases
+    r"|decay|log_rate|skip|amount"  # numbers that decays and gates start from
+    r"|initial_memory|summary_prompt|bos|position"  # prompts of HMT and M+
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +31,8 @@ class OptimizerConfig:
         beta1: decay of the mean.
         beta2: decay of the variance.
         epsilon: added to its root.
-        weight_decay: decoupled, on matrices: not on norms.
-        decay_vectors: weight decay on norms and other vectors too, as HMT is trained.
+        weight_decay: decoupled; see `decays` for the parameters that have none.
+        decay_vectors: weight decay on all parameters, as HMT is trained.
         max_gradient_norm: gradients longer than this are scaled down to it; infinity
             leaves them all.
     """
@@ -76,13 +85,22 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             b2=config.beta2,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(
-                # Norms and biases are vectors; mechanisms keep biases of gates flat.
-                lambda leaf: config.decay_vectors or leaf.ndim > 1,
-                params,
+            mask=lambda params: jax.tree_util.tree_map_with_path(
+                lambda path, _: config.decay_vectors or decays(leaf_name(path)), params
             ),
         ),
     )
+
+
+def decays(name: str) -> bool:
+    """Whether a parameter has weight decay, by its role.
+
+    Norms, biases, decay rates, skips, mixing amounts and prompts have none.
+
+    Args:
+        name: the path of the parameter, as in `blocks/0/mechanism/query_bias`.
+    """
+    return UNDECAYED.fullmatch(name.rpartition("/")[2]) is None
 
 
 def with_rates(

@@ -29,6 +29,7 @@ from memjax.mechanisms import (
     TTTLinearConfig,
 )
 from memjax.mechanisms.hybrid import HybridParams
+from memjax.training.optimizer import decays
 
 B, T, D = 2, 12, 16
 # Of a call: a compilation, so one for all tests. Over two ends of chunks at least.
@@ -152,6 +153,20 @@ def run_steps(mechanism, params, state, x):
 
 def assert_close(a, b, tolerance=1e-5):
     chex.assert_trees_all_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_each_parameter_is_known_to_decay_or_not():
+    """By its role: a bias may be a matrix."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for config in CONFIGS.values():
+        params = jax.eval_shape(config.build().init_params, jax.random.key(0))
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[decays(name)].add(name.rpartition("/")[2])
+    decayed = "query key value output query_key filters gate read rate weight target "
+    decayed += "narrow widen forget weights slots keys values"
+    kept = "norm bias query_bias key_bias scale shift log_rate skip amount"
+    assert found == {True: set(decayed.split()), False: set(kept.split())}
 
 
 def test_apply_equals_steps(case, stepped):

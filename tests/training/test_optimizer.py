@@ -1,6 +1,7 @@
 """The optimizer: its schedule, its clipping, what it decays, what it refuses."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -9,13 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from memjax.mechanisms import AttentionConfig
+from memjax.models import Architecture
+from memjax.training.distributed.sharding import leaf_name
 from memjax.training.optimizer import (
     OptimizerConfig,
+    decays,
     make_optimizer,
     schedule,
     with_rates,
 )
+from tests import tiny
 
 CONFIG = OptimizerConfig()
 
@@ -73,11 +80,49 @@ def test_matrices_decay_and_norms_do_not():
     params = {
         "matrix": np.full((2, 3), 4, np.float32),
         "norm": np.full(3, 4, np.float32),
+        "query_bias": np.full((2, 3), 4, np.float32),
     }
     nothing = jax.tree.map(np.zeros_like, params)
     updates = one_update(CONFIG, params, nothing)
     np.testing.assert_allclose(updates["matrix"], -0.1 * 4.0, rtol=1e-6)
-    assert np.all(np.asarray(updates["norm"]) == 0)
+    assert np.all(updates["norm"] == 0) and np.all(updates["query_bias"] == 0)
+
+
+def test_biases_norms_and_prompts_of_models_do_not_decay():
+    """By their role: biases of heads and norms of queries have two axes."""
+    heads = tiny.LLAMA.mechanisms[0]
+    assert isinstance(heads, AttentionConfig)
+    heads = dataclasses.replace(
+        heads, qkv_bias=True, output_bias=True, qk_norm="width", rope_theta=None
+    )
+    opt = Architecture(
+        norm="layer",
+        feed_forward="relu",
+        learned_positions=66,
+        feed_forward_bias=True,
+        embedding_dim=8,
+        scale_embedding=False,
+    )
+    around = Architecture(norm_outputs=True, feed_forward_bias=True)
+    models = [
+        nnx.eval_shape(functools.partial(tiny.make_llama, mechanisms=(heads,), **style))
+        for style in (dict(architecture=opt), dict(architecture=around))
+    ]
+    kinds = ("hmt", "rmt", "mplus")
+    models += [nnx.eval_shape(functools.partial(tiny.make_model, k)) for k in kinds]
+    params = [nnx.state(model, nnx.Param) for model in models]
+    found = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        found[leaf_name(path).rpartition("/")[2]] = decays(leaf_name(path))
+    linear = {"query", "key", "value", "output", "gate", "up", "down"}
+    tables = {"embedding", "head", "positions", "project_in", "project_out"}
+    vectors = {"norm", "bias", "scale", "initial_memory", "summary_prompt"}
+    vectors |= {"bos", "position", "query_norm", "key_norm"}
+    vectors |= {f"{name}_bias" for name in linear}
+    outputs = ("mechanism", "feed_forward")
+    vectors |= {f"{name}{end}_norm" for name in outputs for end in ("", "_output")}
+    assert {name for name, decayed in found.items() if decayed} == linear | tables
+    assert {name for name, decayed in found.items() if not decayed} == vectors
 
 
 def test_long_gradients_are_scaled_to_the_limit():

@@ -17,10 +17,7 @@ from memjax_kernels._src.common.partition import channels_by_heads
 
 
 class Gate(NamedTuple):
-    """An affine map from the token to one or more numbers for each head.
-
-    The bias is flat, because weight decay passes over vectors.
-    """
+    """An affine map from the token to one or more numbers for each head."""
 
     weight: Float[Array, "D ..."]
     bias: Float[Array, " N"]
