@@ -15,10 +15,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
+<<<<<<< Updated upstream
 from memjax.checks import check_key
+=======
+from memjax.checks import check_sizes
+>>>>>>> Stashed changes
 from memjax.models.base import Model, commit_state
 from memjax.models.ragged import check_prompt
-from memjax.models.sampling import Sampling, Settings, draw
+from memjax.models.sampling import Sampling, Seen, Settings, draw
 
 # Tokens drawn by one call of the program, between which a cache may grow.
 PIECE = 64
@@ -52,6 +56,7 @@ class _Open(NamedTuple):
     key: PRNGKeyArray
     drawn: Int[Array, ""]  # tokens so far, of those that have not ended
     done: Bool[Array, " B"]
+    seen: Seen | None
 
 
 def generate(
@@ -63,6 +68,8 @@ def generate(
     key: PRNGKeyArray,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     lengths: Sequence[int] | None = None,
+    read_before: Sequence[int] = (),
+    vocab_size: int | None = None,
     stop_tokens: Sequence[int] = (),
     stop_when: Callable[[Int[np.ndarray, "B n"]], Any] | None = None,
     samples: int = 1,
@@ -81,8 +88,12 @@ def generate(
         prompt: tokens in [0, V), T >= 1.
         max_new_tokens: how many to draw at most, at least 1.
         key: of the draws. The same key draws the same tokens for any max_new_tokens.
-        sampling: greedy, temperature, top-k and top-p.
+        sampling: see `Sampling`.
         lengths: tokens of each batch element's prompt, 1 to T; None is T.
+        read_before: tokens in the state that `sampling.repetition_penalty` counts as
+            it does the prompt's.
+        vocab_size: of the tokenizer: tokens from here on, with which a vocabulary is
+            padded, are not drawn. None is the model's.
         stop_tokens: tokens that end a batch element, as the end of a text.
         stop_when: called with all tokens so far after each one; True, or True for a
             batch element, ends it. The place to print a stream, or to look for stop
@@ -101,6 +112,8 @@ def generate(
     """
     check_key(key)
     check_prompt(model, prompt, lengths, max_new_tokens, segment, samples)
+    if vocab_size is not None:
+        check_sizes(vocab_size=vocab_size)
     tokens = np.asarray(prompt)
     if state is None:
         state, donate = model.init_state(len(tokens), capacity=1), True
@@ -115,13 +128,14 @@ def generate(
     ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     sizes = (segment, least_segment)
     state, logits = _read_prompt(model, state, tokens, np.asarray(ends), sizes, donate)
+    seen = Seen.of(sampling, _read_tokens(tokens, ends, read_before), model.vocab_size)
     if samples > 1:
-        state, logits = jax.tree.map(
-            lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits)
+        state, logits, seen = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits, seen)
         )
     stop = jnp.asarray(np.asarray(stop_tokens, np.int32).reshape(-1))
-    open_ = _Open(logits, key, jnp.int32(0), jnp.zeros(len(logits), bool))
-    settings = Settings.of(sampling)
+    open_ = _Open(logits, key, jnp.int32(0), jnp.zeros(len(logits), bool), seen)
+    settings = Settings.of(sampling, vocab_size)
     return _draw_all(model, state, open_, settings, max_new_tokens, stop, stop_when)
 
 
@@ -203,6 +217,13 @@ def _read_prompt(model, state, tokens, ends, sizes, donate):
     return state, logits
 
 
+def _read_tokens(tokens, ends, before):
+    """Tokens that were read, [B, _]; -1 behind the ends of the prompts."""
+    real = np.arange(tokens.shape[1]) < np.asarray(ends)[:, None]
+    known = np.broadcast_to(np.asarray(before, np.int32), (len(tokens), len(before)))
+    return np.concatenate([known, np.where(real, tokens, -1)], axis=1)
+
+
 def _draw_all(model, state, open_, settings, limit, stop, stop_when):
     """Draws until all batch elements have ended, or to the limit; donates the state."""
     graph, params = nnx.split(model)
@@ -263,7 +284,8 @@ def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, coun
     def body(loop):
         i, state, open_, (tokens, log_probs, live) = loop
         alive = ~open_.done
-        token = draw(open_.logits, jax.random.fold_in(open_.key, open_.drawn), settings)
+        key = jax.random.fold_in(open_.key, open_.drawn)
+        token = draw(open_.logits, key, settings, open_.seen)
         scores = jax.nn.log_softmax(open_.logits, axis=-1)
         log_prob = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
         rows = (jnp.where(alive, token, 0), jnp.where(alive, log_prob, 0.0), alive)
@@ -279,6 +301,7 @@ def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, coun
             open_.key,
             open_.drawn + 1,
             open_.done | jnp.isin(token, stop),
+            open_.seen and open_.seen.after(token),
         )
         return i + 1, state, open_, kept
 

@@ -200,6 +200,20 @@ def test_draws_have_different_keys():
     assert all(len(set(row)) > 1 for row in tokens.tolist())
 
 
+def test_penalties_count_the_tokens_of_prompt_and_answer():
+    settings = Sampling(0.0, repetition_penalty=9.0, presence_penalty=0.5)
+    drawn = go(sampling=settings, read_before=(5,), vocab_size=9).tokens
+    assert not np.array_equal(drawn, go(vocab_size=9).tokens)
+    whole = np.concatenate([PROMPT, drawn], axis=1)
+    logits = np.asarray(forward(whole)[1])[:, P - 1 :, :9]
+    for row, token in np.ndindex(drawn.shape):
+        scores = logits[row, token]
+        read = np.isin(np.arange(9), [5, *whole[row, : P + token]])
+        scores = np.where(read, np.where(scores > 0, scores / 9, scores * 9), scores)
+        scores -= 0.5 * np.isin(np.arange(9), drawn[row, :token])
+        assert drawn[row, token] == scores.argmax()
+
+
 ODDS = np.array([0.1, 0.5, 0.15, 0.25])
 
 
@@ -264,6 +278,7 @@ def test_greedy_is_argmax():
         (dict(prompt=np.full((B, 2), -1)), r"tokens in \[0, 17\), got -1"),
         (dict(count=0), "max_new_tokens must be at least 1, got 0"),
         (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(vocab_size=0), "vocab_size must be at least 1, got 0"),
         (dict(samples=0), "samples must be at least 1, got 0"),
         (dict(lengths=[1, 2, 3]), r"lengths must be integers \[2\]"),
         (dict(lengths=[0, 2]), r"lengths must be in \[1, T=9\], got \[0, 2\]"),
@@ -291,6 +306,9 @@ def test_logits_that_are_nan_are_refused():
         (dict(top_k=-1), "top_k must be >= 0, got -1"),
         (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
         (dict(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
+        (dict(min_p=1.1), r"min_p must be in \[0, 1\], got 1.1"),
+        (dict(repetition_penalty=0.0), "repetition_penalty must be > 0, got 0.0"),
+        (dict(presence_penalty=3), r"presence_penalty must be in \[-2, 2\], got 3"),
     ],
 )
 def test_invalid_sampling_is_refused(wrong, message):

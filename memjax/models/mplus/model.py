@@ -352,7 +352,7 @@ class MPlus(FixedSizeMemory, Savable, nnx.Module):
             prompt: tokens in [0, V), T >= 1.
             max_new_tokens: n >= 1.
             key: for sampling.
-            sampling: temperature, top-k and top-p.
+            sampling: see `Sampling`.
             lengths: of the prompts, as in `read`.
 
         Raises:

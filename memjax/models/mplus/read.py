@@ -17,7 +17,7 @@ from memjax.models.mplus import pool as short_term_pool
 from memjax.models.mplus import store as long_term_store
 from memjax.models.mplus.state import KVCache, MPlusState
 from memjax.models.mplus.weights import MPlusWeights
-from memjax.models.sampling import Sampling, Settings, draw
+from memjax.models.sampling import Sampling, Seen, Settings, draw
 
 
 class ReadOptions(NamedTuple):
@@ -230,18 +230,23 @@ def generate(
     features = ragged.take(features, ends[:, None])
     logits = weights.backbone.logits(features)
 
+    settings = Settings.of(sampling)
+    places = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
+    known = jnp.where(places <= ends[:, None], prompt, -1)
+
     def sample_and_read(carry, key):
-        cache, logits = carry
-        token = draw(logits, key, Settings.of(sampling))
+        cache, logits, seen = carry
+        token = draw(logits, key, settings, seen)
         cache, logits = decode(weights, cache, token[:, None], False, searched)
-        return (cache, logits[:, 0]), token
+        return (cache, logits[:, 0], seen and seen.after(token)), token
 
     *keys, last = jax.random.split(key, count)
-    carry = (cache, logits[:, -1])
+    seen = Seen.of(sampling, known, logits.shape[-1])
+    carry = (cache, logits[:, -1], seen)
     tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
     if keys:
         carry, tokens = jax.lax.scan(sample_and_read, carry, jnp.stack(keys))
-    token = draw(carry[1], last, Settings.of(sampling))
+    token = draw(carry[1], last, settings, carry[2])
     return jnp.concatenate([tokens, token[None]]).T
 
 
