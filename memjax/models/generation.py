@@ -15,11 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-<<<<<<< Updated upstream
-from memjax.checks import check_key
-=======
-from memjax.checks import check_sizes
->>>>>>> Stashed changes
+from memjax.checks import check_key, check_sizes
 from memjax.models.base import Model, commit_state
 from memjax.models.ragged import check_prompt
 from memjax.models.sampling import Sampling, Seen, Settings, draw
