@@ -8,7 +8,7 @@ import tyro
 import memjax
 from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import written_here
-from memjax.cli.progress import Progress
+from memjax.cli import opening
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
@@ -16,6 +16,7 @@ from memjax.models.checkpoints.hf.safetensors_write import require_free
 from memjax.models.hmt import saving as hmt_saving
 from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.checkpoints import saving as mplus_saving
+from memjax.status import Status
 from memjax.training.finetune.model_card import model_card
 
 #: Programs that load a folder, by its model type; transformers loads the others.
@@ -45,7 +46,10 @@ def import_model(
     """
     place = as_path(destination)
     _require_empty(place)
-    with Progress("reading", "tensors") as progress, written_here(place) as folder:
+    with (
+        Status(f"converting {source}", "tensors") as progress,
+        written_here(place) as folder,
+    ):
         loaded = memjax.load(source, with_tokenizer=tokenizer, progress=progress)
         written = loaded.model.save(
             folder, loaded.text, origin=loaded.origin, dtype=dtype
@@ -73,14 +77,14 @@ def export_model(
     # Before the model is read, which may take minutes.
     place = as_path(destination)
     _require_empty(place)
-    opened = memjax.load(source)
+    opened = opening.load(source)
     model = opened.model.plain() if backbone_only else opened.model
     command = ["export", source, str(place)]
     command += ["--backbone-only"] if backbone_only else []
     # The scores of a run are those of the model with its memory.
     run_dir = None if backbone_only or opened.run is None else as_path(source)
     card = model_card(opened, run_dir, model.model_type, command)
-    with written_here(place) as folder:
+    with Status(f"writing {place}"), written_here(place) as folder:
         model.save(folder, opened.text, origin=opened.origin, readme=card, dtype=dtype)
     if not isinstance(opened.text.tokenizer, JsonTokenizer):
         print("no tokenizer.json: the model has none")

@@ -6,6 +6,7 @@ JAX, flax and the presets take seconds to import.
 import importlib
 import os
 import sys
+from typing import Any
 
 from memjax.cli import hosts
 from memjax.cli.help import quick_answer
@@ -24,13 +25,20 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 if hosts.is_supervised():
                     hosts.end_with_parent()
-                importlib.import_module("memjax.cli.main").main(argv)
+                _imported().main(argv)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the output, as `head`, has ended. Python flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _imported() -> Any:
+    """The commands, which take seconds to import; a terminal sees that."""
+    status = importlib.import_module("memjax.status")
+    with status.Status("starting memjax", quiet=not sys.stderr.isatty()):
+        return importlib.import_module("memjax.cli.main")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from typing import Any, Literal, cast
 from memjax.buckets.bucket import as_path
 from memjax.cli import cluster
 from memjax.cli.compilation_cache import enable_compilation_cache
-from memjax.cli.progress import Progress
 from memjax.config_io import AnyPath
+from memjax.status import Status
 from memjax.training.finetune import finetune as finetuning
 from memjax.training.finetune import hmt_presets, mplus_presets, retrofit_stages
 from memjax.training.finetune.curricula import HMTStages, MPlusStages
@@ -80,5 +80,5 @@ def _with_layers(
     """The configuration with numbers for layers."""
     if backbone is None:
         raise ValueError("--layers auto needs --backbone, got none")
-    with Progress("choosing layers", "layers") as progress:
+    with Status("choosing layers", "layers") as progress:
         return with_layers(config, backbone, run_dir, progress)

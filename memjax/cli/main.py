@@ -17,24 +17,23 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-import memjax
 from memjax import evaluation
 from memjax.buckets.bucket import as_path
 from memjax.buckets.local_copies import written_here
 from memjax.cli import aot as cli_aot
 from memjax.cli import checkpoints as cli_interop
-from memjax.cli import cluster, config_files, help
+from memjax.cli import cluster, config_files, help, opening
 from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.arguments.parsing import Configured, parse
 from memjax.cli.compilation_cache import enable_compilation_cache
-from memjax.cli.progress import Progress
 from memjax.data import Split, load_tokenizer, load_tokens
 from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.sources import splits_of
 from memjax.evaluation import plots
 from memjax.models.language_model.config import Dtype
+from memjax.status import Status, warnings_as_lines
 from memjax.training import pretrain as run
 from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import DataConfig, RunConfig
@@ -112,16 +111,17 @@ def evaluate(
         output: folder of the results; None is that of the run, or `eval`.
     """
     enable_compilation_cache()
-    opened = memjax.load(model, dtype=dtype)
+    opened = opening.load(model, dtype)
     found, data = opened.model, opened.run.data if opened.run else None
     if sampling is not None:
         found = run.with_sampling(found, sampling=sampling, decay=decay)
     own = data or DataConfig()
     if source:
         own = DataConfig(source=source, cache_dir=own.cache_dir)
-    sources = load_sources(own, opened.tokenizer, split)
+    with Status("reading documents"):
+        sources = load_sources(own, opened.tokenizer, split)
     documents = [document for part in sources for document in part]
-    with Progress("scoring", "tokens") as progress:
+    with Status("scoring", "tokens") as progress:
         every = evaluation.token_losses(
             found,
             documents,
@@ -204,7 +204,7 @@ def _prepare(
         raise ValueError("memjax data prepare needs --destination, the folder to write")
     cores = len(os.sched_getaffinity(0)) if workers is None else workers
     config = PrepareConfig(source, tokenizer, workers=cores)
-    with Progress("tokenising", "characters") as progress:
+    with Status("tokenising", "characters") as progress:
         manifest = prepare(config, as_path(destination), progress)
     for split, shards in manifest["shards"].items():
 
@@ -246,7 +246,8 @@ def main(argv: list[str] | None = None) -> None:
         print(page)
         sys.exit(0)
     try:
-        code = parse(argv, COMMANDS, CONFIGURED)()
+        with warnings_as_lines():
+            code = parse(argv, COMMANDS, CONFIGURED)()
     except BrokenPipeError:
         # `entry` ends the program silently: the reader has ended.
         raise

@@ -13,6 +13,7 @@ from memjax.data import TokenisedDocument, Tokenizer
 from memjax.models import ModelConfig
 from memjax.models.base import Model
 from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.status import Status
 from memjax.training import loop
 from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.checkpoints.checksums import write_atomically
@@ -143,7 +144,9 @@ def launch(
     mesh = sharding.make_mesh(run.mesh)
     rows, length = run.data.batch_size, run.tokens_read
     sharding.require_divides(mesh, rows, run.language_model, length)
-    sources = load_sources(run.data, tokenizer, "train")
+    quiet = jax.process_index() != 0
+    with Status("reading documents", quiet=quiet):
+        sources = load_sources(run.data, tokenizer, "train")
     data = run.batches(sources, tokenizer, sharding.host_part(mesh))
     # Before the work starts: another run's folder is refused at once.
     with RunFolder(run_dir) as folder:
@@ -168,7 +171,8 @@ def launch(
             # The arrays come from the checkpoint.
             state = state_layout(run, mesh)
         else:
-            state = first_state(programs(mesh)[0], sources)
+            with Status("creating the first state", quiet=quiet):
+                state = first_state(programs(mesh)[0], sources)
         flops = run.flops_per_step(state)
         header.show_cost(state, flops)
         _, outcome = loop.train(

@@ -228,12 +228,12 @@ class _Loop:
         return metrics
 
     def _first_step(self, batch: Any) -> dict[str, Any]:
-        """The step that compiles, with a message before and after."""
-        self._reporter.message("compiling ...")
+        """The step that compiles, with its status and a message after it."""
         self._watch.rests()
         start = time.perf_counter()
         # Returns when the program is compiled and dispatched, and not when it is done.
-        metrics = self._next_step(batch)
+        with self._reporter.phase("compiling"):
+            metrics = self._next_step(batch)
         self._reporter.message(f"compiled in {time.perf_counter() - start:.1f} s")
         return metrics
 

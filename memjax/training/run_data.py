@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, get_args, runtime_checkable
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -27,6 +28,7 @@ from memjax.data.documents.sources import check_source
 from memjax.models import ModelConfig
 from memjax.models.base import Model
 from memjax.models.language_model.inputs import start_multiple
+from memjax.status import Status
 from memjax.training.step import TrainState, model_of
 
 Mode = Literal["chunked", "packed", "streamed"]
@@ -237,14 +239,17 @@ def validation(
 
     def evaluate(state, should_stop):
         trained = model_of(graph, state)
-        losses = evaluation.token_losses(
-            trained,
-            documents,
-            context_length=length,
-            segment=length,
-            batch_size=min(config.data.batch_size, config.data.validation_texts),
-            should_stop=should_stop,
-        )
+        quiet = jax.process_index() != 0
+        with Status("evaluating", "tokens", quiet=quiet) as status:
+            losses = evaluation.token_losses(
+                trained,
+                documents,
+                context_length=length,
+                segment=length,
+                batch_size=min(config.data.batch_size, config.data.validation_texts),
+                should_stop=should_stop,
+                progress=status,
+            )
         # A model that reads ahead has seen some of the targets.
         losses = evaluation.drop_leaked_targets(trained, losses)
         return {

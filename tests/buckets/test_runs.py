@@ -168,4 +168,4 @@ def test_store_that_refuses_is_named_before_training(
             toy_run.main(Path(url), LOOP)
     finally:
         store.refuse(None)
-    assert "compiling" not in capsys.readouterr().out
+    assert "compiling" not in capsys.readouterr().err

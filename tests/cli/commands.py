@@ -32,13 +32,19 @@ SIZES = """
 """.split()
 
 
-def command(*words: object) -> tuple[int, str, list[str]]:
+def run(*words: object) -> tuple[int, str, list[str]]:
     """Exit code, stdout and the lines of stderr of one command."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         with pytest.raises(SystemExit) as stop:
             cli.main([str(word) for word in words])
     return int(stop.value.code or 0), out.getvalue(), err.getvalue().splitlines()
+
+
+def command(*words: object) -> tuple[int, str, list[str]]:
+    """As `run`, with the errors and warnings alone: the rest is the status."""
+    code, out, err = run(*words)
+    return code, out, [x for x in err if x.startswith(("memjax: ", "warning: "))]
 
 
 def refused(*words: object) -> str:

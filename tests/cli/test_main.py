@@ -10,7 +10,7 @@ import pytest
 import memjax
 from memjax.mechanisms import SlidingWindowConfig
 from memjax.models.generation import _draw
-from tests.cli.commands import ELASTIC, SIZES, TRANSFORMER, command, refused
+from tests.cli.commands import ELASTIC, SIZES, TRANSFORMER, command, refused, run
 
 
 @pytest.fixture(scope="module", name="texts")
@@ -33,26 +33,27 @@ def _train(texts):
 @pytest.fixture(scope="module", name="trained")
 def _trained(train, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "one"
-    return run_dir, command(*train(run_dir))
+    return run_dir, run(*train(run_dir))
 
 
 def test_training_writes_a_run_and_says_where(trained):
     run_dir, (code, out, err) = trained
-    assert (code, err) == (0, [])
-    assert f"finished at step 2; run folder {run_dir}" in out
+    assert code == 0
+    assert out.startswith(f"finished at step 2; run folder {run_dir}\n")
     # What a person sees first, and in each line.
-    assert "2 steps of 32 tokens are" in out and "compiled in" in out
-    assert "  lr " in out
+    said = "\n".join(err)
+    assert "2 steps of 32 tokens are" in said and "compiled in" in said
+    assert "  lr " in said
     assert (run_dir / "config.json").is_file()
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert records and all(json.loads(record) for record in records)
 
 
 def test_same_command_on_a_finished_run_does_nothing(trained, train):
-    code, out, err = command(*train(trained[0]))
-    assert (code, err) == (0, [])
-    assert "resumed at step 2" in out and "finished at step 2" in out
-    assert "loss" not in out
+    code, out, err = run(*train(trained[0]))
+    assert code == 0 and "finished at step 2" in out
+    said = "\n".join(err)
+    assert "resumed at step 2" in said and "loss" not in said
 
 
 def test_another_configuration_on_the_same_folder_names_the_field(trained, train):

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from memjax import status
 from tests.training import toy_run
 
 Program = Callable[..., int | None]
@@ -137,6 +138,8 @@ def _main(
         os.dup2(output.fileno(), stream.fileno())
     output.close()
     os.environ.update(environment)
+    # Tests wait for the line of a step.
+    status.PAUSE = 0.0
     code = program(*args)
     # An interpreter that ends writes what it has not yet, and fails where it cannot.
     sys.stdout.flush()

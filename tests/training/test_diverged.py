@@ -72,7 +72,7 @@ def test_skipped_steps_delete_no_checkpoint_and_a_lower_rate_resumes(
     assert (outcome.reason, outcome.skipped_steps) == ("finished", 0)
     assert abs(float(state["w"]) - 2**18 * 1.001**6) < 20
     said = "resumed at step 18; optimizer.learning_rate was 1.0 and is now 0.001"
-    assert said in capsys.readouterr().out
+    assert said in capsys.readouterr().err
     assert steps(tmp_path) == [20, 22, 24]
 
 

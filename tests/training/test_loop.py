@@ -208,7 +208,7 @@ def test_damaged_newest_checkpoint_costs_only_time(
     assert toy.main(halfway, BASE) == 0
     [error] = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert str(newest) in error and str(file.relative_to(newest)) in error
-    assert "resumed at step 20" in capsys.readouterr().out
+    assert "resumed at step 20" in capsys.readouterr().err
     assert newest.is_dir()
     require_same_end(halfway, peaceful)
 
@@ -236,7 +236,7 @@ def test_non_finite_steps_are_skipped_and_counted(
     options = BASE | {"nan_steps": [6, 7, 12], "max_nan_steps": 3}
     assert toy.main(tmp_path / "a", options | {"steps": 7}) == 0
     assert toy.main(tmp_path / "a", options) == 0
-    output = capsys.readouterr().out
+    output = capsys.readouterr().err
     assert "step 7: loss or gradients not finite, update skipped (2 in a row" in output
     assert (
         "step 12: loss or gradients not finite, update skipped (1 in a row, 3 in"
@@ -344,7 +344,7 @@ def test_budget_of_minutes_stops_cleanly_and_goes_on(
 ) -> None:
     assert toy.main(tmp_path, BASE | {"minutes": 0.004, "sleep": 0.03}) == 0
     [step] = re.findall(
-        r"out of time at step (\d+), state saved", capsys.readouterr().out
+        r"out of time at step (\d+), state saved", capsys.readouterr().err
     )
     assert 0 < int(step) < 40 and whole(tmp_path / "checkpoints" / step)
     assert toy.main(tmp_path, BASE) == 0

@@ -30,7 +30,7 @@ from memjax.training.finetune.distillation import (
 )
 from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.stage import Model, SampleStage, Stage
-from memjax.training.monitoring.reporting import print_line
+from memjax.training.monitoring.header import say_line
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.step import Compile, Step, StepConfig
 
@@ -142,7 +142,7 @@ class RetrofitStage(RetrofitSettings, SampleStage):
         student = cast(LanguageModel, model)
         texts = self.texts(documents, student.vocab_size, self.start_texts)
         if jax.process_index() == 0:
-            print_line(f"{'start':<11} statistics of {len(texts)} samples")
+            say_line("start", f"statistics of {len(texts)} samples")
         return initialise_from_teacher(student, pretrained, texts[:, :-1])
 
     def batches(

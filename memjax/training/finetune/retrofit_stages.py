@@ -20,7 +20,7 @@ from memjax.training.finetune.retrofit_settings import RetrofitSettings
 from memjax.training.finetune.retrofit_stage import OTHERS, RetrofitStage
 from memjax.training.finetune.stage import SampleConfig
 from memjax.training.finetune.start import load_backbone
-from memjax.training.monitoring.reporting import print_line
+from memjax.training.monitoring.header import say_line
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.resume import require_same_config
 
@@ -166,7 +166,7 @@ def _said(record: dict[str, Any]) -> tuple[int, ...]:
     layers, rises = tuple(record["layers"]), record["rises"]
     if jax.process_index() == 0:
         measured = ", ".join(f"{layer} ({rises[layer]:+.3f})" for layer in layers)
-        print_line(f"{'layers':<11} {measured} nats a token, each windowed alone")
+        say_line("layers", f"{measured} nats a token, each windowed alone")
     return layers
 
 

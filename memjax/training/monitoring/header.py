@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 
 from memjax.data import Split, TokenisedDocument, Tokenizer
 from memjax.models.base import Model
+from memjax.status import say, size
 from memjax.training.config import DataConfig, LoopConfig
-from memjax.training.monitoring.reporting import print_line
 from memjax.training.run_data import load_sources
 from memjax.training.step import TrainState
 
@@ -55,7 +55,8 @@ def show(
     else:
         lines["training"] = _training(documents, shortest, read, steps)
     if left_out := _left_out(documents, shortest):
-        lines["left out"] = left_out
+        others = "; modes 'packed' and 'streamed' read them"
+        lines["left out"] = left_out + others * (data.mode == "chunked")
     # Tokenised here once, and cached for `memjax eval`.
     lines["validation"] = held_out(data, tokenizer, "validation")
     if loop.evaluate_every:
@@ -65,7 +66,7 @@ def show(
         )
     lines["test"] = f"{held_out(data, tokenizer, 'test')}; not used in training"
     for name, said in lines.items():
-        print_line(f"{name:<11} {said}")
+        say_line(name, said)
 
 
 def show_cost(state: TrainState, flops_per_step: float | None = None) -> None:
@@ -80,13 +81,18 @@ def show_cost(state: TrainState, flops_per_step: float | None = None) -> None:
         return
     params = (state.params, state.frozen)
     count = sum(map(_held, jax.tree.leaves(params)))
-    said = f"{count:,} parameters, {_size(bytes_held(params))}"
-    said += f"; moments {_size(bytes_held(state.optimizer))}"
+    said = f"{count:,} parameters, {size(bytes_held(params))}"
+    said += f"; moments {size(bytes_held(state.optimizer))}"
     if state.memory:
-        said += f"; memory {_size(bytes_held(state.memory))}"
+        said += f"; memory {size(bytes_held(state.memory))}"
     if flops_per_step is not None:
         said += f"; {flops_per_step / jax.device_count():.3g} FLOPs a step"
-    print_line(f"{'a device':<11} {said}")
+    say_line("a device", said)
+
+
+def say_line(name: str, text: str) -> None:
+    """Prints a line of the header."""
+    say(f"{name:<11} {text}", 12)
 
 
 def bytes_held(tree: PyTree) -> int:
@@ -96,12 +102,6 @@ def bytes_held(tree: PyTree) -> int:
 
 def _held(leaf: Any) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape))
-
-
-def _size(count: int) -> str:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log2(max(count, 1))) // 10, len(units) - 1)
-    return f"{count / 1024**power:.4g} {units[power]}"
 
 
 def _model(model: Model) -> str:

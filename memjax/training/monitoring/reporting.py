@@ -8,19 +8,16 @@ step are dropped, as those steps are repeated.
 
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from memjax.status import Status, duration, say
 from memjax.training.monitoring.goodput import Goodput
 from memjax.training.monitoring.metrics_files import (
     METRICS_FILE,
@@ -29,6 +26,9 @@ from memjax.training.monitoring.metrics_files import (
 )
 from memjax.training.monitoring.speed import Speed
 from memjax.training.monitoring.writers import open_writers
+
+#: Seconds left of a run that are mentioned after its first steps.
+MENTIONED = 10.0
 
 
 class Reporter:
@@ -39,7 +39,6 @@ class Reporter:
         step: of the start, 0 or the restored one.
         steps: the last step of the run, for the progress bar and the time left.
         tokens_per_step: tokens in one batch over all devices, for tokens/s.
-        console: where to print; standard output unless given.
         writers: besides `metrics.jsonl`; see `LoopConfig`.
         record: the run's configuration, for writers that show it.
         flops_per_step: operations of a step over all devices, for MFU.
@@ -55,16 +54,15 @@ class Reporter:
         step: int,
         steps: int,
         tokens_per_step: int,
-        console: Console | None = None,
         writers: Sequence[str] = ("tensorboard",),
         record: Mapping[str, Any] | None = None,
         flops_per_step: float | None = None,
     ):
         self._steps = steps
-        self._console = console or Console()
         self._evaluated: set[int] = set()
         self._writes = jax.process_index() == 0
-        self._bar: Progress | None = None
+        self._status = Status("step", total=steps, done=step, quiet=not self._writes)
+        self._estimated = False
         if not self._writes:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -74,9 +72,6 @@ class Reporter:
         self._file = Appender(run_dir / METRICS_FILE)
         self._goodput = Goodput(run_dir, step)
         self._speed = Speed(step, tokens_per_step, flops_per_step, self._goodput)
-        if self._console.is_terminal:
-            self._bar = _progress_bar(self._console)
-            self._task = self._bar.add_task("", total=steps, completed=step, text="")
 
     def start_clock(self, step: int) -> None:
         """Measures speed from this step on, after the one that compiles."""
@@ -106,7 +101,13 @@ class Reporter:
             return
         timed = {**values, **self._speed.line(dispatched or step)}
         self._record(step, "train", timed)
-        self._show(step, _progress_text(timed, self._steps - step))
+        seconds = timed.get("step_seconds")
+        left = None if seconds is None else seconds * (self._steps - step)
+        if left is not None and left >= MENTIONED and not self._estimated:
+            self._estimated = True
+            said = f"about {duration(left)} to step {self._steps:,}"
+            self.message(f"{said}, without evaluations")
+        self._status(step, self._steps, *_details(timed), left=left)
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Records and prints the values of an evaluation after `step`."""
@@ -119,17 +120,13 @@ class Reporter:
         return step in self._evaluated
 
     def message(self, text: str) -> None:
-        """Prints one line, unless the output is closed."""
-        if not self._writes:
-            return
-        if self._bar is None:
-            print_line(text, self._console.file)
-            return
-        try:
-            # Above the bar, without colours for numbers or markup in [].
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        except OSError:
-            _discard_output(self._console.file)
+        """Prints one line."""
+        if self._writes:
+            say(text)
+
+    def phase(self, what: str) -> Status:
+        """The status of other work than steps, as a context."""
+        return Status(what, quiet=not self._writes)
 
     def sync(self, step: int) -> None:
         """Puts all metrics on the disk, before `step` is saved."""
@@ -147,15 +144,11 @@ class Reporter:
         return f"start {self._goodput.starts}, goodput {self._goodput.share():.1%}"
 
     def __enter__(self) -> "Reporter":
-        if self._bar is not None:
-            self._bar.start()
+        self._status.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            # The terminal may be gone.
-            with suppress(OSError):
-                self._bar.stop()
+        self._status.__exit__()
         if self._writes:
             self._file.close()
             for writer in self._writers:
@@ -173,12 +166,6 @@ class Reporter:
         self._file.append(json.dumps(entry, allow_nan=False).encode() + b"\n")
         for writer in self._writers:
             writer.add(kind, step, values)
-
-    def _show(self, step: int, text: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=text)
-        else:
-            self.message(f"step {step}/{self._steps} {text}")
 
 
 class Profile:
@@ -208,62 +195,23 @@ class Profile:
             jax.profiler.stop_trace()
 
 
-def print_line(text: str, file: Any = None) -> None:
-    """Prints a line, unless the output is closed.
-
-    Not by rich, which ends the program if a pipe is closed.
-    """
-    stream: IO[str] = sys.stdout if file is None else file
-    try:
-        print(text, file=stream, flush=True)
-    except OSError:
-        _discard_output(stream)
-
-
-def _discard_output(file: IO[str]) -> None:
-    """Redirects all further output to the null device.
-
-    Files without a descriptor are left alone.
-    """
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, file.fileno())
-        os.close(nowhere)
-
-
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("training"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        console=console,
-    )
-
-
-def _progress_text(values: Mapping[str, float], steps_left: int) -> str:
-    text = f"loss {values['loss']:.4f}"
-    if "learning_rate" in values:
-        text += f"  lr {values['learning_rate']:.2e}"
-    if "step_seconds" in values:
-        text += f"  {values['step_seconds']:.3g} s/step"
-        text += f"  {values['tokens_per_second']:,.0f} tokens/s"
-    if "mfu" in values:
-        text += f"  MFU {values['mfu']:.1%}"
-    if "hbm_gib" in values:
-        text += f"  HBM {values['hbm_gib']:.1f} GiB"
-    if "step_seconds" in values:
-        text += f"  ETA {_duration(values['step_seconds'] * steps_left)}"
+def _details(values: Mapping[str, float]) -> list[str]:
+    """The metrics of a status line, the most important first."""
+    found = [f"loss {values['loss']:.4f}"]
     if values.get("skipped_steps"):
-        text += f"  {values['skipped_steps']:.0f} skipped"
-    return text
+        found.append(f"{values['skipped_steps']:.0f} skipped")
+    if "step_seconds" in values:
+        found.append(f"{values['step_seconds']:.3g} s/step")
+    if "learning_rate" in values:
+        found.append(f"lr {values['learning_rate']:.2e}")
+    if "step_seconds" in values:
+        found.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in values:
+        found.append(f"MFU {values['mfu']:.1%}")
+    if "hbm_gib" in values:
+        found.append(f"HBM {values['hbm_gib']:.1f} GiB")
+    return found
 
 
 def _pairs(values: Mapping[str, float]) -> str:
     return " ".join(f"{name} {value:.4f}" for name, value in values.items())
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -40,7 +40,7 @@ def _lines(tmp_path, capsys):
         tokens_per_step=40,
         shortest=11,
     )
-    return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    return dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines())
 
 
 def test_header_of_a_run(lines):
@@ -50,7 +50,9 @@ def test_header_of_a_run(lines):
     assert lines["training"] == (
         "2 documents, 60 tokens; 30 steps of 40 tokens are 20 epochs"
     )
-    assert lines["left"] == "out    1 document, 9 tokens: shorter than 11 tokens"
+    assert lines["left"].startswith(
+        "out    1 document, 9 tokens: shorter than 11 tokens; modes 'packed'"
+    )
     assert lines["validation"] == (
         "1 document, 21 tokens; about 5 texts of 2,048, every 10 steps"
     )
@@ -76,7 +78,7 @@ def test_header_shows_shares_of_a_mixture(tmp_path, capsys):
         tokens_per_step=40,
         shortest=11,
     )
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "training    10 steps of 40 tokens\n" in said
     web, code = (f"folder:{tmp_path / name}: 1 document" for name in ("web", "code"))
     assert f"75.0%       {web}, 30 tokens; its tokens are 10 epochs\n" in said
@@ -100,12 +102,12 @@ def test_header_shows_bytes_per_device(capsys):
         frozen=laid_out(16, dtype=np.int8),
     )
     header.show_cost(state, 2.5e9)
-    assert capsys.readouterr().out == (
+    assert capsys.readouterr().err == (
         "a device    32,848 parameters, 128.3 KiB; moments 2 MiB; memory 24 B; "
         "2.5e+09 FLOPs a step\n"
     )
     header.show_cost(state._replace(memory=()))
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "memory" not in said and "FLOPs" not in said
 
 

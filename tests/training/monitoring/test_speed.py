@@ -115,7 +115,7 @@ def test_saves_and_restarts_are_counted_by_a_run(
     options: dict[str, Any] = {"save_every": 2, "log_every": 3, "sleep": 0.01}
     toy_run.main(tmp_path, options | {"steps": 5})
     toy_run.main(tmp_path, options | {"steps": 8})
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "first step done" in said
     assert "resumed at step 5; start 2, goodput " in said
     record = json.loads((tmp_path / goodput.GOODPUT_FILE).read_text())
