@@ -108,6 +108,21 @@ def test_rope_configs_of_transformers_4_and_5_are_equal():
     assert (heads.rope_theta, heads.rope_scaling) == (5e5, expected)
 
 
+def test_yarn_files_have_the_length_before_or_after_scaling():
+    """Qwen's documented change adds a factor and leaves the length."""
+    added = dict(factor=4.0, original_max_position_embeddings=64, rope_type="yarn")
+    config = from_hf_config(QWEN2 | dict(rope_scaling=added))
+    assert config.capacity == 256
+    after = QWEN2 | dict(rope_scaling=added, max_position_embeddings=256)
+    assert from_hf_config(after) == config
+    assert from_hf_config(after | dict(rope_scaling=added | dict(factor=None))) == (
+        config
+    )
+    longer = after | dict(max_position_embeddings=300)
+    assert from_hf_config(longer).capacity == 300
+    assert from_hf_config(to_hf_config(config)) == config
+
+
 @pytest.mark.parametrize(
     "config,windows,window",
     [

@@ -10,8 +10,10 @@ import pytest
 from flax import nnx
 
 import memjax
+from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.gguf.file import GGUFFile
+from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
 from memjax.models.checkpoints.text_interface import GenerationConfig
 from tests.models.checkpoints.gguf_writing import gguf, write
@@ -180,6 +182,10 @@ def test_rope_scaling_is_recovered(llama):
     linear = llama(rope__scaling__type="linear", rope__scaling__factor=4.0)
     found = GGUFCheckpoint(linear).config["rope_scaling"]
     assert found == {"rope_type": "linear", "factor": 4.0}
+    # As files had it first: the old key, and no type.
+    assert GGUFCheckpoint(llama(rope__scale_linear=4.0)).config["rope_scaling"] == found
+    ignored = llama(rope__scaling__type="none", rope__scaling__factor=4.0)
+    assert "rope_scaling" not in GGUFCheckpoint(ignored).config
     # Llama 3.2 with a head of 16: the table of transformers' llama3 scaling.
     inverse = 500_000.0 ** -(np.arange(8) / 8)
     scaled = []
@@ -204,6 +210,27 @@ def test_rope_scaling_is_recovered(llama):
     factors["rope_freqs.weight"][3] *= 1.01
     with pytest.raises(ValueError, match="rope_freqs.weight.*not.*Llama 3.1"):
         GGUFCheckpoint(llama(factors, rope__freq_base=500_000.0))
+    with pytest.raises(ValueError, match="scales RoPE twice, by 2.0"):
+        GGUFCheckpoint(llama(factors, rope__scaling__factor=2.0))
+
+
+def test_yarn_is_read(llama):
+    """Its amplitude relative to the paper's; the original length may be missing."""
+    given = dict(type="yarn", factor=4.0, original_context_length=64, attn_factor=1.5)
+    given |= dict(yarn_beta_fast=16.0, yarn_beta_slow=2.0)
+    path = llama(**{f"rope__scaling__{key}": value for key, value in given.items()})
+    config = from_hf_config(GGUFCheckpoint(path).config)
+    assert config.capacity == 256
+    assert config.heads.rope_scaling == RopeScaling(
+        "yarn",
+        4.0,
+        original_positions=64,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        attention_factor=1.5 * (0.1 * np.log(4) + 1),
+    )
+    path = llama(rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    assert from_hf_config(GGUFCheckpoint(path).config).capacity == 4 * 256
 
 
 @pytest.mark.parametrize(
@@ -211,7 +238,12 @@ def test_rope_scaling_is_recovered(llama):
     [
         ({"block_count": None}, "lacks the entry llama.block_count"),
         ({"block_count": "one"}, "llama.block_count must be a whole number, got 'one'"),
-        ({"rope__scaling__type": "yarn"}, "rope.scaling.type='yarn'"),
+        ({"rope__scaling__type": "longrope"}, "rope.scaling.type='longrope'"),
+        ({"rope__scaling__attn_factor": 1.5}, "attn_factor must be 1.0, got 1.5"),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__yarn_ext_factor": 0.5},
+            "yarn_ext_factor must be 1.0, got 0.5",
+        ),
         ({"rope__dimension_count": 8}, "rope.dimension_count must be 16, got 8"),
         ({"expert_count": 4}, "expert_count must be 0, got 4"),
         ({"vocab_size": 33}, "vocab_size must be 32, got 33"),
@@ -323,6 +355,10 @@ def test_template_and_sampling_are_kept(llama):
     expected = GenerationConfig((0, VOCABULARY - 2), temperature=0.6, top_k=20)
     assert text.generation == expected
     assert text.tokenizer is not None and text.tokenizer.vocab_size == VOCABULARY
+    # Without an entry by its text, as llama.cpp finds it.
+    del metadata["tokenizer.ggml.eot_token_id"]
+    metadata["tokenizer.ggml.tokens"][3] = "<|im_end|>"
+    assert checkpoint.text_interface().generation.eos_ids == (0, 3)
     metadata["general.sampling.temp"] = "warm"
     with pytest.raises(ValueError, match="temperature is out of its range, got 'warm'"):
         checkpoint.text_interface()

@@ -64,6 +64,12 @@ def split(tokenizer, text):
         ("dbrx", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
         ("qwen2", " 123 I'LL", [" ", "1", "2", "3", " I", "'LL"]),
         ("default", "12345 a,b", ["123", "45", " a", ",", "b"]),
+        ("olmo", " 12345 I'LL", [" 12345", " I", "'", "LL"]),
+        ("falcon3", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
+        ("qwen35", "ni\u0303o 12", ["ni\u0303o", " ", "1", "2"]),
+        ("tekken", "aLongWord's 123", ["a", "Long", "Word", "'s", " ", *"123"]),
+        ("gpt-4o", "aLongWord's 1234", ["a", "Long", "Word's", " ", "123", "4"]),
+        ("llama4", "NASAs HTML5 I'LL.\n", [*"NASAs| HTML|5| I'LL|.\n".split("|")]),
     ],
 )
 def test_named_pre_tokenizers(pre_tokenizer, text, parts, vocabulary):
@@ -85,6 +91,13 @@ def test_first_and_last_tokens_are_added_as_the_file_says(vocabulary):
     plain = rebuilt(vocabulary, "gpt-2").encode("a").ids
     flag = {"tokenizer.ggml.add_eos_token": True}
     assert rebuilt(vocabulary, "gpt-2", **flag).encode("a").ids == [*plain, 0]
+    # Llama 3's and Mistral's begin with one where the file does not say.
+    first = {"tokenizer.ggml.bos_token_id": 0}
+    for pre in ("llama-bpe", "llama3", "llama-v3", "tekken"):
+        assert rebuilt(vocabulary, pre, **first).encode("a").ids == [0, *plain]
+        off = first | {"tokenizer.ggml.add_bos_token": False}
+        assert rebuilt(vocabulary, pre, **off).encode("a").ids == plain
+    assert rebuilt(vocabulary, "gpt-2", **first).encode("a").ids == plain
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -85,6 +86,25 @@ def test_our_own_models_have_the_same_logits_in_transformers(
     ours = jax.jit(lambda m, t: m.logits(m.encode(m.embed(t))))(model, tokens)
     theirs = transformers_logits(tmp_path / "a", tokens)
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
+
+
+def test_yarn_beyond_the_first_length_equals_transformers(tmp_path):
+    """As Qwen documents it: the factor is added, the length is left."""
+    shutil.copytree(FAMILIES / "llama3", tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    length = config["max_position_embeddings"]
+    config.pop("rope_parameters", None)
+    config["rope_scaling"] = dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=length
+    )
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    model = memjax.load(tmp_path / "a").model
+    tokens = jax.random.randint(
+        jax.random.key(1), (1, 4 * length), 0, model.vocab_size, jnp.int32
+    )
+    _, ours = model(model.init_state(1), tokens)
+    theirs = transformers_logits(tmp_path / "a", tokens)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

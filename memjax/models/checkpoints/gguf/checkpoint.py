@@ -111,14 +111,13 @@ class GGUFCheckpoint:
         def index(name):
             return gguf_tokenizer.special_id(metadata, name, vocab_size, where)
 
-        ends = [index(name) for name in ("eos", "eot", "eom")]
         entries = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
         values = {
             name: metadata.get(f"general.sampling.{key}")
             for name, key in entries.items()
         }
         generation = generation_config(
-            [end for end in ends if end is not None],
+            gguf_tokenizer.end_ids(metadata, vocab_size, where),
             index("bos"),
             index("padding"),
             # Stored in float32: 0.6 is read as 0.6000000238418579.

@@ -1,5 +1,6 @@
 """Reads the `config.json` of the original model from the metadata of a GGUF file."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ AROUND = AFTER | {
     "ffn_norm": "pre_feedforward_layernorm",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+ROPE_TYPES = ("none", "linear", "yarn")
 # The published RoPE scaling of Llama 3.1 and 3.2. GGUF has only the factors by channel.
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -211,17 +213,46 @@ def _sliding_layers(entry: _Entries, layers: int) -> dict[str, Any]:
 
 
 def _rope_scaling(entry: _Entries, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = str(entry.find("rope.scaling.type", "none"))
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": entry.real("rope.scaling.factor")}
-    if kind != "none":
+    # A file that gives a factor and no type means linear.
+    kind = entry.find("rope.scaling.type", "linear")
+    if kind not in ROPE_TYPES:
         raise ValueError(
             f"{entry.file.path}: {entry.prefix}.rope.scaling.type={short(kind)} is not "
-            "read, expected 'none' or 'linear'"
+            f"read, expected one of {ROPE_TYPES}"
         )
-    if ROPE_FACTORS not in entry.file.records:
-        return None
-    return _llama3_scaling(entry.file, config)
+    # The second key is the first one's old name.
+    factor = entry.real("rope.scaling.factor", entry.real("rope.scale_linear", 1.0))
+    factor = 1.0 if kind == "none" else factor
+    by_channel = ROPE_FACTORS in entry.file.records
+    if by_channel and factor != 1:
+        raise ValueError(
+            f"{entry.file.path} scales RoPE twice, by {factor} and by {ROPE_FACTORS!r}"
+        )
+    if kind == "yarn":
+        return _yarn_scaling(entry, factor, config["max_position_embeddings"])
+    entry.require("rope.scaling.attn_factor", 1.0)
+    if by_channel:
+        return _llama3_scaling(entry.file, config)
+    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _yarn_scaling(entry: _Entries, factor: float, capacity: int) -> dict[str, Any]:
+    # Other values are of other architectures.
+    entry.require("rope.scaling.yarn_ext_factor", 1.0)
+    entry.require("rope.scaling.yarn_attn_factor", 1.0)
+    entry.require("rope.scaling.yarn_log_multiplier", 0.0)
+    amplitude = entry.real("rope.scaling.attn_factor", 1.0)
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": entry(
+            "rope.scaling.original_context_length", capacity
+        ),
+        "beta_fast": entry.real("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": entry.real("rope.scaling.yarn_beta_slow", 1.0),
+        # Relative to the paper's here, absolute in Hugging Face's files.
+        "attention_factor": amplitude * (0.1 * math.log(factor) + 1),
+    }
 
 
 def _llama3_scaling(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,22 +33,50 @@ LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Qwen3.5's keeps marks at their letters.
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
+# Mistral's and GPT-4o's also split where a word goes from lower to upper case.
+UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = (
+    TEKKEN.replace(f"[{LOWER}]+", f"[{LOWER}]+{SUFFIX}")
+    .replace(f"[{LOWER}]*", f"[{LOWER}]*{SUFFIX}")
+    .replace(r"\p{N}|", r"\p{N}{1,3}|")
+)
 # What llama.cpp calls "default": four splits, one after the other.
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-2": (GPT2,),
     "default": DEFAULT,
     "smollm": (r"\p{N}", GPT2),
+    "olmo": (GPT2,),
     "llama-bpe": (LLAMA3,),
     "llama3": (LLAMA3,),
     "llama-v3": (LLAMA3,),
+    "falcon3": (LLAMA3,),
+    "pixtral": (LLAMA3,),
     "smaug-bpe": (LLAMA3,),  # SmolLM3
     "dbrx": (LLAMA3,),  # OLMo 2, cl100k
     "qwen2": (QWEN2,),
     "deepseek-r1-qwen": (QWEN2,),
+    "qwen35": (QWEN35,),
+    "tekken": (TEKKEN,),
+    "gpt-4o": (GPT4O,),
+    "llama4": (GPT4O,),
 }
-# Llama 3's vocabulary: the merges are not applied to a word that is a token.
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe")
+# Texts begin with the first token where the file does not say.
+WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+# The merges are not applied to a word that is a token.
+WHOLE_WORDS = (*WITH_BOS, "smaug-bpe")
+# Tokens that end a turn, which many files name in their vocabulary alone.
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eom_id|>")
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 SPACE = "\u2581"
@@ -99,7 +127,7 @@ def _byte_level(
     merges = _merges(_strings(metadata, "merges", where), vocabulary, where)
     model = BPE(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS)
     result = tokenizers.Tokenizer(model)
-    if PATTERNS[pre] == (QWEN2,):
+    if PATTERNS[pre] in ((QWEN2,), (QWEN35,)):
         result.normalizer = normalizers.NFC()
     splits = [
         pre_tokenizers.Split(Regex(p), behavior="isolated") for p in PATTERNS[pre]
@@ -191,6 +219,18 @@ def special_id(
     return found
 
 
+def end_ids(metadata: Mapping[str, Any], size: int, where: str) -> list[int]:
+    """The ids that end a text or a turn, as named, or else by their text.
+
+    Raises:
+        ValueError: if one is beyond `size`.
+    """
+    named = [special_id(metadata, name, size, where) for name in ("eos", "eot", "eom")]
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    by_text = [i for i, token in enumerate(tokens) if token in TURN_ENDS]
+    return [i for i in (*named, *by_text) if i is not None]
+
+
 def _strings(metadata, name: str, where: str) -> list[str]:
     found = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or not found:
@@ -254,8 +294,10 @@ def _add_special(
     around = {"bos": "", "eos": ""}
     for name in around:
         index = special_id(metadata, name, len(tokens), where)
-        # SentencePiece's models add the first token unless the file says otherwise.
-        default = name == "bos" and metadata["tokenizer.ggml.model"] == "llama"
+        # What llama.cpp does unless the file says otherwise.
+        sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
+        begins = sentencepiece or metadata.get("tokenizer.ggml.pre") in WITH_BOS
+        default = name == "bos" and begins
         added = metadata.get(f"tokenizer.ggml.add_{name}_token", default) is True
         if added and index is not None:
             around[name] = tokens[index]

@@ -129,6 +129,10 @@ def _mechanism(
     rope = {"rope_theta": layer.theta, "rope_scaling": layer.scaling}
     if layer.window:
         return SlidingWindowConfig(**sizes, **rope, window=layer.window)
+    scaling = layer.scaling
+    if scaling is not None and scaling.kind == "yarn":
+        # Files have the length before or after scaling, and transformers reads both.
+        capacity = max(capacity, round(scaling.factor * scaling.original_positions))
     slots = _first_slots(capacity)
     return AttentionConfig(**sizes, **rope, capacity=capacity, initial_slots=slots)
 

@@ -32,11 +32,12 @@ def read_rope(
         )
     if kind == "default":
         return theta, None
-    factor = read_entry(rope, "factor", float)
-    if kind == "linear":
-        return theta, RopeScaling("linear", factor)
     original = read_size(rope, "original_max_position_embeddings", capacity)
     original = read_size(config, "original_max_position_embeddings", original)
+    stretched = capacity / original if kind == "yarn" else None
+    factor = read_entry(rope, "factor", float, stretched)
+    if kind == "linear":
+        return theta, RopeScaling("linear", factor)
     if kind == "llama3":
         return theta, RopeScaling(
             "llama3",
