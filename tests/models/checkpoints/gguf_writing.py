@@ -5,9 +5,9 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="needs the optional package gguf")
 
 
-def write(path, tensors, entries=(), architecture="llama"):
+def write(path, tensors, entries=(), architecture="llama", tensors_a_part=0):
     """Writes a file by the library; a tensor is an array or (raw bytes, type)."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     for name, value in dict(entries).items():
         match value:
             case bool():

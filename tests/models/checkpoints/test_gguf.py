@@ -1,6 +1,7 @@
 """GGUF files of the reference library are read exactly, malformed ones refused."""
 
 import re
+import shutil
 import struct
 import sys
 
@@ -166,6 +167,30 @@ def test_the_model_equals_that_of_a_folder(architecture, tmp_path):
     models = [memjax.load(path).model for path in (file, tmp_path / "a")]
     assert models[0].config == models[1].config
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m) for m in models))
+
+
+def test_all_parts_of_a_file_are_read(tmp_path):
+    tensors, stored = tensors_of("llama")
+    write(tmp_path / "a.gguf", stored, entries(), tensors_a_part=5)
+    parts = [tmp_path / f"a-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for part in parts:
+        checkpoint = GGUFCheckpoint(part)
+        for name, value in tensors.items():
+            np.testing.assert_array_equal(checkpoint.get(name), value, err_msg=name)
+    wrong = tmp_path / "b-00001-of-00002.gguf"
+    for part in parts[:2]:
+        shutil.copy(part, tmp_path / part.name.replace("a-", "b-").replace("3.", "2."))
+    with pytest.raises(ValueError, match="part 0 of 3 by its split.no.*0 of 2 by its"):
+        GGUFCheckpoint(wrong)
+    shutil.copy(parts[1], tmp_path / "whole.gguf")
+    with pytest.raises(ValueError, match="is part 1 of 3 by its split.no"):
+        GGUFCheckpoint(tmp_path / "whole.gguf")
+    shutil.copy(parts[0], parts[1])
+    with pytest.raises(ValueError, match="part 0 of 3 by .*part 1 of 3 by its name"):
+        GGUFCheckpoint(parts[0])
+    parts[1].unlink()
+    with pytest.raises(ValueError, match="a-00002-of-00003.gguf is missing, a part"):
+        memjax.load(parts[0])
 
 
 def test_quantized_parameters_fit_in_bfloat16(llama):

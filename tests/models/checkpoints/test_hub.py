@@ -74,6 +74,19 @@ def test_only_needed_files_are_downloaded(remote, tmp_path):
     assert hub.locate("owner/name").repository is None
 
 
+def test_all_parts_of_a_gguf_file_are_downloaded(remote, tmp_path):
+    parts = [f"q8/a-0000{i}-of-00002.gguf" for i in (1, 2)]
+    (remote / "owner/name/q8").mkdir()
+    for part in parts:
+        (remote / "owner/name" / part).write_bytes(b"")
+    found = hub.locate(f"owner/name/{parts[0]}")
+    assert all((found.path.parents[1] / part).is_file() for part in parts)
+    (remote / "owner/name" / parts[1]).unlink()
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(ValueError, match=f"owner/name has no file {parts[1]} at"):
+        hub.locate(f"owner/name/{parts[0]}")
+
+
 def test_missing_models_are_refused_in_one_line(remote, tmp_path, monkeypatch):
     cache = huggingface_hub.constants.HF_HUB_CACHE
     refuses("nobody/nothing", str(tmp_path / "nobody/nothing"), cache, "no network")

@@ -19,7 +19,7 @@ from memjax.models.checkpoints.gguf.config import (
     read_architecture,
     read_config,
 )
-from memjax.models.checkpoints.gguf.file import GGUFFile
+from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.hf.safetensors_file import BFLOAT16
 from memjax.models.checkpoints.text_interface import (
     TextInterface,
@@ -61,12 +61,12 @@ class GGUFCheckpoint:
         """Reads the header.
 
         Raises:
-            ValueError: as `GGUFFile`; or if the architecture is not known, an entry is
+            ValueError: as `GGUFParts`; or if the architecture is not known, an entry is
                 missing, of another type or out of its range, or tensors have no
                 known role.
         """
         self.path = path
-        self._file = GGUFFile(path)
+        self._file = GGUFParts(path)
         self._architecture = read_architecture(self._file)
         self._names = _hf_names(self._file, LAYER | self._architecture.norms)
         shapes = {n: r.shape for n, r in self._file.records.items()}
@@ -140,7 +140,7 @@ def _unpermute(
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _hf_names(file: GGUFFile, roles: Mapping[str, str]) -> dict[str, str]:
+def _hf_names(file: GGUFParts, roles: Mapping[str, str]) -> dict[str, str]:
     """Hugging Face's name of every tensor -> its name in the file.
 
     `roles` has the names of a layer's tensors in the file -> Hugging Face's.

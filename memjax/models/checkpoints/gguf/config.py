@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memjax.checks import short
-from memjax.models.checkpoints.gguf.file import GGUFFile
+from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.hf.config import FULL, SLIDING
 
 # Norms of a layer in GGUF -> in Hugging Face, where they come before attention and
@@ -73,7 +73,7 @@ ARCHITECTURES = {
 }
 
 
-def read_architecture(file: GGUFFile) -> Architecture:
+def read_architecture(file: GGUFParts) -> Architecture:
     """The architecture of a file; ValueError with those that are read here."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -85,7 +85,7 @@ def read_architecture(file: GGUFFile) -> Architecture:
 
 
 def read_config(
-    file: GGUFFile, shapes: Mapping[str, tuple[int, ...]]
+    file: GGUFParts, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """The `config.json` of the original model.
 
@@ -140,7 +140,7 @@ def read_config(
 class _Entries:
     """Metadata entries of the architecture, each checked for its type and range."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: GGUFParts):
         self.file = file
         self.prefix = file.metadata["general.architecture"]
 
@@ -255,7 +255,7 @@ def _yarn_scaling(entry: _Entries, factor: float, capacity: int) -> dict[str, An
     }
 
 
-def _llama3_scaling(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(file: GGUFParts, config: Mapping[str, Any]) -> dict[str, Any]:
     """Recovers Llama 3's published scaling from the factors by channel."""
     stored = file.read(ROPE_FACTORS)
     half = config["head_dim"] // 2

@@ -6,6 +6,7 @@ that are refused (pickles, code).
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import cached_files
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokens import default_cache_dir
+from memjax.models.checkpoints.gguf.parts import part_names
 from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
     CONFIG,
@@ -67,15 +69,16 @@ def locate(name: AnyPath | str) -> Location:
             "hub is named owner/name"
         )
     repository, revision = parts["repository"], parts["revision"]
-    wanted = [parts["file"]] if parts["file"] else list(DESCRIPTION)
+    wanted = part_names(parts["file"]) if parts["file"] else DESCRIPTION
     snapshot = _download(repository, revision, wanted, path)
     # Snapshots are in folders named by their commits.
     commit = snapshot.name
     origin = f"{repository}/{parts['file']}" if parts["file"] else repository
     if parts["file"]:
         file = snapshot / parts["file"]
-        if not file.is_file():
-            raise ValueError(f"{repository} has no file {parts['file']} at {commit}")
+        for name in wanted:
+            if not (snapshot / name).is_file():
+                raise ValueError(f"{repository} has no file {name} at {commit}")
         return Location(file, f"{origin}@{commit}", repository, commit)
     if not (snapshot / CONFIG).is_file():
         raise ValueError(
@@ -91,7 +94,8 @@ def _copied(url: AnyPath) -> Path:
         return cached_files(url, entries, default_cache_dir())
     if not url.is_file():
         raise ValueError(f"{url} is neither a folder nor a GGUF file")
-    return cached_files(url.parent, [url.name], default_cache_dir()) / url.name
+    names = part_names(url.name)
+    return cached_files(url.parent, names, default_cache_dir()) / url.name
 
 
 def fetch_weights(found: Location) -> None:
@@ -116,13 +120,13 @@ def fetch_weights(found: Location) -> None:
 
 
 def _download(
-    repository: str, revision: str | None, files: list[str], path: Path
+    repository: str, revision: str | None, files: Sequence[str], path: Path
 ) -> Path:
     """The snapshot's folder with these files of it, those that exist."""
     library = _library()
     try:
         folder = library.snapshot_download(
-            repository, revision=revision, allow_patterns=files
+            repository, revision=revision, allow_patterns=list(files)
         )
     # Also for no network, no repository, no revision, no permission and a bad name.
     except (OSError, ValueError, library.errors.HfHubHTTPError) as error:
