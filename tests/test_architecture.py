@@ -27,6 +27,7 @@ ROOMS = {
         "memjax.data",
     ),
     "memjax.evaluation": (
+        "memjax.buckets",
         "memjax.mechanisms",
         "memjax.nnx",
         "memjax.models",

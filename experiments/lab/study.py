@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from memjax.buckets.writing import write_atomically
 from memjax.training import Outcome
-from memjax.training.checkpoints.checksums import write_atomically
 
 #: In the folder of a training its cost so far, in that of a run its numbers.
 SPENT, SCORE = "spent.json", "score.json"

@@ -51,7 +51,7 @@ class WorkingCopy:
 
 @contextmanager
 def written_here(path: AnyPath) -> Iterator[Path]:
-    """A local path for a file or a folder, which is copied into a bucket at the end.
+    """A local path for a folder, which is copied into a bucket at the end.
 
     On a disk it is the path itself. After an exception it is not copied.
 
@@ -68,16 +68,13 @@ def written_here(path: AnyPath) -> Iterator[Path]:
 
 
 def put(here: Path, path: AnyPath, last: str = "") -> None:
-    """Copies a local file or folder into a bucket.
+    """Copies a local folder into a bucket.
 
     Args:
-        here: the file or folder.
+        here: the folder.
         path: its URL.
         last: the file of the folder that is copied after all others.
     """
-    if here.is_file():
-        Bucket(path.parent).upload(here.parent, [here.name])
-        return
     files = (file for file in sorted(here.rglob("*")) if file.is_file())
     names = [file.relative_to(here).as_posix() for file in files]
     Bucket(path).upload(here, sorted(names, key=lambda name: name == last))

@@ -17,6 +17,7 @@ from memjax.aot.libtpu import libtpu_version, require_libtpu
 from memjax.aot.report import lines, report
 from memjax.aot.search import Edge, Probe, largest
 from memjax.aot.steps import Run, What
+from memjax.buckets.writing import write_atomically
 from memjax.checks import require_known
 from memjax.cli import config_files
 from memjax.cli.finetune import Config as Finetuning
@@ -26,7 +27,6 @@ from memjax.evaluation.provenance import version
 from memjax.models import ModelConfig
 from memjax.models.checkpoints import own_format, own_model
 from memjax.models.checkpoints.hf.config import from_hf_config
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import RunConfig
 from memjax.training.config import presets as train_presets
 from memjax.training.finetune.run import AnyStage, FinetuneRun

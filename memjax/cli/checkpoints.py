@@ -8,11 +8,11 @@ import tyro
 import memjax
 from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import written_here
+from memjax.buckets.writing import require_free
 from memjax.cli import opening
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
-from memjax.models.checkpoints.hf.safetensors_write import require_free
 from memjax.models.hmt import saving as hmt_saving
 from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.checkpoints import saving as mplus_saving

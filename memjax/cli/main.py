@@ -19,7 +19,7 @@ from rich.table import Table
 
 from memjax import evaluation
 from memjax.buckets.bucket import as_path
-from memjax.buckets.local_copies import written_here
+from memjax.buckets.writing import write_atomically
 from memjax.cli import aot as cli_aot
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import cluster, config_files, help, opening
@@ -35,7 +35,6 @@ from memjax.evaluation import plots
 from memjax.models.language_model.config import Dtype
 from memjax.status import Status, warnings_as_lines
 from memjax.training import pretrain as run
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import DataConfig, RunConfig
 from memjax.training.monitoring.curves import draw_curves
 from memjax.training.resume import NonFiniteError
@@ -150,8 +149,7 @@ def evaluate(
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"eval-{split}.json", json.dumps(result, indent=1))
     plot = folder / f"eval-{split}.png"
-    with written_here(plot) as file:
-        plots.loss_by_position({split: curve}, edges, file, window=window)
+    plots.loss_by_position({split: curve}, edges, plot, window=window)
     print(f"wrote {folder / f'eval-{split}.json'} and {plot}")
     return 0
 

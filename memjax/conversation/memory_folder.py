@@ -8,17 +8,18 @@ and only then removes the one before. A crash at any moment leaves one complete 
 """
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from memjax.buckets.bucket import is_bucket
+from memjax.buckets.writing import unfinished_of
+from memjax.models.checkpoints.memory_state import delete_memory
 from memjax.training.locks.lock import LOCK_FILE, FolderLock
 
 _SAVED = re.compile(r"saved-(\d{6,})")
 # A save in progress, or the remains of one whose process was killed.
-_UNFINISHED = re.compile(r"\.saved-\d{6,}\.\d+")
+_UNFINISHED = unfinished_of(r"saved-\d{6,}")
 Loaded = TypeVar("Loaded")
 
 
@@ -91,7 +92,7 @@ class MemoryFolder:
             found = _SAVED.fullmatch(name)
             # A kill here leaves part of an old save, which is never the newest.
             if found and int(found[1]) < new:
-                shutil.rmtree(self.path / name)
+                delete_memory(self.path / name)
 
     def close(self) -> None:
         """Unlocks the folder."""

@@ -8,12 +8,13 @@ the ends of lines replace a legend over the data.
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from memjax.buckets.writing import replaced
+from memjax.config_io import AnyPath
 from memjax.evaluation.provenance import commit_of
 
 Number = int | float
@@ -219,7 +220,7 @@ def line_style(number: int) -> dict[str, Any]:
 
 @contextmanager
 def drawing(
-    path: Path,
+    path: AnyPath,
     *,
     rows: int = 1,
     columns: int = 1,
@@ -250,7 +251,8 @@ def drawing(
             figure.supxlabel(source, fontsize=7.5, **corner)
         found.place_names()
         path.parent.mkdir(parents=True, exist_ok=True)
-        canvas.print_png(path)
+        with replaced(path) as stream:
+            canvas.print_png(stream)
 
 
 def source_of(result: Mapping[str, Any]) -> str:

@@ -1,18 +1,18 @@
 """Plots of evaluations and of training, in the style of `drawing.py`."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from memjax.config_io import AnyPath
 from memjax.evaluation.drawing import COLOURS, GREY, drawing, log_ticks
 
 
 def loss_by_position(
     curves: Mapping[str, Sequence[float]],
     edges: Sequence[int],
-    path: Path,
+    path: AnyPath,
     *,
     window: int | None = None,
     title: str = "",
@@ -64,7 +64,7 @@ def loss_by_position(
 def perplexity_by_length(
     curves: Mapping[str, Sequence[float]],
     lengths: Sequence[int],
-    path: Path,
+    path: AnyPath,
     *,
     title: str = "",
     source: str = "",
@@ -89,7 +89,7 @@ def perplexity_by_length(
 def accuracy_by_distance(
     curves: Mapping[str, Sequence[tuple[float, float, float]]],
     distances: Sequence[int],
-    path: Path,
+    path: AnyPath,
     *,
     title: str = "",
     source: str = "",
@@ -130,7 +130,7 @@ def training_curves(
     train: Sequence[tuple[int, float]],
     validation: Sequence[tuple[int, float]],
     rates: Sequence[tuple[int, float]],
-    path: Path,
+    path: AnyPath,
     *,
     title: str = "",
     source: str = "",

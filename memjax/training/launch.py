@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from memjax.buckets.writing import write_atomically
 from memjax.config_io import AnyPath
 from memjax.data import TokenisedDocument, Tokenizer
 from memjax.models import ModelConfig
@@ -16,7 +17,6 @@ from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.status import Status
 from memjax.training import loop
 from memjax.training.checkpoints.checkpoint import open_folder
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.config import DataIterator, Kind, LoopConfig, Outcome
 from memjax.training.distributed import sharding
 from memjax.training.monitoring import header

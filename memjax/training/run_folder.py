@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from memjax.buckets.local_copies import WorkingCopy
+from memjax.buckets.writing import write_atomically
 from memjax.config_io import AnyPath, from_record, read_json, to_record
 from memjax.training.checkpoints.checkpoint import Checkpoints
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.locks.lock import LOCK_FILE, FolderLock, LockedError
 from memjax.training.resume import require_same_config

@@ -23,6 +23,7 @@ from jaxtyping import Int32
 
 from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import put
+from memjax.buckets.writing import replaced
 from memjax.checks import check_sizes
 from memjax.config_io import AnyPath, read_json
 from memjax.data.documents import prepared, sources, token_file
@@ -36,7 +37,7 @@ from memjax.data.documents.documents import (
     scan,
 )
 from memjax.data.documents.prepared import COLUMNS, MANIFEST, VERSION, index_file
-from memjax.data.documents.token_file import TokenisedDocument, replaced
+from memjax.data.documents.token_file import TokenisedDocument
 from memjax.data.documents.tokenizer import Tokenizer, load_tokenizer
 from memjax.data.documents.tokens import default_cache_dir, tokenise
 
@@ -282,7 +283,8 @@ class _Writer:
         if writer is None:
             self._index: dict[str, list[Any]] = {column: [] for column in COLUMNS}
             self._tokens = 0
-            # Overwrites an unfinished file of an earlier run.
+            # An unfinished file of an earlier run; a link there would be followed.
+            self._file().unlink(missing_ok=True)
             writer = ArrayRecordWriter(str(self._file()), "group_size:1")
             self._writer = writer
         size = self._plan["record_tokens"]

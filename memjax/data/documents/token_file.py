@@ -12,14 +12,14 @@ import hashlib
 import json
 import logging
 import os
-import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
+from memjax.buckets.writing import replaced
 from memjax.config_io import parse_json
 from memjax.data.documents.record_tokens import RecordTokens
 
@@ -99,24 +99,6 @@ def read(base: Path) -> list[TokenisedDocument] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _LOG.warning("%s is damaged (%s); tokenising again", tokens_file, error)
         return None
-
-
-@contextlib.contextmanager
-def replaced(file: Path) -> Iterator[BinaryIO]:
-    """A stream to a temporary file that replaces the file atomically at the end.
-
-    The temporary name is unique, also among containers with equal process ids.
-    """
-    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with partial.open("xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _write_index(base: Path, record: dict[str, Any], status: os.stat_result) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
+from memjax.buckets.writing import replaced
 from memjax.data.documents import prepared, sources, token_file
 from memjax.data.documents.documents import (
     SPLITS,
@@ -62,7 +63,7 @@ def load_tokens(
                 return found
     key, documents = _load(source, tokenizer, split, folder, spec)
     if link is not None:
-        with token_file.replaced(link) as stream:
+        with replaced(link) as stream:
             stream.write(key.encode("ascii"))
     return documents
 

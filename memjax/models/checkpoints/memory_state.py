@@ -13,6 +13,7 @@ are neither saved nor compared: `memjax.conversation` does. Nothing that is read
 executed.
 """
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -25,6 +26,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from memjax.buckets.writing import atomic_folder
 from memjax.checks import joined, listed, short
 from memjax.config_io import read_bounded, require_regular, to_record
 from memjax.models.base import Model
@@ -33,7 +35,6 @@ from memjax.models.checkpoints.hf.safetensors_file import (
     library,
     read_object,
 )
-from memjax.models.checkpoints.hf.safetensors_write import atomic_folder
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 
 TENSORS, RECORD = "memory.safetensors", "memory.json"
@@ -116,6 +117,14 @@ def write_memory(folder: Path | str, packed: PackedMemory) -> None:
         (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
+
+
+def delete_memory(folder: Path) -> None:
+    """Deletes the files of `save_memory`, and the folder unless it has others."""
+    for name in (RECORD, TENSORS):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def load_memory(folder: Path | str, model: Model) -> PyTree:

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from memjax.buckets.writing import sync_folder, write_atomically
 from memjax.checks import short
-from memjax.config_io import AnyPath, read_json, require_regular
-from memjax.models.checkpoints.hf.safetensors_write import sync_folder
+from memjax.config_io import read_json, require_regular
 
 DIGEST_FILE = "digests.json"
 
@@ -53,22 +53,6 @@ def problems(folder: Path) -> list[str]:
     with ThreadPoolExecutor(8) as pool:
         found = pool.map(lambda item: _problem(folder, *item), items)
         return [text for text in found if text]
-
-
-def write_atomically(path: AnyPath, text: str) -> None:
-    """Writes a small file atomically."""
-    if not isinstance(path, Path):
-        # An object appears with all of its content.
-        path.write_text(text, encoding="utf-8")
-        return
-    hidden = path.with_name(f".{path.name}.tmp")
-    with hidden.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    # After the sync: a rename may reach the disk before the data does.
-    hidden.replace(path)
-    sync_folder(path.parent)
 
 
 def _synced_entry(path: Path) -> dict[str, Any]:

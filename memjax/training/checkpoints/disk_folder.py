@@ -4,18 +4,15 @@ import errno
 import fcntl
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from memjax.buckets.writing import open_regular, sync_folder, write_atomically
 from memjax.checks import short
 from memjax.config_io import read_json
-from memjax.models.checkpoints.hf.safetensors_write import sync_folder
-from memjax.training.checkpoints.checksums import (
-    problems,
-    write_atomically,
-    write_digests,
-)
+from memjax.training.checkpoints.checksums import problems, write_digests
 from memjax.training.checkpoints.folder import (
     FORMAT,
     FORMAT_FILE,
@@ -152,7 +149,7 @@ class DiskFolder(Folder):
 
 def _lock(directory: Path) -> Any:
     """Locks the folder for one run: two would overwrite each other's checkpoints."""
-    file = (directory / ".lock").open("w")
+    file = os.fdopen(open_regular(directory / ".lock", os.O_RDWR | os.O_CREAT), "w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from memjax.buckets.writing import write_atomically
 from memjax.checks import check_sizes
 from memjax.config_io import AnyPath, read_json, to_record
 from memjax.data import load_tokens
 from memjax.evaluation.sensitivity import layer_sensitivity, most_sensitive
 from memjax.models.language_model.retrofit import attention_layers
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.checkpoints.folder import check_path
 from memjax.training.config import LoopConfig
 from memjax.training.finetune.retrofit_settings import RetrofitSettings

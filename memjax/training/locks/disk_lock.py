@@ -15,9 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memjax.buckets.writing import open_regular
 from memjax.config_io import AnyPath
 
 LOCK_FILE = ".lock"
+#: Bytes of a lock that are read.
+MAX_LOCK = 4096
 #: Seconds to wait for a heartbeat of another host. Some network filesystems show a
 #: change a minute late.
 WATCH_SECONDS = 100.0
@@ -50,13 +53,13 @@ class DiskLock:
 
     Raises:
         LockedError: another process holds it; nothing was written.
+        ValueError: the lock is a link, or no regular file.
     """
 
     def __init__(self, folder: Path, verb: str):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.open(folder / LOCK_FILE, flags, 0o666)
+        self._file = open_regular(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
             self._require_unlocked(verb)
         except BaseException:
@@ -104,9 +107,12 @@ class DiskLock:
 
     def _owner(self) -> Owner | None:
         try:
-            return read_owner((self._folder / LOCK_FILE).read_bytes())
-        except OSError:
+            # Opened anew: a network filesystem may show an open file as it was.
+            file = open_regular(self._folder / LOCK_FILE, os.O_RDONLY)
+        except (OSError, ValueError):
             return None
+        with os.fdopen(file, "rb") as stream:
+            return read_owner(stream.read(MAX_LOCK))
 
 
 def require_ended(

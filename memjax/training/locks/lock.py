@@ -33,7 +33,8 @@ class FolderLock:
 
     Raises:
         LockedError: another process holds it; nothing was written.
-        ValueError: checkpoints cannot be kept under that path.
+        ValueError: checkpoints cannot be kept under that path, or its lock is no
+            regular file.
     """
 
     def __init__(self, folder: AnyPath, name: str = "run_dir", verb: str = "trains"):
@@ -46,7 +47,8 @@ class FolderLock:
                     self._held = DiskLock(path, verb)
                 else:
                     self._held = BucketLock(path, verb)
-            except LockedError as error:
+            # The others wait for this process to say so.
+            except (LockedError, ValueError) as error:
                 refusal = error
         if any_process(refusal is not None):
             raise refusal or LockedError(f"another process {verb} in {folder}")

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from memjax.buckets.bucket import as_path
-from memjax.buckets.local_copies import written_here
 from memjax.config_io import AnyPath
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.plots import training_curves
@@ -40,15 +39,14 @@ def draw_curves(run_dir: AnyPath | str) -> AnyPath | None:
         return None
     path = run_dir / CURVES_FILE
     try:
-        with written_here(path) as file:
-            training_curves(
-                train,
-                [(step, math.log(value)) for step, value in perplexities if value > 0],
-                _points(entries, "train", "learning_rate"),
-                file,
-                title=run_dir.name,
-                source=source_of({"device": device_name(), **version()._asdict()}),
-            )
+        training_curves(
+            train,
+            [(step, math.log(value)) for step, value in perplexities if value > 0],
+            _points(entries, "train", "learning_rate"),
+            path,
+            title=run_dir.name,
+            source=source_of({"device": device_name(), **version()._asdict()}),
+        )
     except OSError as error:
         # The run is saved: a missing plot is no error.
         logger.warning("%s cannot be written (%s)", path, error.strerror)

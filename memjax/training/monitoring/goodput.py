@@ -10,9 +10,9 @@ import logging
 import time
 from pathlib import Path
 
+from memjax.buckets.writing import write_atomically
 from memjax.checks import short
 from memjax.config_io import read_json
-from memjax.training.checkpoints.checksums import write_atomically
 
 GOODPUT_FILE = "goodput.json"
 logger = logging.getLogger(__name__)

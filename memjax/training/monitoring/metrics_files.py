@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from memjax.config_io import AnyPath
-from memjax.training.checkpoints.checksums import write_atomically
+from memjax.buckets.writing import open_regular, write_atomically
+from memjax.config_io import AnyPath, require_regular
 
 METRICS_FILE = "metrics.jsonl"
 logger = logging.getLogger(__name__)
@@ -31,13 +31,15 @@ class Appender:
 
     Raises:
         OSError: the file cannot be opened.
+        ValueError: it is a link, or no regular file.
     """
 
     def __init__(self, path: Path):
         self._path = path
         # Unbuffered: the number of bytes that reached the file is known, so a record
         # cut short by a full disk is completed later and never written twice.
-        self._file = path.open("ab", buffering=0)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._file = os.fdopen(open_regular(path, flags), "ab", buffering=0)
         self._unwritten = b""
         self._failing = False
 
@@ -146,6 +148,7 @@ def read_lines(path: AnyPath) -> list[dict[str, Any]]:
     """Records of a metrics file, without damaged lines; empty if there is no file."""
     if not path.exists():
         return []
+    require_regular(path)
     found = []
     lines = path.read_bytes().decode("utf-8", "replace").splitlines()
     for number, line in enumerate(lines, start=1):

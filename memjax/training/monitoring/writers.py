@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from memjax.buckets.writing import write_atomically
 from memjax.checks import short
 from memjax.config_io import read_json
-from memjax.training.checkpoints.checksums import write_atomically
 from memjax.training.monitoring.metrics_files import EventsFile
 from memjax.training.resume import flatten
 

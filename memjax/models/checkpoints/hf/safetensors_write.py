@@ -3,19 +3,16 @@
 A folder appears under its name only when all of its files are on the disk.
 """
 
-import contextlib
-import fcntl
-import glob
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from memjax.buckets.writing import atomic_folder
 from memjax.models.checkpoints.hf.safetensors_file import library
 from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, INDEX, SINGLE
 from memjax.models.language_model.config import Dtype
@@ -63,73 +60,6 @@ def write_folder(
         for file in temporary.glob("*.safetensors"):
             # The library makes files that only their owner may read.
             shutil.copymode(temporary / CONFIG, file)
-
-
-@contextlib.contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder to write in, renamed to `folder` when all is on the disk.
-
-    Raises:
-        ValueError: if `folder` is not empty.
-    """
-    require_free(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the destination, as a rename does not cross filesystems.
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    _clear_remains(folder)
-    temporary.mkdir()
-    lock = os.open(temporary, os.O_RDONLY)
-    try:
-        # Held while this process lives; without locks nothing is ever cleared.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield temporary
-        for file in temporary.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        sync_folder(temporary)
-        # After the sync: a kill leaves a whole folder under this name, or none.
-        temporary.replace(folder)
-        sync_folder(folder.parent)
-    except BaseException:
-        # Renamed already, if only its parent could not be synced.
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs a folder's entries to disk, where the file system can.
-
-    Without it a power cut within seconds may undo a rename.
-    """
-    # Some network filesystems cannot, and lose nothing by it that they kept before.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _clear_remains(folder: Path) -> None:
-    """Removes temporary folders of killed writers of `folder`."""
-    for remains in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
-        if not remains.is_dir() or not remains.suffix[1:].isdecimal():
-            continue
-        lock = os.open(remains, os.O_RDONLY)
-        # A lock that can be had is held by nobody who still writes there.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(remains)
-        os.close(lock)
-
-
-def require_free(folder: Path) -> None:
-    """Raises ValueError unless a folder can be written there."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists already and is not an empty folder")
 
 
 def _write_tensors(
