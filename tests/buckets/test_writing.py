@@ -33,7 +33,7 @@ ALLOWED = {
     "a new random name": {"memjax.buckets.writing.replaced"},
     "the null device": {
         "memjax.cli.entry.main",
-        "memjax.training.monitoring.reporting._discard_output",
+        "memjax.status._discard",
     },
 }
 
