@@ -14,6 +14,7 @@ from memjax.models.checkpoints import own_format, own_model
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.hf import hub, parameters
 from memjax.models.checkpoints.hf.config import from_hf_config, require_family
+from memjax.models.checkpoints.hf.known_keys import report_unread
 from memjax.models.checkpoints.hf.safetensors_folder import (
     SafetensorsFolder,
     read_model_config,
@@ -117,4 +118,5 @@ def _build(
         config = from_hf_config(checkpoint.config, dtype or "float32")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    report_unread(checkpoint.config, checkpoint.config["model_type"], where)
     return parameters.parameters_from_tensors(config, shapes, get, where)

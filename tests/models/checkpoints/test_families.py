@@ -15,6 +15,11 @@ from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.export import to_hf_config
+from memjax.models.checkpoints.hf.known_keys import (
+    ONLY,
+    USED,
+    report_unread,
+)
 from memjax.models.checkpoints.hf.parameters import parameters_from_tensors
 from memjax.models.checkpoints.hf.tensor_names import (
     tensors_from_parameters,
@@ -176,6 +181,9 @@ def test_windows_are_where_the_config_has_them(config, windows, window):
         (LLAMA, dict(max_position_embeddings=10**18), "capacity must be at most"),
         (LLAMA, dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
         (LLAMA, dict(quantization_config=dict(bits=4)), "quantization_config must be"),
+        (LLAMA, dict(pruned_heads={"0": [1]}), "pruned_heads must be {}, got"),
+        (OPT, dict(is_encoder_decoder=True), "is_encoder_decoder must be False"),
+        (LLAMA, dict(rope_interleaved=True), "rope_interleaved must be False"),
         (LLAMA, dict(layer_types=["sliding_attention"] * 2), "layer_types must name"),
         (QWEN2, dict(num_key_value_heads=3), "num_key_value_heads must divide .*got 3"),
         (QWEN2, dict(layer_types=["full_attention"]), "layer_types must name the 2"),
@@ -195,6 +203,41 @@ def test_windows_are_where_the_config_has_them(config, windows, window):
 def test_unsupported_configs_are_refused_by_key(base, wrong, message):
     with pytest.raises(ValueError, match=message):
         from_hf_config(base | wrong)
+
+
+CONFIGS = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, GEMMA, OPT)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["model_type"])
+def test_used_keys_are_those_that_are_read(config):
+    """The table of keys says what the code does."""
+    seen = set()
+
+    class Watched(dict):
+        def get(self, key, default=None):
+            seen.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key):
+            seen.add(key)
+            return super().__contains__(key)
+
+    family = config["model_type"]
+    from_hf_config(Watched(config | dict(use_sliding_window=True)))
+    assert seen - {*ONLY} <= USED[family]
+    # With a scaling of RoPE alone, or before.
+    elsewhere = {"original_max_position_embeddings", "auto_map"}
+    assert USED[family] - seen <= elsewhere | {"partial_rotary_factor"}
+
+
+def test_keys_that_are_not_read_are_reported_in_one_line(caplog):
+    plain = LLAMA | dict(attention_dropout=0.1, memjax_origin="a", num_experts=None)
+    report_unread(plain, "llama", "here")
+    assert not caplog.records
+    report_unread(plain | dict(sliding_window=8, num_experts=4), "llama", "here")
+    (record,) = caplog.records
+    expected = "here: not read of config.json: num_experts; sliding_window"
+    assert record.getMessage() == expected
 
 
 def test_defaults_that_differ_between_families_must_be_given():

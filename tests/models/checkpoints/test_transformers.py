@@ -16,6 +16,7 @@ import memjax
 from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
+from memjax.models.checkpoints.hf.known_keys import ONLY, USED, WITHOUT_EFFECT
 from memjax.models.checkpoints.text_interface import TextInterface
 
 with warnings.catch_warnings():
@@ -86,6 +87,12 @@ def test_our_own_models_have_the_same_logits_in_transformers(
     ours = jax.jit(lambda m, t: m.logits(m.encode(m.embed(t))))(model, tokens)
     theirs = transformers_logits(tmp_path / "a", tokens)
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", USED)
+def test_every_key_of_its_configs_is_known(family):
+    config = transformers.CONFIG_MAPPING[family]()
+    assert config.to_dict().keys() <= USED[family] | ONLY.keys() | WITHOUT_EFFECT
 
 
 def test_yarn_beyond_the_first_length_equals_transformers(tmp_path):

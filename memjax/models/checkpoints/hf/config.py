@@ -19,6 +19,7 @@ from memjax.models.checkpoints.hf.fields import (
     read_size,
     require_value,
 )
+from memjax.models.checkpoints.hf.known_keys import require_only
 from memjax.models.language_model.config import Architecture, Dtype, ModelConfig, period
 
 Family = Literal[
@@ -52,6 +53,7 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
             "quantization_config must be absent: weights of safetensors are read as "
             f"they are, got {short(config['quantization_config'])}"
         )
+    require_only(config)
     if family == "opt":
         return _from_opt(config, dtype)
     return _from_decoder(config, family, dtype)
