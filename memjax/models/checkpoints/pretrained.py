@@ -103,6 +103,8 @@ def _build(
             return checkpoint.get_compact(name).astype(saved, copy=False)
     else:
         get = checkpoint.get_compact if dtype == "bfloat16" else checkpoint.get
+        if isinstance(checkpoint, GGUFCheckpoint) and dtype != "bfloat16":
+            checkpoint.report_widening()
     get = _counted(get, len(shapes), progress)
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
         config = checkpoint.config

@@ -14,6 +14,12 @@ import memjax
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.gguf.file import GGUFFile
+from memjax.models.checkpoints.gguf.known_keys import (
+    GENERAL,
+    ONLY,
+    USED,
+    WITHOUT_EFFECT,
+)
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
 from memjax.models.checkpoints.text_interface import GenerationConfig
@@ -203,6 +209,23 @@ def test_quantized_parameters_fit_in_bfloat16(llama):
         assert model.norm.get_value().dtype == "float32"
 
 
+def test_widening_of_quantized_weights_is_reported(llama, caplog):
+    q4 = gguf.GGMLQuantizationType.Q4_0
+    names = ("output", "token_embd", "blk.0.attn_q", "blk.0.attn_output")
+    names += ("blk.0.ffn_gate", "blk.0.ffn_up", "blk.0.ffn_down")
+    tensors = gguf_tensors(hf_tensors(biased=False), permute=True)
+    more = {f"{n}.weight": tensors[f"{n}.weight"] for n in names}
+    path = llama(more={n: (gguf.quantize(v, q4), q4) for n, v in more.items()})
+    memjax.load(path, dtype="bfloat16")
+    memjax.load(path, param_dtype="bfloat16")
+    memjax.load(llama())
+    assert not caplog.records
+    path = llama(more={n: (gguf.quantize(v, q4), q4) for n, v in more.items()})
+    memjax.load(path)
+    (record,) = caplog.records
+    assert "take 0 MB in float32; half of it with param_dtype" in record.getMessage()
+
+
 def test_rope_scaling_is_recovered(llama):
     linear = llama(rope__scaling__type="linear", rope__scaling__factor=4.0)
     found = GGUFCheckpoint(linear).config["rope_scaling"]
@@ -271,6 +294,8 @@ def test_yarn_is_read(llama):
         ),
         ({"rope__dimension_count": 8}, "rope.dimension_count must be 16, got 8"),
         ({"expert_count": 4}, "expert_count must be 0, got 4"),
+        ({"attention__causal": False}, "llama.attention.causal must be True, got F"),
+        ({"logit_scale": 0.5}, "llama.logit_scale must be 1, got 0.5"),
         ({"vocab_size": 33}, "vocab_size must be 32, got 33"),
         ({"more": {"blk.0.attn_sinks.weight": np.ones(4, "f4")}}, "attn_sinks"),
     ],
@@ -278,6 +303,28 @@ def test_yarn_is_read(llama):
 def test_unsupported_entries_are_named(changes, words, llama):
     with pytest.raises(ValueError, match=re.escape(words)):
         GGUFCheckpoint(llama(**changes))
+
+
+def test_every_entry_of_the_library_is_known():
+    """But those of other architectures, and of sampling that is not made here."""
+    known = USED | WITHOUT_EFFECT | ONLY.keys()
+    unknown = set()
+    for group in (gguf.Keys.General, gguf.Keys.Split, gguf.Keys.Tokenizer):
+        keys = [key for name, key in vars(group).items() if name.isupper()]
+        unknown |= {key for key in keys if not GENERAL.fullmatch(key)}
+    assert all(key.startswith("general.sampling.") for key in unknown)
+    for name, key in vars(gguf.Keys.Rope).items():
+        if name.isupper() and key.removeprefix("{arch}.") not in known:
+            assert name in ("DIMENSION_COUNT_SWA", "DIMENSION_SECTIONS")
+
+
+def test_entries_that_are_not_read_are_reported_in_one_line(llama, caplog):
+    GGUFCheckpoint(llama(pooling_type=1, swin_norm=False))
+    assert not caplog.records
+    GGUFCheckpoint(llama(ssm__inner_size=3, of_another=True))
+    (record,) = caplog.records
+    unread = "not read of its metadata: 'llama.ssm.inner_size'; 'llama.of_another'"
+    assert record.getMessage().endswith(unread)
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

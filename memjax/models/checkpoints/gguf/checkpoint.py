@@ -6,6 +6,8 @@ Face's checkpoints, and in memjax, they are half a head apart: reading permutes 
 The scales of Gemma 3's norms are stored with 1 added, which reading takes away.
 """
 
+import logging
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ from memjax.models.checkpoints.gguf.config import (
     read_architecture,
     read_config,
 )
+from memjax.models.checkpoints.gguf.known_keys import check_keys
 from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.hf.safetensors_file import BFLOAT16
 from memjax.models.checkpoints.text_interface import (
@@ -26,6 +29,8 @@ from memjax.models.checkpoints.text_interface import (
     fitting_tokenizer,
     generation_config,
 )
+
+logger = logging.getLogger(__name__)
 
 OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -68,6 +73,7 @@ class GGUFCheckpoint:
         self.path = path
         self._file = GGUFParts(path)
         self._architecture = read_architecture(self._file)
+        check_keys(self._file.metadata, str(path))
         self._names = _hf_names(self._file, LAYER | self._architecture.norms)
         shapes = {n: r.shape for n, r in self._file.records.items()}
         self.shapes = {hf: shapes[own] for hf, own in self._names.items()}
@@ -87,6 +93,18 @@ class GGUFCheckpoint:
         # A difference may have more digits than what was stored.
         precise = file.is_precise(self._names[name]) or self._is_shifted(name)
         return tensor if precise else tensor.astype(BFLOAT16)
+
+    def report_widening(self) -> None:
+        """Logs the sizes of quantized weights in the file and in float32."""
+        records = self._file.records.values()
+        stored = sum(record.size for record in records)
+        wide = 4 * sum(math.prod(record.shape) for record in records)
+        if wide > 2 * stored:
+            logger.warning(
+                "%s: quantized weights of %.0f MB take %.0f MB in float32; half of it "
+                'with param_dtype="bfloat16"',
+                *(self.path, stored / 1e6, wide / 1e6),
+            )
 
     def _is_shifted(self, name: str) -> bool:
         return self._architecture.shifted and name.endswith("norm.weight")

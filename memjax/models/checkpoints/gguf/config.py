@@ -183,8 +183,6 @@ class _Entries:
 
 def _gemma(entry: _Entries, config: Mapping[str, Any]) -> dict[str, Any]:
     """Entries of Gemma 3 alone. Its RoPE scaling is that of full attention."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        entry.require(key, 0.0)
     scalar, layers = config["head_dim"], config["num_hidden_layers"]
     if layers == GEMMA_27B_LAYERS:
         scalar = config["hidden_size"] // config["num_attention_heads"]

@@ -1,0 +1,111 @@
+"""The entries of a GGUF file that llama.cpp knows, and what becomes of them here.
+
+Used; of one value only, others being refused by name; without effect on logits and
+ids; or, all else, not read, which one line reports. Keys of the architecture are
+without its name.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from memjax.checks import joined, short
+
+logger = logging.getLogger(__name__)
+
+#: Keys of the architecture.
+USED = {
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "vocab_size",
+    "expert_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}
+#: Other values than these would change the numbers.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.alpha": (0, 1),
+    "use_parallel_residual": (False,),
+}
+WITHOUT_EFFECT = {"pooling_type", "rope.scaling.finetuned", "tensor_data_layout"}
+#: Of no architecture: used, or about the file, other tasks and other vocabularies.
+GENERAL = re.compile(
+    r"general\.(architecture|alignment|type|file_type|quantization_version)"
+    r"|general\.sampling\.(temp|top_k|top_p)"
+    r"|general\.(name|author|version|organization|finetune|basename|description|doi)"
+    r"|general\.(quantized_by|size_label|license(\..*)?|url|uuid|repo_url|source\..*)"
+    r"|general\.(base_model|dataset|datasets)(\..*)?|general\.(tags|languages)"
+    r"|split\.(no|count|tensors\.count)"
+    r"|tokenizer\.chat_template(s|\..*)?|tokenizer\.(huggingface\.json|rwkv\.world)"
+    r"|tokenizer\.ggml\.(model|pre|tokens|token_type|scores|merges)"
+    r"|tokenizer\.ggml\.(bos|eos|eot|eom|unknown|padding)_token_id"
+    r"|tokenizer\.ggml\.(add_(bos|eos)_token|add_space_prefix)"
+    r"|tokenizer\.ggml\.(remove_extra_whitespaces|precompiled_charsmap)"
+    r"|tokenizer\.ggml\.(seperator|cls|mask|prefix|suffix|middle|fim_\w+)_token_id"
+    r"|tokenizer\.ggml\.(add_sep_token|token_type_count|normalizer\..*)"
+    r"|quantize\.imatrix\..*"
+)
+
+
+def check_keys(metadata: Mapping[str, Any], where: str) -> None:
+    """Logs the entries that are not read, and say something, in one line.
+
+    Raises:
+        ValueError: for an entry of `ONLY` with another value.
+    """
+    prefix = f"{metadata['general.architecture']}."
+    unread = []
+    for key, value in metadata.items():
+        own = key.removeprefix(prefix)
+        if own == key:
+            known = GENERAL.fullmatch(key) is not None
+        elif own in ONLY:
+            if not any(np.array_equal(value, allowed) for allowed in ONLY[own]):
+                raise ValueError(
+                    f"{where}: {key} must be {ONLY[own][-1]!r}, got {short(value)}"
+                )
+            known = True
+        else:
+            known = own in USED | WITHOUT_EFFECT
+        if not known and np.any(value):
+            unread.append(short(key))
+    if unread:
+        logger.warning("%s: not read of its metadata: %s", where, joined(unread))
