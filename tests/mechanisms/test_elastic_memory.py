@@ -286,3 +286,17 @@ def test_invalid_options_are_refused(monkeypatch, wrong, message):
     build = inspect.unwrap(ElasticMemoryConfig.__init__)
     with pytest.raises(ValueError, match=message):
         build(object.__new__(ElasticMemoryConfig), **HEADS | wrong)
+
+
+@pytest.mark.parametrize("tokens_before", [2**20, 2**24 - L, 2**30 - L])
+def test_apply_is_step_far_on_in_a_stream(tokens_before: int):
+    """RoPE counts on; the counter ends within the last of these texts."""
+    mechanism = elastic(positions="stream", rope_theta=500_000.0)
+    state, _ = mechanism.apply(drawn_params(), mechanism.init_state(B), drawn_inputs())
+    start = state._replace(length=jnp.full_like(state.length, tokens_before))
+    _, whole = mechanism.apply(drawn_params(), start, drawn_inputs())
+    state, rows = start, []
+    for t in range(T):
+        state, y = mechanism.step(drawn_params(), state, drawn_inputs()[:, t])
+        rows.append(y)
+    np.testing.assert_allclose(whole, jnp.stack(rows, axis=1), atol=2e-6)

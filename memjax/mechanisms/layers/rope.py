@@ -129,11 +129,19 @@ def tables(
     theta: float,
     scaling: RopeScaling | None = None,
 ) -> tuple[Float[Array, "*P T half"], Float[Array, "*P T half"]]:
-    """Cosine and sine of the angle of each pair of channels, in float32."""
+    """Cosine and sine of the angle of each pair of channels, in float32.
+
+    Angles are taken modulo a full turn before they are rounded: they are as good at
+    position 2**30 as at 0, and a difference of positions is the same anywhere.
+    """
     # Constants of the program, computed in numpy at trace time.
-    turns = jnp.asarray(frequencies(width, theta, scaling))
-    angles = positions[..., None].astype(jnp.float32)
-    angles = angles * expand_leading_dims(turns, angles)
+    turns = frequencies(width, theta, scaling).astype(np.float64) * (2**32 / math.tau)
+    whole = np.rint(turns)
+    at = positions[..., None].astype(jnp.int32)
+    # In 2**-32 of a turn: the product wraps where the angle does.
+    wrapped = at * expand_leading_dims(jnp.asarray(whole, jnp.int32), at)
+    rest = at * expand_leading_dims(jnp.asarray(turns - whole, jnp.float32), at)
+    angles = (wrapped.astype(jnp.float32) + rest) * np.float32(math.tau / 2**32)
     amplitude = 1.0 if scaling is None else scaling.amplitude
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
@@ -146,7 +154,7 @@ def rotate(
 ) -> Float[Array, "*B T H K"]:
     """Turns each pair of channels (i, i + K/2) by its position.
 
-    Angles are float32; the result has the dtype of x.
+    Angles are exact to float32; the result has the dtype of x.
     """
     # All heads turn alike.
     return memjax_kernels.rotate(x, *tables(x.shape[-1], positions, theta, scaling))

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int
 LAST = 2**30
 
 
-def advanced(length: Int[Array, " B"], tokens: Int[Array, " B"] | int) -> Array:
+def advanced(length: Int[Array, "*B"], tokens: Int[Array, "*N"] | int) -> Array:
     """`length + tokens`, but at most `LAST`.
 
     An int32 count would become negative after 2**31 tokens, and a memory that divides

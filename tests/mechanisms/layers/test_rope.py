@@ -33,6 +33,17 @@ def test_rope_is_a_complex_rotation():
     np.testing.assert_allclose(lengths, 1.5 * np.linalg.norm(x, axis=-1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("position", [2**16 - 1, 2**20 + 3, 2**24 + 5, 2**31 - 1])
+def test_angles_are_exact_far_on(position: int):
+    at = jnp.asarray([position, -position])
+    angles = position * rope.frequencies(K, THETA, None).astype(np.float64)
+    (cosine, back), (sine, unsine) = rope.tables(K, at, THETA)
+    np.testing.assert_allclose(cosine, np.cos(angles), atol=4e-7)
+    np.testing.assert_allclose(sine, np.sin(angles), atol=4e-7)
+    # What was turned is turned back.
+    assert (back == cosine).all() and (unsine == -sine).all()
+
+
 def test_linear_divides_all_frequencies():
     close(rope.frequencies(K, THETA, RopeScaling("linear", 4.0)), PLAIN / 4)
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from memjax.mechanisms.layers import projections
 from memjax.mechanisms.layers.heads import HeadsConfig
+from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import cached, on_tpu
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
@@ -66,7 +67,8 @@ def by_blocks(
     positions = jnp.arange(block, dtype=jnp.int32)
     # Tokens before each block: 0 says that there is no memory yet, and where RoPE
     # counts from in a stream.
-    first = length[:, None] + jnp.arange(blocks, dtype=jnp.int32)[None] * block
+    before = jnp.arange(blocks, dtype=jnp.int32)[None] * block
+    first = advanced(length[:, None], before)
     if in_stream:
         positions = first[..., None] + positions[None, None]
 
