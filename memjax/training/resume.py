@@ -1,5 +1,6 @@
 """Resuming a run from its newest checkpoint."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -10,25 +11,21 @@ from jaxtyping import PyTree
 
 from memjax.training.checkpoints.checkpoint import CheckpointError, Checkpoints
 from memjax.training.checkpoints.tree_spec import abstract
+from memjax.training.config import LoopConfig
+from memjax.training.distributed.sharding import MeshConfig
 
-_LOOP_FIELDS = (
-    "steps",
-    "minutes",
-    "save_every",
-    "evaluate_every",
-    "log_every",
-    "keep",
-    "max_nan_steps",
-    "profile",
-    "writers",
-    "watchdog_minutes",
-)
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
 #: Fields that may change on resuming: the length of the run, its reports, the devices,
 #: over which a checkpoint is resharded, and the learning rate, which `NonFiniteError`
 #: advises to lower.
 FREE_FIELDS = frozenset(
-    {f"{prefix}{name}" for prefix in ("", "loop.") for name in _LOOP_FIELDS}
-    | {"mesh.data", "mesh.fsdp", "mesh.tensor", "optimizer.learning_rate"}
+    {f"{prefix}{name}" for prefix in ("", "loop.") for name in _names(LoopConfig)}
+    | {f"mesh.{name}" for name in _names(MeshConfig)}
+    | {"optimizer.learning_rate"}
 )
 #: Free fields that affect the result: changes are reported.
 REPORTED_FIELDS = ("optimizer.learning_rate",)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax.config_io import to_record
 from memjax.data import load_tokenizer
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import ModelConfig
@@ -16,6 +17,7 @@ from memjax.training import LoopConfig, MeshConfig, StepConfig, run_data
 from memjax.training import pretrain as run
 from memjax.training.distributed import sharding
 from memjax.training.optimizer import schedule
+from memjax.training.resume import FREE_FIELDS, require_same_config
 from tests import tiny
 
 MODEL = ModelConfig(
@@ -143,6 +145,12 @@ def test_another_model_is_refused_by_field(config, whole):
     other = dataclasses.replace(config, model=dataclasses.replace(MODEL, hidden_dim=4))
     with pytest.raises(ValueError, match=r"model\.hidden_dim"):
         run.train(other, whole)
+
+
+def test_any_mesh_may_resume_a_run(config):
+    mesh = dataclasses.replace(config.mesh, **{n: 7 for n in vars(config.mesh)})
+    records = (to_record(config), to_record(dataclasses.replace(config, mesh=mesh)))
+    require_same_config(*records, FREE_FIELDS, "runs/a")
 
 
 @pytest.mark.slow
