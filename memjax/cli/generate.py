@@ -12,7 +12,7 @@ import memjax
 from memjax.checks import check_seed, check_sizes
 from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.conversation.streaming import printer
-from memjax.data.documents.folder import MAX_DOCUMENT
+from memjax.data.documents.readers import MAX_DOCUMENT
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling, generate
 from memjax.models.language_model.config import Dtype

@@ -28,9 +28,9 @@ from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
 from memjax.cli.arguments.parsing import Configured, parse
 from memjax.cli.compilation_cache import enable_compilation_cache
-from memjax.data import Split, load_tokenizer, load_tokens
+from memjax.data import RowConfig, Split, load_tokenizer, load_tokens
 from memjax.data.documents.prepare import PrepareConfig, prepare
-from memjax.data.documents.sources import splits_of
+from memjax.data.documents.sources import check_source, splits_of
 from memjax.evaluation import plots
 from memjax.models.language_model.config import Dtype
 from memjax.status import Status, warnings_as_lines
@@ -79,6 +79,8 @@ def evaluate(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     split: Literal["train", "validation", "test"] = "test",
     source: str | None = None,
+    column: str | None = None,
+    join: str | None = None,
     context_length: int = 0,
     segment: int = 0,
     batch_size: int = 8,
@@ -99,6 +101,8 @@ def evaluate(
         split: of the documents.
         source: of the documents, as in `memjax data`; None is that of the run, or
             "embedded" without one.
+        column: of the texts in `source`, as --data.column of `memjax train`.
+        join: joins rows of `source` to documents, as --data.join of `memjax train`.
         context_length: cut documents into texts of this length, each read with an empty
             memory; 0 reads every document as one stream.
         segment: tokens per call; 0 is the training context, or the window of a model
@@ -115,8 +119,13 @@ def evaluate(
     if sampling is not None:
         found = run.with_sampling(found, sampling=sampling, decay=decay)
     own = data or DataConfig()
-    if source:
-        own = DataConfig(source=source, cache_dir=own.cache_dir)
+    if source or column or join:
+        own = DataConfig(
+            source=source or own.source,
+            cache_dir=own.cache_dir,
+            column=column,
+            join=join,
+        )
     with Status("reading documents"):
         sources = load_sources(own, opened.tokenizer, split)
     documents = [document for part in sources for document in part]
@@ -157,6 +166,8 @@ def evaluate(
 def data(
     what: Annotated[Literal["list", "prepare"], tyro.conf.Positional] = "list",
     source: str = "embedded",
+    column: str | None = None,
+    join: str | None = None,
     tokenizer: str = "bpe4k",
     destination: Path | None = None,
     workers: int | None = None,
@@ -169,13 +180,18 @@ def data(
 
     Args:
         what: list documents, or prepare their tokens.
-        source: "embedded", "folder:PATH", "tfds:NAME", "hf:NAME", or "prepared:FOLDER".
+        source: "embedded", the path of a file or folder, "tfds:NAME", "hf:NAME:CONFIG",
+            "hf:NAME:CONFIG:SPLIT" with "train[:1%]" as a split, or "prepared:FOLDER".
+        column: key or column with the text; None takes "text" or the like.
+        join: rows that become one document: a number, "blank" (up to an empty row) or
+            "articles" (from one title to the next, `= Title =`); None: each is one.
         tokenizer: "bytes", "bpe4k", or a file or model of the hub.
         destination: folder to prepare.
         workers: processes that tokenise; None is one per core.
     """
+    rows = RowConfig(column, join)
     if what == "prepare":
-        return _prepare(source, tokenizer, destination, workers)
+        return _prepare(source, rows, tokenizer, destination, workers)
     for name, value in {"destination": destination, "workers": workers}.items():
         if value is not None:
             raise ValueError(
@@ -183,12 +199,14 @@ def data(
             )
     table = Table("document", "kind", "split", "tokens")
     splits: tuple[Split, ...] = ("train", "validation", "test")
-    found = splits_of(source)
+    for note in check_source(source, rows):
+        print(f"{source}: {note}")
+    found = splits_of(source, rows)
     counted = load_tokenizer(tokenizer)
     for split in splits:
         if split not in found:
             continue
-        for document in load_tokens(source, counted, split):
+        for document in load_tokens(source, counted, split, rows=rows):
             size = f"{len(document.tokens):,}"
             table.add_row(document.name, document.kind, split, size)
     Console().print(table)
@@ -196,12 +214,16 @@ def data(
 
 
 def _prepare(
-    source: str, tokenizer: str, destination: Path | None, workers: int | None
+    source: str,
+    rows: RowConfig,
+    tokenizer: str,
+    destination: Path | None,
+    workers: int | None,
 ) -> int:
     if destination is None:
         raise ValueError("memjax data prepare needs --destination, the folder to write")
     cores = len(os.sched_getaffinity(0)) if workers is None else workers
-    config = PrepareConfig(source, tokenizer, workers=cores)
+    config = PrepareConfig(source, tokenizer, workers=cores, rows=rows)
     with Status("tokenising", "characters") as progress:
         manifest = prepare(config, as_path(destination), progress)
     for split, shards in manifest["shards"].items():

@@ -11,6 +11,7 @@ from memjax.data.documents.documents import Split as Split
 from memjax.data.documents.documents import assign_splits as assign_splits
 from memjax.data.documents.prepare import PrepareConfig as PrepareConfig
 from memjax.data.documents.prepare import prepare as prepare
+from memjax.data.documents.sources import RowConfig as RowConfig
 from memjax.data.documents.sources import open_documents as open_documents
 from memjax.data.documents.tokenizer import Tokenizer as Tokenizer
 from memjax.data.documents.tokenizer import load_tokenizer as load_tokenizer

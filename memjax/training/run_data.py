@@ -15,6 +15,7 @@ from memjax import evaluation
 from memjax.checks import check_sizes, require_known
 from memjax.data import (
     BatchIterator,
+    RowConfig,
     Split,
     TokenisedDocument,
     Tokenizer,
@@ -39,7 +40,8 @@ class DataConfig:
     """Sources of documents, and sizes of batches.
 
     Attributes:
-        source: "embedded", "folder:PATH", "tfds:NAME", "hf:NAME", or "prepared:FOLDER",
+        source: "embedded", the path of a file or folder, "tfds:NAME", "hf:NAME:CONFIG",
+            "hf:NAME:CONFIG:SPLIT" with "train[:1%]" as a split, or "prepared:FOLDER",
             from `memjax data prepare` with the same tokenizer.
         tokenizer: "bpe4k", "bytes", the path of a tokenizers JSON or of a folder that
             has one, or a repository of the Hugging Face hub, "owner/name".
@@ -54,6 +56,9 @@ class DataConfig:
         mixture: sources in place of `source`, each with its weight, its share of the
             training tokens whatever its size; not for mode "streamed". Held-out
             documents are those of all sources, without weights.
+        column: key or column with the text; None takes "text" or the like.
+        join: rows of a source that become one document: a number, "blank" or
+            "articles"; see `memjax.data.RowConfig`. None: each is one.
     """
 
     source: str = "embedded"
@@ -64,6 +69,8 @@ class DataConfig:
     validation_texts: int = 16
     cache_dir: Path | None = None
     mixture: tuple[tuple[str, float], ...] = ()
+    column: str | None = None
+    join: str | None = None
 
     def __post_init__(self):
         require_known("mode", self.mode, get_args(Mode))
@@ -72,6 +79,7 @@ class DataConfig:
             batch_size=self.batch_size,
             validation_texts=self.validation_texts,
         )
+        RowConfig(self.column, self.join)
         if self.mixture:
             self._check_mixture()
 
@@ -79,6 +87,11 @@ class DataConfig:
     def sources(self) -> tuple[str, ...]:
         """All sources of documents."""
         return tuple(name for name, _ in self.mixture) or (self.source,)
+
+    @property
+    def rows(self) -> RowConfig:
+        """How rows of the sources become documents."""
+        return RowConfig(self.column, self.join)
 
     def _check_mixture(self):
         for name, weight in self.mixture:
@@ -134,9 +147,10 @@ def load_sources(
             any is read.
     """
     for name in data.sources:
-        check_source(name)
+        check_source(name, data.rows)
     return [
-        load_tokens(name, tokenizer, split, data.cache_dir) for name in data.sources
+        load_tokens(name, tokenizer, split, data.cache_dir, data.rows)
+        for name in data.sources
     ]
 
 

@@ -63,13 +63,13 @@ def test_a_file_that_cannot_be_read_is_named_by_its_url(
 ) -> None:
     upload(texts, url)
     Bucket(url).write("prose/bad.jsonl", b'{"text": "good"}\n{"txet": 1}\n')
-    with pytest.raises(ValueError, match=f"{url}/prose/bad.jsonl:2: needs an object"):
+    with pytest.raises(ValueError, match=f"{url}/prose/bad.jsonl:2: no column"):
         load_tokens(f"folder:{url}", TOKENIZER, "train", tmp_path)
     Bucket(url).write("prose/bad.jsonl", b'{"text": "good"}\n')
     Bucket(url).write("prose/bad.parquet", b"PAR1 and no more")
     with pytest.raises(ValueError, match=r"bad\.parquet: not a readable parquet"):
         load_tokens(f"folder:{url}", TOKENIZER, "train", tmp_path)
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="is neither a file nor a folder"):
         load_tokens(f"folder:{url}-absent", TOKENIZER, "train", tmp_path)
 
 

@@ -207,7 +207,8 @@ def _chunk_counts(
         longest = max(documents, key=lambda d: len(d.tokens))
         raise ValueError(
             f"no document is longer than {argument}={length}: the longest, "
-            f"{longest.name!r}, has {len(longest.tokens)} tokens"
+            f"{longest.name!r}, has {len(longest.tokens)} tokens (--data.join makes "
+            "documents of rows)"
         )
     return counts
 

@@ -6,11 +6,26 @@ and digest of each text), which determine the splits, and once more for the text
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+#: Names of splits on the Hugging Face hub, in lower case.
+SPLIT_NAMES: dict[str, Split] = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+_LOG = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
@@ -53,23 +68,33 @@ class Source(NamedTuple):
     Attributes:
         read: (split) -> the documents of that split, or all of them if the source has
             no splits of its own (their splits are then to be ignored) or split is None.
+            Texts may be empty: `scan` and `read_documents` leave those out.
         has_splits: whether the documents of `read` have splits of the source.
         version: hexadecimal, differs when the documents do; None if unknown before
             they are read.
+        notes: what is read for which split, and what is left out, for people.
     """
 
     read: Callable[[Split | None], Iterator[Document]]
     has_splits: bool
     version: str | None
+    notes: tuple[str, ...] = ()
 
 
 def scan(source: Source, split: Split | None) -> list[Entry]:
-    """The entries of `source.read(split)`, with their splits."""
+    """The entries of `source.read(split)`, with their splits.
+
+    Empty texts are left out, and counted in a warning.
+    """
     entries = [
         Entry(d.name, d.kind, d.split, len(d.text), text_digest(d.text))
         for d in source.read(split)
     ]
-    return entries if source.has_splits else _with_splits(entries)
+    full = [entry for entry in entries if entry.length]
+    if empty := len(entries) - len(full):
+        first = next(entry.name for entry in entries if not entry.length)
+        _LOG.warning("%d empty texts left out, the first is %s", empty, first)
+    return full if source.has_splits else _with_splits(full)
 
 
 def read_documents(
@@ -80,7 +105,8 @@ def read_documents(
     Raises:
         ValueError: if the source has changed since it was scanned.
     """
-    for entry, document in itertools.zip_longest(entries, source.read(split)):
+    full = (document for document in source.read(split) if document.text)
+    for entry, document in itertools.zip_longest(entries, full):
         # Splits and cached tokens are those of the scanned texts.
         if (
             entry is None

@@ -1,29 +1,31 @@
-"""Documents from a folder of text, Markdown, JSONL or parquet files."""
+"""Documents from a file, or from the files of a folder."""
 
+import collections
 import hashlib
-import io
-import logging
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from memjax.buckets.bucket import Bucket, as_path, is_bucket
-from memjax.checks import listed
-from memjax.config_io import AnyPath, parse_json
-from memjax.data.documents.documents import SPLITS, Document, Source, Split
+from memjax.config_io import AnyPath
+from memjax.data.documents.documents import (
+    SPLIT_NAMES,
+    SPLITS,
+    Document,
+    Source,
+    Split,
+)
+from memjax.data.documents.readers import COMPRESSIONS, KINDS, kind_of, read_rows
 
-_LOG = logging.getLogger(__name__)
-
-#: Bytes of one document. Tokenizers need tens of times the memory of a text.
-MAX_DOCUMENT = 2**27
-#: Bytes of text in one row group of parquet, which is decoded whole.
-MAX_ROW_GROUP = 2**30
 # Clocks of file systems tick in milliseconds: a younger file may change again without
 # a new time of change.
 SETTLED_SECONDS = 2.0
+# "train", "c4-train.00000-of-01024", "wiki_valid2": a split, and perhaps a number.
+_SPLIT_STEM = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.]?\d[-_.\w]*)?")
 
 
 class _File(NamedTuple):
@@ -43,44 +45,76 @@ class _File(NamedTuple):
     stamp: tuple[int, ...] | str
 
 
-def folder_source(path: AnyPath | str) -> Source:
-    """The documents of a folder and its sub-folders, sorted by name.
+class _Place(NamedTuple):
+    """The split that the name of a file or of a folder gives.
 
-    A folder in a bucket is read in place.
+    Attributes:
+        split: of the file.
+        within: folder that has the split's file or folder.
+        name: of the folder; of a file, without its number.
+        after: folders below that of the split.
+    """
 
-    `.txt` and `.md` files are one document each; `.jsonl` has one JSON object a line
-    with a "text" string; `.parquet` has a "text" column. Other files are ignored and
-    counted in the log. If every file is under a folder named train, validation or test,
-    those are the splits; otherwise `assign_splits` decides. The kind is the name of the
+    split: Split
+    within: tuple[str, ...]
+    name: str
+    after: tuple[str, ...]
+
+
+def files_source(
+    path: AnyPath | str, column: str | None = None, by_line: bool = False
+) -> Source:
+    """The documents of a file, or of a folder and its sub-folders, sorted by name.
+
+    A `.txt` or `.md` file is one document; a `.jsonl` or `.json` file has objects, one
+    a line or in an array, and a `.parquet` file rows. All but parquet may be compressed
+    as `.gz` or `.zst`. Hidden files and folders and the `README.md` of the folder are
+    left out, and so are files of other kinds, which are counted in the notes. Buckets
+    are read in place.
+
+    Names of files or folders give the splits, as on the Hugging Face hub:
+    `train.jsonl`, `data/train-00000-of-00003.parquet`, `validation/a.txt`. Without such
+    names, or with "train" alone, `assign_splits` decides. The kind is the name of the
     (next) sub-folder, or "text" without one.
 
+    Args:
+        path: of the file or folder.
+        column: as for `read_rows`.
+        by_line: as for `read_rows`.
+
     Raises:
-        ValueError: no such folder, nothing readable in it, or only some files under
-            split folders; from `read`: a file is malformed, holds an empty text or
-            one of more than `MAX_DOCUMENT` bytes (named, with the line).
-        ImportError: from `read`: a parquet file is there and pyarrow is not.
+        ValueError: no such path, nothing readable in it, only some files with a
+            split, or two names for one split; from `read`: as `read_rows`.
+        ImportError: from `read`: pyarrow is needed, and missing.
     """
     root = as_path(path)
-    if not root.is_dir():
-        raise ValueError(f"path={str(path)!r} is not a folder")
-    files = _readable_files(root)
-    by_folder = [len(f.parts) > 1 and f.parts[0] in SPLITS for f in files]
-    # The splits of other files would contradict the folders.
-    if any(by_folder) and not all(by_folder):
-        raise ValueError(
-            f"{root} has files inside and outside split folders, for example "
-            f"{files[by_folder.index(True)].path} and "
-            f"{files[by_folder.index(False)].path}; "
-            f"put all of them under {'/, '.join(SPLITS)}/, or none"
-        )
-    has_splits = all(by_folder)
+    if root.is_file():
+        if not kind_of(root.name):
+            raise ValueError(f"path={str(path)!r} must end in {_endings()}")
+        files, notes = [_only_file(root)], []
+    elif root.is_dir():
+        files, notes = _readable_files(root)
+    else:
+        raise ValueError(f"path={str(path)!r} is neither a file nor a folder")
+    places = _places(root, files)
+    has_splits = {place.split for place in places.values()} not in ({"train"}, set())
+    if has_splits:
+        notes = [*_split_notes(places), *notes]
 
     def read(split: Split | None) -> Iterator[Document]:
         for file in files:
-            if not has_splits or split in (None, file.parts[0]):
-                yield from _read(file, has_splits)
+            place = places.get(file.path)
+            mine = place.split if place else "train"
+            if has_splits and split not in (None, mine):
+                continue
+            name, kind = "/".join(file.parts), _kind(file, place)
+            for row, text in read_rows(file.path, column, by_line):
+                yield Document(name + row, kind, mine, text or "")
 
-    return Source(read, has_splits, _version(files))
+    version = _version(files)
+    if version is not None:
+        version = hashlib.sha256(repr((version, column, by_line)).encode()).hexdigest()
+    return Source(read, has_splits, version, tuple(notes))
 
 
 def files_version(root: AnyPath) -> str | None:
@@ -88,16 +122,119 @@ def files_version(root: AnyPath) -> str | None:
     return _version(_files(root))
 
 
-def _readable_files(root: AnyPath) -> list[_File]:
-    present = _files(root)
-    files = [file for file in present if _suffix(file.path) in _READERS]
+def _endings() -> str:
+    return f"{', '.join(KINDS)}, or with {' or '.join(COMPRESSIONS)} behind it"
+
+
+def _readable_files(root: AnyPath) -> tuple[list[_File], list[str]]:
+    """The files of documents, and a note of those that are left out."""
+    seen = [
+        file
+        for file in _files(root)
+        if not any(part.startswith(".") for part in file.parts)
+    ]
+    # Of a data set, and no text of it.
+    present = [f for f in seen if [p.lower() for p in f.parts] != ["readme.md"]]
+    files = [file for file in present if kind_of(file.path)]
     if not files:
+        raise ValueError(f"path={str(root)!r} holds no file ending in {_endings()}")
+    other = collections.Counter(
+        os.path.splitext(file.path)[1] or "no suffix"
+        for file in present
+        if not kind_of(file.path)
+    )
+    named = [f"{count:,} x {suffix}" for suffix, count in sorted(other.items())]
+    if len(present) < len(seen):
+        named.append("README.md")
+    return files, [f"left out: {', '.join(named)}"] if named else []
+
+
+def _place(file: _File) -> _Place | None:
+    """The first folder that is named after a split, or else the file's own name."""
+    folders = file.parts[:-1]
+    for i, folder in enumerate(folders):
+        if folder.lower() in SPLIT_NAMES:
+            split = SPLIT_NAMES[folder.lower()]
+            return _Place(split, folders[:i], f"{folder}/", folders[i + 1 :])
+    whole = file.parts[-1].lower()
+    # The first suffix of a kind: a number may follow the split behind a dot.
+    stem = re.split(rf"({'|'.join(map(re.escape, KINDS))})\b", whole)[0]
+    found = _SPLIT_STEM.fullmatch(stem)
+    if found is None:
+        return None
+    name = f"{found[1] or ''}{found[2]}{'-*' if found[3] else ''}{whole[len(stem) :]}"
+    return _Place(SPLIT_NAMES[found[2]], folders, name, ())
+
+
+def _places(root: AnyPath, files: Sequence[_File]) -> dict[str, _Place]:
+    """The place of each file by its path, empty where names give no splits."""
+    found = {file.path: place for file in files if (place := _place(file)) is not None}
+    outside = [file.path for file in files if file.path not in found]
+    if outside:
+        folders = any(place.name.endswith("/") for place in found.values())
+        # Without training texts, "test" is a word of a title.
+        if not folders and all(place.split != "train" for place in found.values()):
+            return {}
+        # The splits of other files would contradict the names.
         raise ValueError(
-            f"path={str(root)!r} holds no file ending in {', '.join(_READERS)}"
+            f"{root} has files with a split in their names and files without one, for "
+            f"example {next(iter(found))} and {outside[0]}; give a split to all of "
+            "them, or to none"
         )
-    if len(files) < len(present):
-        _LOG.info("%s: %d other files left alone", root, len(present) - len(files))
-    return files
+    _require_one_name(root, found.values())
+    return found
+
+
+def _require_one_name(root: AnyPath, places: Iterable[_Place]) -> None:
+    """Raises ValueError where a folder has one split under two names or formats."""
+    names: dict[tuple, str] = {}
+    for place in places:
+        # Files of several sources, such as a-train.jsonl and b-train.jsonl, are one.
+        prefix = "" if place.name.endswith("/") else _prefix(place.name)
+        first = names.setdefault((place.within, place.split, prefix), place.name)
+        if first != place.name:
+            where = "/".join((str(root), *place.within))
+            raise ValueError(
+                f"{where} has the split {place.split!r} twice, as {first} and "
+                f"{place.name}: keep one, or give its path"
+            )
+
+
+def _prefix(name: str) -> str:
+    found = re.match(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})(?![a-z])", name)
+    return (found and found[1]) or ""
+
+
+def _split_notes(places: dict[str, _Place]) -> list[str]:
+    """What is read for which split."""
+    named = collections.Counter(
+        (place.split, "/".join((*place.within, place.name)))
+        for place in places.values()
+    )
+    return [
+        f"{split} is {', '.join(name for s, name in sorted(named) if s == split)}"
+        for split in SPLITS
+        if split in {s for s, _ in named}
+    ]
+
+
+def _kind(file: _File, place: _Place | None) -> str:
+    folders = file.parts[:-1] if place is None else (*place.after, *place.within)
+    # Hubs have all files of a data set in a folder "data".
+    return next((name for name in folders if name != "data"), "text")
+
+
+def _only_file(path: AnyPath) -> _File:
+    if is_bucket(path):
+        (entry,) = (
+            entry
+            for name, entry in Bucket(path.parent).entries().items()
+            if name == path.name
+        )
+        return _File(str(path), (path.name,), entry.size, entry.checksum)
+    status = os.stat(path)
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return _File(str(path), (path.name,), status.st_size, times)
 
 
 def _files(root: AnyPath) -> list[_File]:
@@ -134,115 +271,3 @@ def _version(files: Sequence[_File]) -> str | None:
         said = repr((file.parts, file.size, file.stamp))
         digest.update(said.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
-
-
-def _read(file: _File, has_split: bool) -> Iterator[Document]:
-    folders = file.parts[1 if has_split else 0 : -1]
-    split: Split = file.parts[0] if has_split else "train"  # pyright: ignore
-    kind = folders[0] if folders else "text"
-    name = "/".join(file.parts)
-    for suffix, text in _READERS[_suffix(file.path)](file.path):
-        _check_text(text, f"{file.path}{suffix}")
-        yield Document(name + suffix, kind, split, text)
-
-
-def _suffix(path: str) -> str:
-    return os.path.splitext(path)[1].lower()
-
-
-def _read_text(file: str) -> Iterator[tuple[str, str]]:
-    with _opened(file) as stream:
-        content = stream.read(MAX_DOCUMENT + 1)
-    _check_size(len(content), file)
-    try:
-        yield "", content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file}:{line}: not UTF-8 ({error.reason})") from error
-
-
-def _read_jsonl(file: str) -> Iterator[tuple[str, Any]]:
-    # Bytes, as lines of str also end at characters that JSON may hold.
-    with _opened(file) as stream:
-        lines = iter(lambda: stream.readline(MAX_DOCUMENT + 1), b"")
-        for number, line in enumerate(lines, start=1):
-            _check_size(len(line), f"{file}:{number}")
-            if not line.strip():
-                continue
-            record = parse_json(line, f"{file}:{number}:")
-            if not isinstance(record, dict) or "text" not in record:
-                raise ValueError(f'{file}:{number}: needs an object with a "text" key')
-            yield f":{number}", record["text"]
-
-
-def _read_parquet(file: str) -> Iterator[tuple[str, Any]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ImportError(
-            f"{file} needs pyarrow: pip install 'memjax[data]'"
-        ) from error
-    try:
-        # A bucket is read in the ranges that are needed.
-        table = parquet.ParquetFile(_opened(file) if is_bucket(file) else file)
-        if "text" not in table.schema_arrow.names:
-            raise ValueError(
-                f'{file}: no "text" column; it has {listed(table.schema_arrow.names)}'
-            )
-        _check_row_groups(file, table.metadata, table.schema_arrow.names.index("text"))
-        row = 0
-        for batch in table.iter_batches(batch_size=256, columns=["text"]):
-            # One by one: a dictionary may repeat a long text in every row.
-            for text in batch.column(0):
-                row += 1
-                yield f":{row}", text.as_py()
-    except (ArrowException, OSError, MemoryError) as error:
-        raise ValueError(f"{file}: not a readable parquet file ({error})") from error
-
-
-def _opened(file: str) -> BinaryIO:
-    # A Path takes longer to make than a short file to read.
-    if not is_bucket(file):
-        return open(file, "rb")
-    stream: Any = as_path(file).open("rb")
-    # Its `readline` takes no limit.
-    return io.BufferedReader(stream)
-
-
-_READERS: dict[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
-    ".txt": _read_text,
-    ".md": _read_text,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-
-
-def _check_row_groups(file: str, metadata: Any, column: int) -> None:
-    """Raises ValueError on a row group that is too large to be decoded as a whole."""
-    for group in range(metadata.num_row_groups):
-        columns = metadata.row_group(group)
-        size = columns.column(column).total_uncompressed_size
-        if size > MAX_ROW_GROUP:
-            raise ValueError(
-                f"{file}: row group {group} decodes to {size:,} bytes of text, of at "
-                f"most {MAX_ROW_GROUP:,}; write it with smaller row groups"
-            )
-
-
-def _check_size(size: int, where: str) -> None:
-    if size > MAX_DOCUMENT:
-        raise ValueError(
-            f"{where}: more than {MAX_DOCUMENT:,} bytes, which one document may have; "
-            "split it"
-        )
-
-
-def _check_text(text: Any, where: str) -> None:
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: text is {type(text).__name__}, not a string")
-    if not text:
-        raise ValueError(f"{where}: the text is empty")
-    try:
-        _check_size(len(text.encode("utf-8")), where)
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: not valid Unicode ({error.reason})") from error

@@ -57,6 +57,7 @@ class PrepareConfig:
         workers: processes that tokenise; does not change the files.
         shard_tokens: minimum tokens of a file but the last.
         record_tokens: maximum tokens of a record.
+        rows: how the rows of the source become documents.
     """
 
     source: str = "embedded"
@@ -64,6 +65,7 @@ class PrepareConfig:
     workers: int = 1
     shard_tokens: int = 2**27
     record_tokens: int = 2**14
+    rows: sources.RowConfig = sources.RowConfig()
 
     def __post_init__(self):
         check_sizes(
@@ -94,7 +96,7 @@ def prepare(
             the folder has other content.
     """
     folder, tokenizer = as_path(folder), load_tokenizer(config.tokenizer)
-    source = sources.open_source(config.source)
+    source = sources.open_source(config.source, config.rows)
     entries = scan(source, None)
     plan = _plan(config, tokenizer, entries)
     if (manifest := _done_before(folder, plan)) is not None:

@@ -1,5 +1,6 @@
-"""Sources of documents: the embedded corpus, a folder, tfds, Hugging Face."""
+"""Sources of documents: the embedded corpus, files, tfds, Hugging Face."""
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -7,31 +8,59 @@ import lzma
 from collections.abc import Iterator
 from importlib import resources
 
-from memjax.buckets.bucket import as_path
+from memjax.buckets.bucket import as_path, is_bucket
 from memjax.config_io import AnyPath
 from memjax.data.documents import prepared
 from memjax.data.documents.documents import Document, Source, Split, assign_splits
-from memjax.data.documents.folder import folder_source
+from memjax.data.documents.folder import files_source
+from memjax.data.documents.joined import check_join, join_rows
 from memjax.data.documents.tables import huggingface_source, tfds_source
 
-_FORMS = ("embedded", "folder:PATH", "tfds:NAME", "hf:NAME", "prepared:FOLDER")
+_FORMS = ("embedded", "PATH", "folder:PATH", "tfds:NAME", "hf:NAME", "prepared:FOLDER")
 
 
-def open_documents(spec: str) -> list[Document]:
-    """Returns every document of a source.
+@dataclasses.dataclass(frozen=True)
+class RowConfig:
+    """How the rows of a source become documents.
+
+    Attributes:
+        column: key or column with the text; None takes the first present of "text",
+            "book_text", "content", "document", "article".
+        join: None, each row is a document; "N", that many rows are; "blank", rows up to
+            an empty one; "articles", rows from one title to the next, `= Title =`, as
+            in WikiText-103. The rows of a text file are its lines.
+    """
+
+    column: str | None = None
+    join: str | None = None
+
+    def __post_init__(self):
+        check_join(self.join)
+        if self.column == "":
+            raise ValueError("column must be a name, got ''")
+
+
+#: Each row is a document.
+ROWS = RowConfig()
+
+
+def open_documents(spec: str, rows: RowConfig = ROWS) -> list[Document]:
+    """Returns every document of a source; empty texts are left out.
 
     Args:
-        spec: "embedded"; "folder:PATH"; "tfds:NAME", a tensorflow-datasets name such as
-            `pg19` or `lm1b` (`wiki40b/en` too, where tfds can build it without
-            TensorFlow), or the folder of a prepared one; "hf:NAME" or "hf:NAME:CONFIG",
-            a Hugging Face dataset.
+        spec: "embedded"; the path of a file or a folder, or "folder:PATH" whatever its
+            name; "tfds:NAME", a tensorflow-datasets name such as `pg19` or `lm1b`
+            (`wiki40b/en` too, where tfds can build it without TensorFlow), or the
+            folder of a prepared one; "hf:NAME", "hf:NAME:CONFIG" or
+            "hf:NAME:CONFIG:SPLIT", a Hugging Face dataset: see `huggingface_source`.
+        rows: see `RowConfig`.
 
     Raises:
         ValueError: another form of spec, or a source that cannot be read.
         ImportError: the source needs a package that is not installed.
     """
-    source = open_source(spec)
-    documents = list(source.read(None))
+    source = open_source(spec, rows)
+    documents = [document for document in source.read(None) if document.text]
     return documents if source.has_splits else assign_splits(documents)
 
 
@@ -41,7 +70,7 @@ def prepared_folder(spec: str) -> AnyPath | None:
     return as_path(name) if form == prepared.FORM and name else None
 
 
-def splits_of(spec: str) -> set[Split]:
+def splits_of(spec: str, rows: RowConfig = ROWS) -> set[Split]:
     """The splits that have documents.
 
     Raises:
@@ -49,33 +78,49 @@ def splits_of(spec: str) -> set[Split]:
     """
     if (folder := prepared_folder(spec)) is not None:
         return set(prepared.read_manifest(folder)["shards"])
-    return {document.split for document in open_documents(spec)}
+    return {document.split for document in open_documents(spec, rows)}
 
 
-def check_source(spec: str) -> None:
-    """Raises ValueError on a source that cannot be opened; reads no document."""
-    if (folder := prepared_folder(spec)) is not None:
-        prepared.read_manifest(folder)
-    else:
-        open_source(spec)
+def check_source(spec: str, rows: RowConfig = ROWS) -> tuple[str, ...]:
+    """The notes of a source; reads no document.
+
+    Raises:
+        ValueError: the source cannot be opened.
+    """
+    if (folder := prepared_folder(spec)) is None:
+        return open_source(spec, rows).notes
+    if rows != ROWS:
+        raise ValueError(
+            f"source={spec!r} has tokens already: give {rows} to memjax data prepare"
+        )
+    prepared.read_manifest(folder)
+    return ()
 
 
-def open_source(spec: str) -> Source:
+def open_source(spec: str, rows: RowConfig = ROWS) -> Source:
     """Opens a source, as for `open_documents`; reads no document."""
     form, _, name = spec.partition(":")
-    if spec == "embedded":
-        return embedded_source()
-    if form == "folder" and name:
-        return folder_source(name)
-    if form == "tfds" and name:
-        return tfds_source(name)
-    if form == "hf" and name:
-        return huggingface_source(name)
     if prepared_folder(spec) is not None:
         raise ValueError(f"source={spec!r} has tokens, and the texts are needed here")
-    near = difflib.get_close_matches(spec, _FORMS, 1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"source={spec!r} must be one of {', '.join(_FORMS)}{hint}")
+    if spec == "embedded":
+        if rows != ROWS:
+            raise ValueError(f"source='embedded' has whole documents, got {rows}")
+        return embedded_source()
+    if form == "tfds" and name:
+        source = tfds_source(name, text_key=rows.column)
+    elif form == "hf" and name:
+        source = huggingface_source(name, rows.column)
+    elif form == "folder" and name:
+        source = files_source(name, rows.column, by_line=rows.join is not None)
+    elif is_bucket(spec) or as_path(spec).exists():
+        source = files_source(spec, rows.column, by_line=rows.join is not None)
+    else:
+        near = difflib.get_close_matches(spec, _FORMS, 1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"source={spec!r} is no path, and none of {', '.join(_FORMS)}{hint}"
+        )
+    return source if rows.join is None else join_rows(source, rows.join)
 
 
 def embedded_source() -> Source:

@@ -4,25 +4,17 @@ import difflib
 import functools
 import hashlib
 import importlib
-import logging
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from memjax.checks import listed, short
 from memjax.config_io import read_json
-from memjax.data.documents.documents import SPLITS, Document, Source, Split
+from memjax.data.documents.documents import SPLIT_NAMES, SPLITS, Document, Source, Split
 from memjax.data.documents.folder import files_version
-
-_LOG = logging.getLogger(__name__)
-_TEXT_KEYS = ("text", "book_text", "content", "document", "article")
-_SPLIT_NAMES: dict[str, Split] = {
-    "train": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "dev": "validation",
-    "test": "test",
-}
+from memjax.data.documents.readers import check_text, text_column
 
 
 def tfds_source(
@@ -47,45 +39,89 @@ def tfds_source(
     """
     tfds = _import("tensorflow_datasets", "tensorflow-datasets")
     builder = _tfds_builder(tfds, name, data_dir)
-    key = _text_key(list(builder.info.features), text_key, f"tfds:{name}")
+    key = text_column(list(builder.info.features), text_key, f"tfds:{name}")
     try:
         tables = {part: _tfds_texts(builder, part, key) for part in builder.info.splits}
     except NotImplementedError as error:
         raise ValueError(f"tfds:{name}: {error}") from error
     folder = Path(str(builder.data_dir))
-    return _from_tables(tables, name, files_version(folder))
+    return _from_tables(tables, name, _version(folder, key))
 
 
 def huggingface_source(name: str, text_key: str | None = None) -> Source:
-    """The documents of a Hugging Face dataset; runs none of its code.
+    """The documents of a Hugging Face dataset, streamed; runs none of its code.
 
     Args:
-        name: "NAME" or "NAME:CONFIG", as `datasets.load_dataset` takes them.
-        text_key: as for `tfds_source`.
+        name: "NAME" or "NAME:CONFIG", as `datasets.load_dataset` takes them, the name
+            of a local folder too; or "NAME:CONFIG:SPLIT", where CONFIG may be empty and
+            SPLIT is one of the dataset's, "train_sft", or its first rows,
+            "train[:1000]" or "train[:1%]", or several of these, "train[:1%]+test".
+            Without SPLIT, all are read. Documents of a single split are dealt out to
+            train, validation and test.
+        text_key: column with the text; None as for `tfds_source`.
 
     Raises:
-        ValueError: no such dataset or feature.
+        ValueError: no such dataset, split or column.
         ImportError: the `datasets` package is not installed.
     """
     datasets = _import("datasets", "datasets")
-    dataset_name, _, config = name.partition(":")
+    dataset_name, config, wanted = ([*name.split(":", 2), "", ""])[:3]
     try:
-        loaded = datasets.load_dataset(dataset_name, config or None)
+        loaded = datasets.load_dataset(dataset_name, config or None, streaming=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"hf:{name}: {error}") from error
     tables = {}
-    for part, table in loaded.items():
-        key = _text_key(list(table.column_names), text_key, f"hf:{name}")
-        tables[part] = functools.partial(_column, table, key)
-    # `datasets` derives a fingerprint from the files that it has loaded.
-    prints = [getattr(table, "_fingerprint", None) for table in loaded.values()]
-    known = None not in prints
-    version = hashlib.sha256(repr((*tables, *prints)).encode()).hexdigest()
-    return _from_tables(tables, name, version if known else None)
+    for asked in wanted.split("+") if wanted else loaded:
+        part, rows = _first_rows(asked, loaded, f"hf:{name}")
+        if part in tables:
+            raise ValueError(f"hf:{name}: split {part!r} is asked for twice")
+        columns = loaded[part].column_names or list(next(iter(loaded[part]), {}))
+        key = text_column(list(columns), text_key, f"hf:{name}")
+        tables[part] = functools.partial(_column, loaded[part], key, rows)
+    if wanted and len(tables) == 1:
+        # Whatever its name: all of it is there to train on, validate and test.
+        tables = {"train": tables.popitem()[1]}
+    folder = Path(dataset_name).expanduser()
+    version = _version(folder, name, text_key) if folder.is_dir() else None
+    return _from_tables(tables, dataset_name, version)
 
 
-def _column(table: Any, key: str) -> Iterator[str]:
-    return (row[key] for row in table)
+def _version(folder: Path, *settings: str | None) -> str | None:
+    """A digest of a folder's files and of what is read of them."""
+    files = files_version(folder)
+    if files is None:
+        return None
+    return hashlib.sha256(repr((files, *settings)).encode()).hexdigest()
+
+
+def _first_rows(
+    asked: str, loaded: Mapping[str, Any], where: str
+) -> tuple[str, int | None]:
+    """A split and the number of its first rows that are read; None is all."""
+    found = re.fullmatch(r"([^\[\]]+)(?:\[:(\d+(?:\.\d+)?)(%?)\])?", asked)
+    if found is None or found[1] not in loaded:
+        raise ValueError(
+            f"{where}: split={asked!r} must be one of {listed(loaded)}, or its first "
+            "rows, as in 'train[:1000]' or 'train[:1%]'"
+        )
+    part, number, percent = found.groups()
+    if number is None:
+        return part, None
+    if not percent:
+        if not number.isdigit():
+            raise ValueError(f"{where}: split={asked!r} must have whole rows")
+        return part, int(number)
+    known = (getattr(loaded[part].info, "splits", None) or {}).get(part)
+    if known is None or not known.num_examples:
+        raise ValueError(
+            f"{where}: split={asked!r}: the dataset does not say how many rows it has; "
+            f"give a number, as in '{part}[:1000]'"
+        )
+    return part, round(known.num_examples * min(float(number), 100) / 100)
+
+
+def _column(table: Any, key: str, rows: int | None) -> Iterator[str | None]:
+    return (row[key] for row in itertools.islice(table, rows))
 
 
 def _import(module: str, package: str) -> Any:
@@ -95,16 +131,6 @@ def _import(module: str, package: str) -> Any:
         raise ImportError(
             f"this source needs the package {package}: pip install 'memjax[data]'"
         ) from error
-
-
-def _text_key(features: list[str], text_key: str | None, where: str) -> str:
-    wanted = _TEXT_KEYS if text_key is None else (text_key,)
-    for key in wanted:
-        if key in features:
-            return key
-    raise ValueError(
-        f"{where}: text_key={text_key!r} matches no feature; it has {listed(features)}"
-    )
 
 
 def _tfds_builder(tfds: Any, name: str, data_dir: str | None) -> Any:
@@ -152,34 +178,40 @@ def _tfds_texts(builder: Any, part: str, key: str) -> Callable[[], Iterator[str]
 
 
 def _from_tables(
-    tables: Mapping[str, Callable[[], Iterator[str]]], name: str, version: str | None
+    tables: Mapping[str, Callable[[], Iterator[str | None]]],
+    name: str,
+    version: str | None,
 ) -> Source:
     """A source of tables, with their splits if there are more than train."""
-    named = {_SPLIT_NAMES.get(part): part for part in tables}
-    if None in named:
-        other = [part for part in tables if part not in _SPLIT_NAMES]
-        _LOG.warning("%s: splits %s are not used", name, other)
-    parts: list[Split] = [s for s in SPLITS if s in named]
-    if not parts:
+    named: dict[Split, str] = {}
+    for part in tables:
+        split = SPLIT_NAMES.get(part.lower())
+        if split in named:
+            raise ValueError(
+                f"{name}: has the split {split!r} twice, as {named[split]!r} and "
+                f"{part!r}: ask for one of them"
+            )
+        if split is not None:
+            named[split] = part
+    other = [part for part in tables if part not in named.values()]
+    if not named:
         raise ValueError(f"{name}: has splits {listed(tables)}, none of {SPLITS}")
-    has_splits = parts != ["train"]
+    has_splits = list(named) != ["train"]
 
     def read(split: Split | None) -> Iterator[Document]:
-        for part in parts:
-            if not has_splits or split in (None, part):
+        for part in SPLITS:
+            if part in named and (not has_splits or split in (None, part)):
                 yield from _table_documents(tables[named[part]](), name, part)
 
-    return Source(read, has_splits, version)
+    notes = [f"{split} is {part}" for split, part in named.items()]
+    if other:
+        notes.append(f"left out: splits {listed(other)}")
+    return Source(read, has_splits, version, tuple(notes))
 
 
 def _table_documents(
-    texts: Iterator[str], name: str, split: Split
+    texts: Iterator[str | None], name: str, split: Split
 ) -> Iterator[Document]:
-    empty = 0
     for index, text in enumerate(texts):
-        if text:
-            yield Document(f"{split}/{index}", name, split, text)
-        else:
-            empty += 1
-    if empty:
-        _LOG.warning("%s, %s: %d empty rows left out", name, split, empty)
+        check_text(text, f"{name}, row {index} of {split}")
+        yield Document(f"{split}/{index}", name, split, text or "")

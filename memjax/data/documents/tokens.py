@@ -20,12 +20,17 @@ from memjax.data.documents.documents import (
     read_documents,
     scan,
 )
+from memjax.data.documents.sources import RowConfig as RowConfig
 from memjax.data.documents.token_file import TokenisedDocument as TokenisedDocument
 from memjax.data.documents.tokenizer import Tokenizer
 
 
 def load_tokens(
-    spec: str, tokenizer: Tokenizer, split: Split, cache_dir: Path | None = None
+    spec: str,
+    tokenizer: Tokenizer,
+    split: Split,
+    cache_dir: Path | None = None,
+    rows: RowConfig = sources.ROWS,
 ) -> list[TokenisedDocument]:
     """Returns the documents of one split, tokenised once and cached.
 
@@ -40,6 +45,7 @@ def load_tokens(
         tokenizer: see `load_tokenizer`.
         split: "train", "validation" or "test".
         cache_dir: None means `$XDG_CACHE_HOME/memjax`, or `~/.cache/memjax`.
+        rows: how rows become documents; not for prepared tokens.
 
     Raises:
         ValueError: unknown split, no document in it, or a source that cannot be read.
@@ -48,10 +54,11 @@ def load_tokens(
         raise ValueError(f"split={split!r} must be one of {', '.join(SPLITS)}")
     cache = default_cache_dir() if cache_dir is None else cache_dir
     if (prepared_folder := sources.prepared_folder(spec)) is not None:
+        sources.check_source(spec, rows)
         return prepared.load(prepared_folder, tokenizer, split, cache)
     folder = cache / "tokens"
     folder.mkdir(parents=True, exist_ok=True)
-    source = sources.open_source(spec)
+    source = sources.open_source(spec, rows)
     # Names the token file of a source of this version.
     link = None
     if source.version is not None:

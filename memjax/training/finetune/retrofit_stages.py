@@ -141,7 +141,9 @@ def with_layers(
             f"got {config.count}"
         )
     data = config.data
-    documents = load_tokens(data.source, stored.tokenizer, "train", data.cache_dir)
+    documents = load_tokens(
+        data.source, stored.tokenizer, "train", data.cache_dir, data.rows
+    )
     texts = config.texts(documents, model.vocab_size, config.choose_texts)
     rises = layer_sensitivity(model, texts, config.window, config.sinks, progress)
     layers = most_sensitive(rises.tolist(), config.count)

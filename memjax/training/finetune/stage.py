@@ -13,7 +13,7 @@ import optax
 from jaxtyping import PRNGKeyArray
 
 from memjax.checks import check_sizes, require_known
-from memjax.data import TokenisedDocument, Tokenizer
+from memjax.data import RowConfig, TokenisedDocument, Tokenizer
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.hmt.model import HMT
 from memjax.models.language_model.reread import ReReadWindow
@@ -41,12 +41,14 @@ class SampleConfig:
     """Source of a stage's samples.
 
     Attributes:
-        source: "embedded", "folder:PATH", "tfds:NAME" or "hf:NAME".
+        source: as of `DataConfig`.
         mode: "chunked" samples are independent, as in the paper; "streamed" ones
             continue the memory of the previous sample, and need `step.carry_memory`.
         batch_size: samples of one update, over all devices.
         validation_texts: samples in each evaluation.
         cache_dir: cache of tokens; None is the user's cache folder.
+        column: as of `DataConfig`.
+        join: as of `DataConfig`.
     """
 
     source: str = "embedded"
@@ -54,10 +56,18 @@ class SampleConfig:
     batch_size: int = 2
     validation_texts: int = 16
     cache_dir: Path | None = None
+    column: str | None = None
+    join: str | None = None
 
     def __post_init__(self):
         require_known("mode", self.mode, ("chunked", "streamed"))
         check_sizes(batch_size=self.batch_size, validation_texts=self.validation_texts)
+        RowConfig(self.column, self.join)
+
+    @property
+    def rows(self) -> RowConfig:
+        """How rows of the source become documents."""
+        return RowConfig(self.column, self.join)
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from memjax.data import Split, TokenisedDocument, Tokenizer
+from memjax.data.documents.sources import check_source
 from memjax.models.base import Model
 from memjax.status import say, size
 from memjax.training.config import DataConfig, LoopConfig
@@ -54,6 +55,9 @@ def show(
             lines[f"{weight / total:.1%}"] = f"{name}: {said}"
     else:
         lines["training"] = _training(documents, shortest, read, steps)
+    for name in data.sources:
+        for note in check_source(name, data.rows):
+            print_line(f"{'source':<11} {name}: {note}")
     if left_out := _left_out(documents, shortest):
         others = "; modes 'packed' and 'streamed' read them"
         lines["left out"] = left_out + others * (data.mode == "chunked")

@@ -10,8 +10,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from memjax.data import Document, assign_splits, open_documents
-from memjax.data.documents import folder, sources
+from memjax.data import Document, RowConfig, assign_splits, open_documents
+from memjax.data.documents import readers, sources
 from memjax.data.documents.documents import read_documents, scan
 from memjax.data.documents.tables import huggingface_source
 
@@ -105,16 +105,17 @@ def test_folder_takes_the_splits_that_it_is_given(tmp_path):
     ("name", "content", "message"),
     [
         ("a.txt", b"fine\nthen \xff", r"a\.txt:2: not UTF-8"),
-        ("a.txt", b"", r"a\.txt: the text is empty"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl:2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n\xff', r"a\.jsonl:2: not JSON"),
-        ("a.jsonl", b'{"txt": "x"}', r'a\.jsonl:1: needs an object with a "text"'),
+        ("a.jsonl", b'{"txt": "x"}', r"a\.jsonl:1: no column 'text' or"),
         ("a.jsonl", b'["text"]', r"a\.jsonl:1: needs an object"),
         ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1: text is int"),
         ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1: not valid Unicode"),
         ("a.jsonl", b'{"text":' + b"[" * 200_000, r"a\.jsonl:1: not JSON \(nested too"),
         ("a.parquet", b"PAR1 nonsense", r"a\.parquet: not a readable parquet"),
         ("a.pdf", b"%PDF", r"holds no file ending in \.txt, \.md"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08 cut", r"a\.jsonl\.gz cannot be read"),
+        ("a.txt.zst", b"not zstandard", r"a\.txt\.zst cannot be read"),
     ],
 )
 def test_malformed_files_are_named(tmp_path, name, content, message):
@@ -123,20 +124,33 @@ def test_malformed_files_are_named(tmp_path, name, content, message):
         folder_documents(tmp_path)
 
 
-def test_parquet_needs_its_column_and_its_values(tmp_path):
+def test_parquet_needs_its_column(tmp_path):
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": ["x"]}), file)
-    with pytest.raises(ValueError, match=r"no \"text\" column.*body"):
+    with pytest.raises(ValueError, match=r"no column 'text' or.*has 'body'"):
         folder_documents(tmp_path)
-    parquet.write_table(pyarrow.table({"text": ["x", None]}), file)
-    with pytest.raises(ValueError, match=r"a\.parquet:2: text is NoneType"):
-        folder_documents(tmp_path)
+    (found,) = open_documents(str(file), RowConfig(column="body"))
+    assert found.text == "x"
+
+
+def test_empty_and_null_texts_are_left_out_and_counted(tmp_path, caplog):
+    rows = ["x", None, "", "y"]
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
+    lines = "\n".join(json.dumps({"text": text}) for text in rows)
+    (tmp_path / "b.jsonl").write_text(lines)
+    (tmp_path / "c.txt").write_text("")
+    source = sources.open_source(str(tmp_path))
+    entries = scan(source, None)
+    assert "5 empty texts left out, the first is a.parquet:2" in caplog.text
+    found = [d.text for d in read_documents(source, entries, None)]
+    assert found == ["x", "y", "x", "y"]
+    assert sorted(d.text for d in folder_documents(tmp_path)) == sorted(found)
 
 
 def test_texts_that_are_far_too_large_are_refused_by_name(tmp_path, monkeypatch):
     """Small files may decode to gigabytes: 33 kB of parquet to a text of one."""
-    monkeypatch.setattr(folder, "MAX_DOCUMENT", 1000)
-    monkeypatch.setattr(folder, "MAX_ROW_GROUP", 5000)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT", 1000)
+    monkeypatch.setattr(readers, "MAX_ROW_GROUP", 5000)
     row = pyarrow.table({"text": ["x" * 1001]})
     for name, write in (
         ("a.txt", lambda file: file.write_text("x" * 1001)),
@@ -172,9 +186,9 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     [
         ("embeded", "did you mean 'embedded'"),
         ("folder", "did you mean 'folder:PATH'"),
-        ("folder:", "must be one of embedded, folder:PATH, tfds:NAME, hf:NAME"),
-        ("s3:bucket", "must be one of"),
-        ("folder:/no/such/place", "is not a folder"),
+        ("folder:", "is no path, and none of embedded, PATH, folder:PATH, tfds:NAME"),
+        ("s3:bucket", "is no path"),
+        ("folder:/no/such/place", "is neither a file nor a folder"),
     ],
 )
 def test_unknown_sources_are_refused(spec, message):
@@ -283,7 +297,7 @@ def test_tfds_without_tensorflow(tmp_path):
         str([(split, "whole", text) for split, text in dealt]),
     ]
     assert lines[4] == ("tfds:tinny: tfds knows no such dataset; did you mean 'tiny'?")
-    assert "text_key='body' matches no feature; it has 'book_text', 'id'" in lines[5]
+    assert "no column 'body'; it has 'book_text', 'id'" in lines[5]
     assert lines[6].endswith("is not a prepared folder: no dataset_info.json")
     assert "file format FileFormat.TFRECORD is not supported" in lines[7]
     assert "pythonClassName='evil.Text' must be a class of tensorflow" in lines[8]
@@ -294,13 +308,15 @@ class _Table:
     def __init__(self, rows):
         self._rows = rows
         self.column_names = list(rows[0])
+        known = {"train": types.SimpleNamespace(num_examples=len(rows))}
+        self.info = types.SimpleNamespace(splits=known)
 
     def __iter__(self):
         return iter(self._rows)
 
 
 def _fake_datasets(monkeypatch, tables, calls):
-    def load_dataset(name, config):
+    def load_dataset(name, config, streaming):
         calls.append((name, config))
         if name == "missing":
             raise FileNotFoundError("no such dataset")
@@ -324,8 +340,32 @@ def test_huggingface_documents(monkeypatch):
     assert [d.text for d in of_split("hf:n", "validation")] == ["b"]
     with pytest.raises(ValueError, match="hf:missing: no such dataset"):
         open_documents("hf:missing")
-    with pytest.raises(ValueError, match="text_key='body' matches no feature"):
+    with pytest.raises(ValueError, match="no column 'body'; it has 'text'"):
         huggingface_source("n", text_key="body")
+
+
+def test_huggingface_reads_the_first_rows_of_the_splits_that_are_asked_for(
+    monkeypatch,
+):
+    rows = [{"text": text} for text in "abcde"]
+    tables = {name: _Table(rows) for name in ("train", "test", "extra", "dev", "val")}
+    _fake_datasets(monkeypatch, tables, [])
+
+    def texts(spec):
+        return {(d.split, d.text) for d in open_documents(spec)}
+
+    both = {("train", "a"), ("train", "b"), ("test", "a")}
+    assert texts("hf:n::train[:40%]+test[:1]") == both
+    assert {text for _, text in texts("hf:n::extra[:3]")} == {"a", "b", "c"}
+    for split, message in (
+        ("other", "split='other' must be one of 'train', 'test'"),
+        ("train[2:]", r"split='train\[2:\]' must be one of"),
+        ("test[:50%]", "does not say how many rows it has"),
+        ("test[:0.5]", "must have whole rows"),
+        ("dev+val", "the split 'validation' twice, as 'dev' and 'val'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_documents(f"hf:n::{split}")
 
 
 def test_huggingface_with_train_only_is_split_by_the_rule(monkeypatch):

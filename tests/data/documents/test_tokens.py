@@ -95,7 +95,7 @@ def test_unchanged_files_are_read_and_hashed_once(spec, tmp_path, monkeypatch):
     tokenizer = _Counting()
     load_tokens(spec, tokenizer, "train", tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "_read", None)
+        patched.setattr(folder, "read_rows", None)
         patched.setattr(hashlib, "file_digest", None)
         (again,) = load_tokens(spec, tokenizer, "train", tmp_path)
     assert again.name == "a.txt" and tokenizer.calls == 1

@@ -131,7 +131,7 @@ def test_invalid_mixture_is_refused(changes, message):
 
 def test_unknown_source_is_refused_before_any_is_read(tmp_path):
     data = run.DataConfig(mixture=(("embedded", 1.0), ("nowhere", 1.0)))
-    with pytest.raises(ValueError, match="source='nowhere' must be one of"):
+    with pytest.raises(ValueError, match="source='nowhere' is no path"):
         run_data.load_sources(
             dataclasses.replace(data, cache_dir=tmp_path),
             load_tokenizer("bytes"),
@@ -192,3 +192,26 @@ def test_a_single_loss_is_no_curve(tmp_path):
     assert (
         curves.draw_curves(tmp_path) is None and not (tmp_path / "curves.png").exists()
     )
+
+
+def test_header_says_which_files_are_read_and_which_are_not(tmp_path, capsys):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for split in ("train", "valid", "test"):
+        (texts / f"{split}.txt").write_text(f"{split} " * 30)
+    (texts / "scan.pdf").write_text("%")
+    source = {"source": str(texts), "cache_dir": tmp_path / "cache"}
+    data = run.DataConfig(tokenizer="bytes", context_length=8, **source)
+    header.show(
+        data,
+        LoopConfig(steps=10),
+        run.abstract_model(presets()["elastic-tiny"].model),
+        sharding.make_mesh(MeshConfig()),
+        run_data.load_sources(data, load_tokenizer("bytes"), "train"),
+        load_tokenizer("bytes"),
+        tokens_per_step=40,
+        shortest=11,
+    )
+    shown = capsys.readouterr().out
+    assert f"source      {texts}: validation is valid.txt" in shown
+    assert f"source      {texts}: left out: 1 x .pdf" in shown
