@@ -55,9 +55,9 @@ def show(
             lines[f"{weight / total:.1%}"] = f"{name}: {said}"
     else:
         lines["training"] = _training(documents, shortest, read, steps)
-    for name in data.sources:
-        for note in check_source(name, data.rows):
-            print_line(f"{'source':<11} {name}: {note}")
+    read_from = {name: check_source(name, data.rows) for name in data.sources}
+    if notes := [f"{n}: {'; '.join(said)}" for n, said in read_from.items() if said]:
+        lines["files"] = "; ".join(notes)
     if left_out := _left_out(documents, shortest):
         others = "; modes 'packed' and 'streamed' read them"
         lines["left out"] = left_out + others * (data.mode == "chunked")

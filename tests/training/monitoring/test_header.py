@@ -212,6 +212,6 @@ def test_header_says_which_files_are_read_and_which_are_not(tmp_path, capsys):
         tokens_per_step=40,
         shortest=11,
     )
-    shown = capsys.readouterr().out
-    assert f"source      {texts}: validation is valid.txt" in shown
-    assert f"source      {texts}: left out: 1 x .pdf" in shown
+    shown = " ".join(capsys.readouterr().err.split())
+    read = "train is train.txt; validation is valid.txt; test is test.txt"
+    assert f"files {texts}: {read}; left out: 1 x .pdf" in shown
