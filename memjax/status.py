@@ -55,7 +55,7 @@ class Status:
         self._first, self._start = done, time.monotonic()
         self._last = self._start
         console = Console(stderr=True)
-        if console.is_terminal and not quiet:
+        if console.is_terminal and not console.is_dumb_terminal and not quiet:
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=BAR),

@@ -9,7 +9,7 @@ import memjax
 from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import written_here
 from memjax.buckets.writing import require_free
-from memjax.cli import opening
+from memjax.cli.texts import opening
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format

@@ -1,30 +1,17 @@
 """The commands `memjax tell`, `ask` and `chat`: a model with a lasting memory."""
 
-import contextlib
-import signal
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import tyro
 
 from memjax.cli.compilation_cache import enable_compilation_cache
-from memjax.cli.generate import read_text
+from memjax.cli.texts import chat_loop, rows
 from memjax.conversation import Conversation
 from memjax.models import Sampling
 from memjax.models.language_model.config import Dtype
+from memjax.status import Status
 
-HELP = """/help  shows this help
-/exit  ends the conversation; so does Ctrl-D
-Ctrl-C ends an answer, and not the conversation"""
-PROMPT = "> "
-#: Characters of a message; a pipe may be endless.
-LONGEST_LINE = 2**20
-with contextlib.suppress(ImportError):
-    # Gives `input` line editing and history; not on every system.
-    import readline as _readline  # noqa: F401
 Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
 
 
@@ -33,6 +20,7 @@ def tell(
     files: Annotated[tuple[Path, ...], tyro.conf.Positional],
     /,
     memory: Path,
+    again: bool = False,
     dtype: Dtype | None = None,
 ) -> int:
     """Reads text files into a memory.
@@ -40,68 +28,107 @@ def tell(
     Args:
         model: folder of a run (its newest checkpoint) or of safetensors, a GGUF file,
             or a model of the hub ("owner/name").
-        files: texts, in this order; the memory is saved after each.
+        files: texts, in this order, "-" for standard input; the memory is saved after
+            each.
         memory: folder of the memory; created, or continued.
+        again: read texts once more that the memory has read before.
         dtype: of the activations of a model without a run; None is float32.
     """
     if not files:
         raise ValueError("files must be at least one text, got none")
-    texts = [(file, read_text(file)) for file in files]
+    texts = [(file, rows.read_text(file)) for file in files]
     enable_compilation_cache()
-    with Conversation.open(model, memory, dtype=dtype) as talk:
+    with Status(f"loading {model}", "tensors") as status:
+        talk = Conversation.open(model, memory, dtype=dtype, progress=status)
+    with talk:
+        chat_loop.open_block(talk)
         for file, text in texts:
-            count = talk.inject(text, name=file.name, progress=_show_progress)
-            print(f"{file}: {count:,} tokens; the memory has read {talk.tokens:,}")
+            chat_loop.require_new(talk, file, text, again, "--again")
+        for file, text in texts:
+            chat_loop.tell_one(talk, file, text)
     return 0
 
 
 def ask(
     model: Model,
-    question: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTION")],
+    question: Annotated[
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="QUESTION")
+    ] = "",
     /,
+    *,
     memory: Path,
+    prompts: Path | None = None,
     begin: str = "",
     tokens: int = 256,
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1,
     temperature: float | None = None,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
     template: bool = True,
+    json: bool = False,
+    logprobs: bool = False,
     dtype: Dtype | None = None,
 ) -> int:
     """Answers a question from a memory, without changing it.
 
     Args:
         model: the model of the memory, as in `memjax tell`.
-        question: the question, in plain words.
+        question: the question, in plain words, "-" for standard input; or `prompts`.
         memory: folder of the memory.
+        prompts: a file of questions: lines of .txt, or of .jsonl with a field "prompt".
         begin: first words of the answer: a base model, trained to complete text,
             answers better with them.
         tokens: maximum tokens of the answer.
+        n: answers to each question.
         temperature: 0 takes the likeliest token; None is the makers' sampling, or else
             the likeliest.
         top_k: with a temperature, keep the k likeliest tokens; 0 keeps all.
         top_p: with a temperature, keep the likeliest tokens that reach p.
         seed: of the sampling.
         template: use the model's chat template, if it has one.
+        json: print a line of JSON for each answer: prompt, text, tokens, finish_reason.
+        logprobs: with --json, also the log-probability of each token.
         dtype: of the activations of a model without a run; None is float32.
     """
     sampling = _sampling(temperature, top_k, top_p)
+    rows.check_output(n=n, json=json, logprobs=logprobs, temperature=temperature)
+    if bool(question) == (prompts is not None):
+        raise ValueError("give either a QUESTION or --prompts, and not empty")
+    if prompts is not None:
+        questions = rows.read_prompts(prompts)
+    else:
+        is_read = question == rows.STDIN
+        questions = [rows.read_text(Path(question)) if is_read else question]
     enable_compilation_cache()
-    with (
-        Conversation.look(model, memory, dtype=dtype, template=template) as talk,
-        _interrupts() as interrupted,
-    ):
-        talk.query(
-            question,
-            begin=begin,
-            limit=tokens,
-            sampling=sampling,
-            seed=seed,
-            write=_write,
-            interrupted=interrupted,
+    with Status(f"loading {model}", "tensors") as status:
+        talk = Conversation.look(
+            model, memory, dtype=dtype, template=template, progress=status
         )
-    print()
+    options = {"begin": begin, "limit": tokens, "sampling": sampling}
+    with talk, chat_loop.interrupts() as interrupted:
+        chat_loop.open_block(talk)
+        asked = [(text, seed + i) for text in questions for i in range(n)]
+        for i, (text, own) in enumerate(asked):
+            with Status("reading" if i else "compiling, and reading") as status:
+                write = chat_loop.writer(status)
+                answer = talk.query(
+                    text,
+                    seed=own,
+                    write=None if json else write,
+                    interrupted=interrupted,
+                    **options,
+                )
+            if json:
+                reason = "stop" if answer.ended or interrupted() else "length"
+                rows.Row(text, answer.text, answer.ids, reason, answer.log_probs).show(
+                    logprobs
+                )
+            else:
+                print(end=rows.BETWEEN if i + 1 < len(asked) else "\n", flush=True)
+                rows.require_said(answer.text)
+            if interrupted():
+                break
     return 0
 
 
@@ -136,97 +163,14 @@ def chat(
     """
     sampling = _sampling(temperature, top_k, top_p)
     enable_compilation_cache()
-    with Conversation.open(model, memory, dtype=dtype, template=template) as talk:
-        _recall(talk)
-        for message in _messages():
-            with _interrupts() as interrupted:
-                _answer(
-                    talk,
-                    message,
-                    limit=tokens,
-                    sampling=sampling,
-                    seed=seed,
-                    write=_write,
-                    interrupted=interrupted,
-                )
+    with Status(f"loading {model}", "tensors") as status:
+        talk = Conversation.open(
+            model, memory, dtype=dtype, template=template, progress=status
+        )
+    with talk:
+        options = {"limit": tokens, "sampling": sampling, "seed": seed}
+        chat_loop.ChatLoop(talk, options).run()
     return 0
-
-
-def _show_progress(done: int, total: int) -> None:
-    """Overwrites one line of a terminal."""
-    if sys.stderr.isatty():
-        end = "\r" if done < total else "\r\033[K"
-        print(f"{done:,} of {total:,} tokens", end=end, file=sys.stderr, flush=True)
-
-
-def _answer(talk, message, **options):
-    """One turn; a refusal is one line, and the conversation continues."""
-    try:
-        answer = talk.chat(message, **options)
-    except ValueError as error:
-        print(f"memjax: {error}", file=sys.stderr)
-    else:
-        print("" if answer.ended else " ...", flush=True)
-
-
-def _recall(talk: Conversation) -> None:
-    """Prints the last turn of a conversation that continues."""
-    if not talk.tokens:
-        return
-    count = f"{talk.tokens:,} tokens read, {talk.record.turns} answers so far"
-    print(f"{talk.record.owner.name}: {count}")
-    for entry in talk.entries[-2:]:
-        if entry.role != "text":
-            print(f"{PROMPT if entry.role == 'user' else ''}{entry.text}")
-
-
-def _messages() -> Iterator[str]:
-    """The lines of a terminal or a pipe, up to its end or /exit."""
-    while (line := _line()) is not None:
-        message = line.strip()
-        if message == "/exit":
-            return
-        if message == "/help":
-            print(HELP)
-        elif message.startswith("/") and message.split()[0][1:].isalpha():
-            print(f"{message.split()[0]} is not known; /help lists the commands")
-        elif message:
-            yield message
-
-
-def _line() -> str | None:
-    """The next line; None at the end."""
-    try:
-        if sys.stdin.isatty():
-            return input(PROMPT)
-        line = sys.stdin.readline(LONGEST_LINE + 1)
-    except EOFError:
-        print()
-        return None
-    except KeyboardInterrupt:
-        print("\nCtrl-D or /exit ends the conversation")
-        return ""
-    if len(line) > LONGEST_LINE:
-        raise ValueError(f"a message must have at most {LONGEST_LINE:,} characters")
-    return line or None
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; a second time it ends the program."""
-    pressed = False
-
-    def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _sampling(temperature: float | None, top_k: int, top_p: float) -> Sampling | None:
@@ -237,8 +181,3 @@ def _sampling(temperature: float | None, top_k: int, top_p: float) -> Sampling |
             f"top_k and top_p need a temperature, got top_k={top_k}, top_p={top_p}"
         )
     return None
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

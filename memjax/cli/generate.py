@@ -1,34 +1,40 @@
 """The command `memjax generate`."""
 
-import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
+import numpy as np
 import tyro
 
 import memjax
 from memjax.checks import check_seed, check_sizes
 from memjax.cli.compilation_cache import enable_compilation_cache
+from memjax.cli.texts import opening, rows
 from memjax.conversation.streaming import printer
-from memjax.data.documents.readers import MAX_DOCUMENT
 from memjax.data.documents.tokenizer import encode_prompt
-from memjax.models import Sampling, generate
+from memjax.models import Sampling, generate, stop_strings
 from memjax.models.language_model.config import Dtype
+from memjax.status import Status
 
 
 def generate_text(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     prompt: str = "",
     prompt_file: Path | None = None,
+    prompts: Path | None = None,
     tokens: int = 200,
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1,
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(  # noqa: B008
         0.8, 0, 0.95
     ),
     seed: int = 0,
     stop: tuple[str, ...] = (),
     ignore_eos: bool = False,
+    json: bool = False,
+    logprobs: bool = False,
     dtype: Dtype | None = None,
 ) -> int:
     """Reads a prompt of any length into the memory, and continues it.
@@ -36,60 +42,116 @@ def generate_text(
     Args:
         model: folder of a run (its newest checkpoint) or of safetensors, a GGUF file,
             or a model of the hub ("owner/name").
-        prompt: text to continue; this or `prompt_file`.
+        prompt: text to continue, "-" for standard input; or `prompt_file` or `prompts`.
         prompt_file: a text file, of any length.
+        prompts: a file of many: lines of .txt, or of .jsonl with a field "prompt".
         tokens: maximum number to sample.
+        n: samples of each prompt.
         sampling: temperature, top-k and top-p.
         seed: of the sampling.
         stop: texts that end the output, and are not printed.
         ignore_eos: continue after the model's end of text.
+        json: print a line of JSON for each sample: prompt, text, tokens, finish_reason.
+        logprobs: with --json, also the log-probability of each token.
         dtype: of the activations of a model without a run; None is float32.
     """
-    if (prompt_file is None) == (not prompt):
-        raise ValueError("give either --prompt or --prompt-file, and not empty")
+    if (bool(prompt), prompt_file is not None, prompts is not None).count(True) != 1:
+        raise ValueError(
+            "give one of --prompt, --prompt-file and --prompts, and not empty"
+        )
     if not all(stop):
         raise ValueError(f"stop must hold texts that are not empty, got {stop}")
     check_sizes(tokens=tokens)
     check_seed(seed)
-    text = prompt if prompt_file is None else read_text(prompt_file)
-    enable_compilation_cache()
-    opened = memjax.load(model, dtype=dtype)
-    tokenizer, ends = opened.tokenizer, opened.text.generation.eos_ids
-    # The prompt is printed with the first token: refused input prints nothing.
-    write = functools.partial(_write, [prompt])
-    generate(
-        opened.model,
-        None,
-        encode_prompt(tokenizer, text)[None],
-        tokens,
-        key=jax.random.key(seed),
-        sampling=sampling,
-        stop_tokens=() if ignore_eos else ends,
-        stop_when=printer(tokenizer.decode, stop, tokens, ends, write),
+    rows.check_output(
+        n=n, json=json, logprobs=logprobs, temperature=sampling.temperature
     )
-    print()
+    if prompts is not None:
+        texts = rows.read_prompts(prompts)
+    elif prompt_file is not None or prompt == rows.STDIN:
+        texts = [rows.read_text(prompt_file or Path(prompt))]
+    else:
+        texts = [prompt]
+    enable_compilation_cache()
+    opened = opening.load(model, dtype)
+    ends = opened.text.generation.eos_ids
+    settings: dict[str, Any] = {
+        "max_new_tokens": tokens,
+        "sampling": sampling,
+        "stop_tokens": () if ignore_eos else ends,
+    }
+    key = jax.random.key(seed)
+    if len(texts) == n == 1 and not json:
+        # A prompt from a file is not printed.
+        _stream(opened, texts[0], prompt and texts[0], stop, settings | {"key": key})
+        return 0
+    with Status("generating", "prompts") as status:
+        for i, text in enumerate(texts):
+            own = settings | {"key": jax.random.fold_in(key, i), "samples": n}
+            for j, row in enumerate(_rows(opened, text, stop, own)):
+                if sys.stdout.isatty():
+                    status.stop()
+                if json:
+                    row.show(logprobs)
+                else:
+                    print(rows.BETWEEN if i or j else "", end="")
+                    print(f"{text if prompt or prompts else ''}{row.text}", flush=True)
+            status(i + 1, len(texts))
     return 0
 
 
-def read_text(file: Path) -> str:
-    """The text of a file, or of a pipe of bounded length.
+def _stream(opened, text, shown, stop, settings):
+    """Prints the tokens of one answer as they are drawn."""
+    tokenizer, parts = opened.tokenizer, []
+    ends = opened.text.generation.eos_ids
+    with Status("compiling, and reading the prompt") as status:
 
-    Raises:
-        ValueError: if it is not UTF-8, or too long. OSError: it cannot be read.
-    """
-    with file.open("rb") as stream:
-        content = stream.read(MAX_DOCUMENT + 1)
-    if len(content) > MAX_DOCUMENT:
-        raise ValueError(f"{file} has more than {MAX_DOCUMENT:,} bytes")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 ({error})") from error
+        def write(part: str) -> None:
+            status.stop()
+            # With the first token: refused input prints nothing.
+            print(part if parts else f"{shown}{part}", end="", flush=True)
+            parts.append(part)
+
+        limit = settings["max_new_tokens"]
+        _generate(
+            opened,
+            text,
+            settings,
+            printer(tokenizer.decode, stop, limit, ends, write),
+        )
+    print()
+    rows.require_said("".join(parts))
 
 
-def _write(before: list[str], text: str) -> None:
-    """Prints the prompt before the first text, and the text."""
-    while before:
-        sys.stdout.write(before.pop())
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _rows(opened, text, stop, settings) -> list[rows.Row]:
+    """The answers to a prompt."""
+    decode, ends = opened.tokenizer.decode, set(opened.text.generation.eos_ids)
+    found = _generate(
+        opened, text, settings, stop_strings(decode, stop) if stop else None
+    )
+    answers = []
+    for ids, scores, length in zip(
+        found.tokens, found.log_probs, found.lengths.tolist(), strict=True
+    ):
+        ids = ids[:length]
+        ended = {*settings["stop_tokens"]} >= {int(ids[-1])}
+        said = decode(np.array([t for t in ids if t not in ends], np.int32))
+        places = [said.index(part) for part in stop if part in said]
+        reason = "stop" if ended or places else "length"
+        said = said[: min(places)] if places else said
+        answers.append(
+            rows.Row(text, said, ids.tolist(), reason, scores[:length].tolist())
+        )
+    return answers
+
+
+def _generate(opened: memjax.Loaded, text: str, settings, stop_when: Callable | None):
+    prompt = encode_prompt(opened.tokenizer, text)[None]
+    return generate(
+        opened.model,
+        None,
+        prompt,
+        stop_when=stop_when,
+        vocab_size=opened.tokenizer.vocab_size,
+        **settings,
+    )

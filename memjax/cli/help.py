@@ -18,6 +18,7 @@ COMMANDS = {
     "ask": "Answers a question from a memory, without changing it.",
     "chat": "Chats with a model; the memory is saved after each turn, and continued "
     "later.",
+    "memory": "Shows, copies or removes the memory of a conversation.",
     "data": "Lists a source's documents, or prepares their tokens for training.",
     "import": "Converts a pretrained model to a folder of safetensors, which loads "
     "quickly.",

@@ -22,12 +22,14 @@ from memjax.buckets.bucket import as_path
 from memjax.buckets.writing import write_atomically
 from memjax.cli import aot as cli_aot
 from memjax.cli import checkpoints as cli_interop
-from memjax.cli import cluster, config_files, help, opening
+from memjax.cli import cluster, config_files, help
 from memjax.cli import conversation as cli_conversation
 from memjax.cli import finetune as cli_finetune
 from memjax.cli import generate as cli_generate
+from memjax.cli import memory as cli_memory
 from memjax.cli.arguments.parsing import Configured, parse
 from memjax.cli.compilation_cache import enable_compilation_cache
+from memjax.cli.texts import opening
 from memjax.data import RowConfig, Split, load_tokenizer, load_tokens
 from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.sources import check_source, splits_of
@@ -245,6 +247,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "tell": cli_conversation.tell,
     "ask": cli_conversation.ask,
     "chat": cli_conversation.chat,
+    "memory": cli_memory.memory,
     "data": data,
     "import": cli_interop.import_model,
     "export": cli_interop.export_model,

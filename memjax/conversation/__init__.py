@@ -8,7 +8,7 @@
 The same folder continues the conversation in another process.
 """
 
-from memjax.conversation.conversation import Answer as Answer
+from memjax.conversation.answer import Answer as Answer
 from memjax.conversation.conversation import Conversation as Conversation
 from memjax.conversation.memory_folder import MemoryFolder as MemoryFolder
 from memjax.conversation.record import Entry as Entry

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PRNGKeyArray, PyTree
+from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 
 from memjax.models import Sampling, generate
 from memjax.models.base import Model
@@ -38,6 +38,13 @@ class Decoding(NamedTuple):
     stop_when: Callable[[np.ndarray], bool]
 
 
+class Drawn(NamedTuple):
+    """Tokens of an answer, and the log-probability of each."""
+
+    tokens: Int[np.ndarray, " n"]
+    log_probs: Float[np.ndarray, " n"]
+
+
 @runtime_checkable
 class Backend(Protocol):
     """Operations of a conversation on a state; they donate no state they are given."""
@@ -53,7 +60,7 @@ class Backend(Protocol):
 
     def answer(
         self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
-    ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
+    ) -> tuple[PyTree, Drawn]:
         """A state for `remember`, and an answer to a prompt."""
         ...
 
@@ -108,7 +115,7 @@ class StateBackend:
 
     def answer(
         self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
-    ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
+    ) -> tuple[PyTree, Drawn]:
         """The memory after prompt and answer, and the answer."""
         state = self._with_room(state, len(prompt) + decoding.max_new_tokens)
         drawn = generate(
@@ -119,7 +126,7 @@ class StateBackend:
             least_segment=PROMPT_SEGMENT,
             **decoding._asdict(),
         )
-        return drawn.state, drawn.tokens[0]
+        return drawn.state, Drawn(drawn.tokens[0], drawn.log_probs[0])
 
     def _with_room(self, state, count):
         room = self._model.remaining(state)
@@ -167,7 +174,7 @@ class InjectionBackend:
 
     def answer(
         self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
-    ) -> tuple[PyTree, Int[np.ndarray, " n"]]:
+    ) -> tuple[PyTree, Drawn]:
         """None, and the answer; the last token of the prompt is no retrieval query."""
         reader, count = MemoryReader(self._model, state), len(prompt) - 1
         size = max(MIN_PROMPT, 1 << (count - 1).bit_length())
@@ -178,7 +185,7 @@ class InjectionBackend:
         lengths = jnp.asarray([count], jnp.int32)
         cache = reader.begin(state, jnp.asarray(padded), lengths, room=room)
         drawn = generate(reader, cache, prompt[None, -1:], **decoding._asdict())
-        return None, drawn.tokens[0]
+        return None, Drawn(drawn.tokens[0], drawn.log_probs[0])
 
     def remember(
         self,

@@ -5,7 +5,6 @@ Shapes: T tokens of a text or a question.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,31 +13,25 @@ from jaxtyping import Int, PyTree
 import memjax
 from memjax.checks import check_seed, check_sizes
 from memjax.config_io import to_record
+from memjax.conversation.answer import Answer, makers_sampling
 from memjax.conversation.backends import Decoding, backend_of
 from memjax.conversation.memory_folder import MemoryFolder
 from memjax.conversation.prompt_format import choose_format, closing_tokens, stop_tokens
-from memjax.conversation.record import Entry, Record, owner_of, parse_record
-from memjax.conversation.streaming import printer
+from memjax.conversation.record import (
+    Entry,
+    Record,
+    owner_of,
+    parse_record,
+    text_digest,
+)
+from memjax.conversation.streaming import answer_decoder, printer
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling
 from memjax.models.base import Model
 from memjax.models.checkpoints.memory_state import load_memory, read_note, save_memory
-from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
+from memjax.models.checkpoints.pretrained import Progress, unseen
+from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype
-
-
-class Answer(NamedTuple):
-    """Answer of a model.
-
-    Attributes:
-        text: without white space around it.
-        tokens: how many were sampled.
-        ended: whether the model ended it, before its limit or an interruption.
-    """
-
-    text: str
-    tokens: int
-    ended: bool
 
 
 class Conversation:
@@ -86,6 +79,8 @@ class Conversation:
         if found is None:
             found = Record(owner), model.init_state(1, 1)
         self.record, self._state = found
+        # One turn back: a cache of full attention may be large.
+        self._before: tuple[Record, PyTree] | None = None
 
     @classmethod
     def open(
@@ -95,6 +90,7 @@ class Conversation:
         *,
         dtype: Dtype | None = None,
         template: bool = True,
+        progress: Progress = unseen,
     ) -> "Conversation":
         """Opens a model by its name, and its memory, locked for this process.
 
@@ -103,6 +99,7 @@ class Conversation:
             memory: see `MemoryFolder`.
             dtype: of the activations of a model without a run; None is float32.
             template: as for the class.
+            progress: as for `memjax.load`.
 
         Raises:
             LockedError: another process writes there.
@@ -110,7 +107,7 @@ class Conversation:
         """
         folder = None if memory is None else MemoryFolder(memory)
         try:
-            return cls._opened(model, folder, dtype, template, writes=True)
+            return cls._opened(model, folder, dtype, template, progress, writes=True)
         except BaseException:
             if folder is not None:
                 folder.close()
@@ -124,6 +121,7 @@ class Conversation:
         *,
         dtype: Dtype | None = None,
         template: bool = True,
+        progress: Progress = unseen,
     ) -> "Conversation":
         """Opens a memory read-only, for `query`; another process may write it.
 
@@ -133,19 +131,19 @@ class Conversation:
         folder = MemoryFolder(memory)
         if folder.newest() is None:
             raise ValueError(f"memory={str(memory)!r} holds no memory")
-        found = cls._opened(model, folder, dtype, template, writes=False)
+        found = cls._opened(model, folder, dtype, template, progress, writes=False)
         # Read-only from now on.
         found.memory = None
         return found
 
     @classmethod
-    def _opened(cls, model, folder, dtype, template, writes):
+    def _opened(cls, model, folder, dtype, template, progress, *, writes):
         # Another writer, or a damaged record, is refused before a model is read.
         if folder is not None:
             if writes and folder.path.exists():
                 folder.lock()
             folder.load(read_note)
-        opened = memjax.load(model, dtype=dtype)
+        opened = memjax.load(model, dtype=dtype, progress=progress)
         # A new folder is made when there is a model for it.
         if folder is not None and writes:
             folder.lock()
@@ -172,6 +170,32 @@ class Conversation:
     def state(self) -> PyTree:
         """State of the model."""
         return self._state
+
+    @property
+    def room(self) -> int | None:
+        """Number of tokens that full attention has room for; None without it."""
+        return self.model.remaining(self._state)
+
+    @property
+    def lost(self) -> int:
+        """Number of the first tokens that have left the state: see `Model.reach`."""
+        return max(0, self.tokens - (self.model.reach or self.tokens))
+
+    def undo(self) -> None:
+        """Restores the memory before the last text, turn or `forget`, and saves it.
+
+        Raises ValueError without one since it was opened, or if it is undone.
+        """
+        if self._before is None:
+            raise ValueError(
+                "nothing can be undone: only the last change since the start is kept"
+            )
+        self._save(*self._before)
+        self._before = None
+
+    def forget(self) -> None:
+        """Empties the memory, and saves it."""
+        self._commit(self.model.init_state(1, 1), Record(self.record.owner))
 
     def inject(
         self,
@@ -201,8 +225,8 @@ class Conversation:
         state = self._backend.read(
             self._state, tokens, lambda done: progress(done, len(tokens))
         )
-        entry = Entry("text", name, len(tokens))
-        self._commit(state, (entry,), ())
+        entry = Entry("text", name, len(tokens), digest=text_digest(text))
+        self._extend(state, (entry,), ())
         return len(tokens)
 
     def query(
@@ -261,7 +285,7 @@ class Conversation:
             Entry("user", message, prompt),
             Entry("assistant", answer.text, read, answer.ended),
         )
-        self._commit(state, entries, pending)
+        self._extend(state, entries, pending)
         return answer
 
     def close(self) -> None:
@@ -296,12 +320,7 @@ class Conversation:
         if begin:
             emit(begin)
 
-        def decode(row: np.ndarray) -> str:
-            # Vocabularies are padded with tokens that no tokenizer has.
-            text = tokenizer.decode(row[row < tokenizer.vocab_size])
-            # White space before an answer is no paragraph.
-            return text if begin else text.lstrip()
-
+        decode = answer_decoder(tokenizer, begin)
         shown = printer(decode, self._format.stop, limit, self._ends, emit)
         ended = False
 
@@ -314,9 +333,11 @@ class Conversation:
         sampling = sampling or makers_sampling(self._generation)
         decoding = Decoding(limit, key, sampling, self._ends, stop_when)
         after, drawn = self._backend.answer(self._state, prompt, decoding)
-        answer = Answer("".join(parts).rstrip(), len(drawn), ended)
-        closing = closing_tokens(tokenizer, self._format, drawn)
-        return answer, after, np.concatenate([prompt, drawn]), closing
+        ids, scores = drawn.tokens, tuple(drawn.log_probs.tolist())
+        text = "".join(parts).rstrip()
+        answer = Answer(text, len(ids), ended, tuple(ids.tolist()), scores)
+        closing = closing_tokens(tokenizer, self._format, ids)
+        return answer, after, np.concatenate([prompt, ids]), closing
 
     def _prompt(self, message: str, begin: str) -> Int[np.ndarray, " T"]:
         if self.record.turns:
@@ -351,11 +372,18 @@ class Conversation:
                 f"{self.tokens:,}, and full attention has room for {room:,} more"
             )
 
-    def _commit(self, state, entries, pending):
-        """Saves the memory, and continues from it."""
-        record = Record(
-            self.record.owner, (*self.entries, *entries), tuple(map(int, pending))
-        )
+    def _extend(self, state, entries, pending):
+        """Saves the memory with further entries, and continues from it."""
+        entries, pending = (*self.entries, *entries), tuple(map(int, pending))
+        self._commit(state, Record(self.record.owner, entries, pending))
+
+    def _commit(self, state, record):
+        """Saves a memory, and continues from it; `undo` returns to the one before."""
+        before = (self.record, self._state)
+        self._save(record, state)
+        self._before = before
+
+    def _save(self, record, state):
         if self.memory is not None:
             note = to_record(record)
             self.memory.save(
@@ -369,12 +397,3 @@ class Conversation:
         record = parse_record(note, str(folder), self.model.vocab_size)
         record.owner.require(owner, str(folder.parent))
         return record, load_memory(folder, self.model)
-
-
-def makers_sampling(generation: GenerationConfig) -> Sampling:
-    """How a model's makers draw from it; greedy where they do not say."""
-    if generation.temperature is None:
-        return Sampling(temperature=0.0)
-    return Sampling(
-        generation.temperature, generation.top_k or 0, generation.top_p or 1.0
-    )

@@ -94,6 +94,26 @@ class MemoryFolder:
             if found and int(found[1]) < new:
                 delete_memory(self.path / name)
 
+    def remove(self) -> list[str]:
+        """Removes the memory, and the folder if nothing else is in it.
+
+        Returns:
+            Names of other files and folders, which are left.
+
+        Raises:
+            LockedError: another process writes it.
+        """
+        self.lock()
+        for name in self._names():
+            if _SAVED.fullmatch(name) or _UNFINISHED.fullmatch(name):
+                shutil.rmtree(self.path / name)
+        self.close()
+        (self.path / LOCK_FILE).unlink(missing_ok=True)
+        left = sorted(self._names())
+        if not left:
+            self.path.rmdir()
+        return left
+
     def close(self) -> None:
         """Unlocks the folder."""
         if self._lock is not None:

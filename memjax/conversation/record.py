@@ -57,12 +57,14 @@ class Entry:
         text: of the turn; of an injected text only its name.
         tokens: number that the memory has read, with those of the prompt format.
         ended: whether the model ended its answer, before its limit or an interruption.
+        digest: sha256 of an injected text, to notice that it is injected again.
     """
 
     role: Literal["text", "user", "assistant"]
     text: str
     tokens: int
     ended: bool = True
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,16 @@ class Record:
     def turns(self) -> int:
         """Number of answers."""
         return sum(entry.role == "assistant" for entry in self.entries)
+
+    def name_of(self, text: str) -> str | None:
+        """The name of the entry that injected this text before; None without one."""
+        found = text_digest(text)
+        return next((e.text for e in self.entries if e.digest == found), None)
+
+
+def text_digest(text: str) -> str:
+    """The sha256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def parse_record(note: Any, where: str, vocab_size: int) -> Record:

@@ -4,8 +4,24 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from memjax.data import Tokenizer
+
 # The decoded text of an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+def answer_decoder(tokenizer: Tokenizer, begin: str) -> Callable[[np.ndarray], str]:
+    """The text of an answer's tokens, which goes on from `begin`."""
+
+    def decode(row: np.ndarray) -> str:
+        # Vocabularies are padded with tokens that no tokenizer has.
+        text = tokenizer.decode(row[row < tokenizer.vocab_size])
+        # White space before an answer is no paragraph, and does not end it.
+        shown = text.lstrip()
+        within = begin and "\n" not in text[: len(text) - len(shown)]
+        return text if within else f" {shown}" if begin and shown else shown
+
+    return decode
 
 
 def printer(

@@ -41,6 +41,14 @@ class Model(Protocol):
         ...
 
     @property
+    def reach(self) -> int | None:
+        """Number of last tokens that the state can hold; those before leave it.
+
+        None where all leave a trace, or full attention refuses more.
+        """
+        ...
+
+    @property
     def first_scored(self) -> int:
         """Number of tokens at each window's start whose logits may read ahead.
 
@@ -110,6 +118,11 @@ class FixedSizeMemory:
 
     backbone: Any
     can_pad = True
+
+    @property
+    def reach(self) -> int | None:
+        """None: all that was read leaves a trace."""
+        return None
 
     @property
     def first_scored(self) -> int:

@@ -1,17 +1,20 @@
 """The commands tell, ask and chat, with a model of a thousand parameters."""
 
 import io
+import json
 import os
 import signal
 
 import pytest
 
-from memjax.cli import conversation as cli
-from memjax.conversation import MemoryFolder
+from memjax.cli.texts import chat_loop
+from memjax.conversation import Answer, Conversation, MemoryFolder
+from memjax.mechanisms import SlidingWindowConfig
+from memjax.models import Sampling
 from memjax.models.checkpoints.memory_state import read_note
 from memjax.models.checkpoints.text_interface import TextInterface
 from tests import tiny
-from tests.cli.commands import command, refused
+from tests.cli.commands import command, refused, run
 
 
 def saved(folder) -> str:
@@ -35,17 +38,23 @@ def test_tell_ask_and_chat(tmp_path, monkeypatch):
     assert command("ask", "model", "who", *options, "--tokens", "2")[1].strip()
     assert saved(tmp_path / "memory") == before
 
-    typed = "/help\n\nwho\n/what\n" + "x" * 60 + "\n/exit\nnot read\n"
+    assert "has read this text before" in refused("tell", "model", "book.txt", *options)
+    rows = command("ask", "model", "who", *options, "--tokens", "2", "--json")[1]
+    assert {*json.loads(rows)} == {"prompt", "text", "tokens", "finish_reason"}
+
+    typed = "/help\n\nwho\n/what\n" + "x" * 60 + "\n/again\n/quit\nnot read\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    _, out, err = command("chat", "model", *options, "--tokens", "2")
+    _, out, err = run("chat", "model", *options, "--tokens", "2")
+    assert any(line.startswith("room    ") for line in err)
+    err = [line for line in err if line.startswith("memjax: ")]
     assert "Ctrl-C ends an answer" in out and "/what is not known" in out
     # What does not fit is one line, and the conversation goes on.
     assert "full attention has room for" in err[0] and len(err) == 1
     assert saved(tmp_path / "memory") != before
 
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    out = command("chat", "model", *options)[1]
-    assert "1 answers so far\n> who\n" in out
+    _, out, err = run("chat", "model", *options)
+    assert out.startswith("> who\n") and any("1 answer" in line for line in err)
 
     other = tiny.drawn(tiny.llama)
     other.save(tmp_path / "other", TextInterface(tiny.tokenizer()))
@@ -73,7 +82,7 @@ def test_bad_input_is_one_line(argv, message, tmp_path, monkeypatch):
 
 
 def test_first_interrupt_ends_the_answer_and_second_the_program():
-    with cli._interrupts() as interrupted:
+    with chat_loop.interrupts() as interrupted:
         assert not interrupted()
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted()
@@ -83,7 +92,66 @@ def test_first_interrupt_ends_the_answer_and_second_the_program():
 
 
 def test_endless_line_is_refused(monkeypatch):
-    monkeypatch.setattr(cli, "LONGEST_LINE", 9)
+    monkeypatch.setattr(chat_loop, "LONGEST_LINE", 9)
     monkeypatch.setattr("sys.stdin", io.StringIO("123456789\n1234567890"))
     with pytest.raises(ValueError, match="at most 9 characters"):
-        list(cli._messages())
+        [*iter(chat_loop.read_line, None)]
+
+
+@pytest.fixture(name="talk")
+def _talk():
+    return Conversation(tiny.llama(), TextInterface(tiny.tokenizer()))
+
+
+def chat(talk, monkeypatch, capsys, *lines, **options) -> tuple[str, list[str]]:
+    """What a chat prints, and the lines of its stderr."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{x}\n" for x in lines)))
+    given = {"limit": 2, "sampling": Sampling(1.0), "seed": 0} | options
+    chat_loop.ChatLoop(talk, given).run()
+    out, err = capsys.readouterr()
+    return out, err.splitlines()
+
+
+def test_chat_tells_undoes_and_forgets(talk, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text("a short book")
+    tell = f"/tell {file}"
+    out, err = chat(talk, monkeypatch, capsys, tell, tell, "/undo", "/undo", "/again")
+    assert out.splitlines() == [
+        f"{file}: 10 tokens; the memory has read 10",
+        "undone; the memory has read 0 tokens",
+    ]
+    faults = [line for line in err if line.startswith("memjax: ")]
+    assert "before, as book.txt" in faults[0] and "only the last change" in faults[1]
+    assert "/again needs a message" in faults[2] and len(faults) == 3
+    chat(talk, monkeypatch, capsys, tell, f"/tell --again {file}", "/forget", "/undo")
+    assert talk.tokens == 20
+
+
+def test_again_replaces_the_last_turn(talk, monkeypatch, capsys):
+    out, err = chat(talk, monkeypatch, capsys, "who", "/again")
+    assert talk.record.turns == 1 and len(out.splitlines()) == 2
+    # The model of 64 tokens has room for less than four answers of 20.
+    out, err = chat(talk, monkeypatch, capsys, "who", limit=20)
+    assert any(line.startswith("notice: the memory has room for") for line in err)
+
+
+def test_notice_names_what_has_left_the_window(monkeypatch, capsys, tmp_path):
+    window = SlidingWindowConfig(16, 4, 2, 4, window=8)
+    model = tiny.llama(mechanisms=(window,))
+    talk = Conversation(model, TextInterface(tiny.tokenizer()))
+    (tmp_path / "book.txt").write_text("a short book")
+    tell = f"/tell {tmp_path / 'book.txt'}"
+    _, err = chat(talk, monkeypatch, capsys, tell)
+    assert err[-1] == (
+        "notice: the memory reaches back 8 tokens; these have left it: "
+        "book.txt (2 tokens of 10)"
+    )
+
+
+def test_silence_is_said(talk, monkeypatch, capsys):
+    monkeypatch.setattr(
+        Conversation, "chat", lambda *_, **__: Answer("", 1, True, (0,), (0.0,))
+    )
+    _, err = chat(talk, monkeypatch, capsys, "who")
+    assert err[-1] == "the model said nothing"

@@ -1,5 +1,6 @@
 """The command line, called in this process: output, refusals, exit codes."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -115,8 +116,44 @@ def test_generation_needs_one_prompt(trained):
     both = ("--prompt", "a", "--prompt-file", "b")
     for words in ((), both, ("--prompt", "")):
         line = refused("generate", trained[0], *words)
-        assert "either --prompt or --prompt-file" in line
+        assert "one of --prompt, --prompt-file and --prompts" in line
     assert "tokens" in refused("generate", trained[0], "--prompt", "a", "--tokens", "0")
+
+
+def test_generate_prints_a_line_of_json_for_each_sample(trained, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "memory"}\n{"prompt": "block"}\n')
+    options = ["--tokens", "4", "--json", "--logprobs", "-n", "2", "--seed", "1"]
+    prompts = ["--prompts", tmp_path / "rows.jsonl"]
+    code, out, err = command("generate", trained[0], *prompts, *options)
+    assert (code, err) == (0, [])
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in found] == ["memory"] * 2 + ["block"] * 2
+    for row in found:
+        assert len(row["tokens"]) == len(row["logprobs"]) == 4
+        assert all(x < 0 for x in row["logprobs"])
+        assert row["finish_reason"] == "length" and row["text"]
+    assert found[0]["tokens"] != found[1]["tokens"]
+
+
+def test_generate_reads_standard_input_and_prints_samples(trained, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("memory"))
+    words = ["--prompt", "-", "--tokens", "2", "-n", "2"]
+    code, out, _ = command("generate", trained[0], *words)
+    first, second = out.split("\n---\n")
+    assert code == 0 and first.startswith("memory") and second.startswith("memory")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompt", "a", "--logprobs"], "logprobs needs --json"),
+        (["--prompt", "a", "-n", "2", "--temperature", "0"], "needs a temperature"),
+        (["--prompt", "a", "-n", "0"], "n must be at least 1, got 0"),
+        (["--prompts", "rows.csv"], "must be a .txt or .jsonl file, got rows.csv"),
+    ],
+)
+def test_output_that_cannot_be_is_refused(words, message):
+    assert message in refused("generate", "no-model", *words)
 
 
 @pytest.mark.slow

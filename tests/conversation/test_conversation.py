@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 
 from memjax.conversation import Conversation, MemoryFolder, conversation
-from memjax.conversation.backends import StateBackend
+from memjax.conversation.backends import Drawn, StateBackend
 from memjax.conversation.record import fingerprint
 from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import ByteTokenizer
-from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
-from memjax.models import HMTConfig, Sampling, add_hmt, add_mplus, generate
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, SlidingWindowConfig
+from memjax.models import (
+    HMTConfig,
+    ReReadWindow,
+    Sampling,
+    add_hmt,
+    add_mplus,
+    generate,
+)
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.mplus.config import MPlusConfig
 from tests import tiny
@@ -106,6 +113,45 @@ def test_a_reopened_conversation_equals_one_never_closed(name, tmp_path):
     same_bits(again.state, here.state)
 
 
+def test_undo_restores_the_memory_before_a_turn_a_text_and_forget(tmp_path):
+    with MemoryFolder(tmp_path / "memory") as folder:
+        talk = Conversation(llama(), TEXT, folder)
+        talk.inject("A told text.", name="book")
+        told, first = talk.record, talk.state
+        talk.chat("Who?", limit=3)
+        talk.undo()
+        assert talk.record == told and talk.state is first
+        with pytest.raises(ValueError, match="only the last change"):
+            talk.undo()
+        talk.forget()
+        assert (talk.tokens, talk.room) == (0, 1024)
+        talk.undo()
+        # The folder has what is restored, too.
+        saved = Conversation(llama(), TEXT, folder)
+        assert saved.record == told
+        same_bits(saved.state, first)
+
+
+def test_texts_are_known_by_their_content():
+    talk = Conversation(llama(), TEXT)
+    talk.inject("A told text.", name="book")
+    assert talk.record.name_of("A told text.") == "book"
+    assert talk.record.name_of("Another.") is None
+
+
+def test_lost_tokens_are_those_that_have_left_the_windows():
+    window = SlidingWindowConfig(16, 4, 2, 4, window=8)
+    mixed = (window, AttentionConfig(16, 4, 2, 4, capacity=64))
+    model = tiny.llama(vocab_size=256, mechanisms=(window,), num_layers=2)
+    assert tiny.llama(mechanisms=mixed, num_layers=2).reach is None
+    assert ReReadWindow(llama(), reread=5, segment=4).reach == 9
+    talk = Conversation(model, TEXT)
+    talk.inject("Short.")
+    assert (talk.room, talk.lost) == (None, 0)
+    talk.inject("Longer.")
+    assert talk.lost == talk.tokens - 8 > 0
+
+
 def test_longer_turns_compile_nothing():
     """The cache of an empty memory is enlarged for several turns."""
     talk = Conversation(llama(), TEXT)
@@ -135,7 +181,7 @@ def test_random_numbers_depend_on_seed_and_position(monkeypatch):
 
     def answer(_, state, prompt, decoding):
         keys.append(jax.random.key_data(decoding.key).tolist())
-        return state, prompt[:1]
+        return state, Drawn(prompt[:1], np.zeros(1, np.float32))
 
     monkeypatch.setattr(StateBackend, "answer", answer)
     monkeypatch.setattr(StateBackend, "read", lambda _, state, *rest: state)

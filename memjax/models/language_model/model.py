@@ -157,6 +157,16 @@ class LanguageModel(Savable, nnx.Module):
         return self.config.window
 
     @property
+    def reach(self) -> int | None:
+        """The largest window, if all layers have one; else None."""
+        windows = [
+            layer.tokens_per_call if layer.plain_attention else None
+            for layer in self.config.layers
+        ]
+        known = [window for window in windows if window is not None]
+        return max(known) if len(known) == len(windows) else None
+
+    @property
     def first_scored(self) -> int:
         """0: no logit has seen what it predicts."""
         return 0

@@ -119,6 +119,11 @@ class ReReadWindow(FixedSizeMemory, nnx.Module):
         """s: calls of whole segments are fast."""
         return self.segment
 
+    @property
+    def reach(self) -> int:
+        """n + s: the state has the tokens themselves."""
+        return self.reread + self.segment
+
     def init_state(self, batch: int, capacity: int | None = None) -> ReReadState:
         """No tokens.
 

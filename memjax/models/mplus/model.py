@@ -115,6 +115,14 @@ class MPlus(FixedSizeMemory, Savable, nnx.Module):
         return self.config.chunk_size
 
     @property
+    def reach(self) -> int:
+        """Tokens in chunks whose memory tokens fill pool and store."""
+        rows = self.config.pool_size + self.config.store_size * bool(
+            self.config.num_retrieved
+        )
+        return rows // self.config.num_memory_tokens * self.config.chunk_size
+
+    @property
     def layers(self) -> int:
         """L."""
         return len(self.backbone.blocks)

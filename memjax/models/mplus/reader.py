@@ -63,6 +63,10 @@ class MemoryReader(nnx.Module):
         return 1
 
     @property
+    def reach(self) -> None:
+        """None: the cache refuses more than it holds."""
+
+    @property
     def first_scored(self) -> int:
         """0: no logit has seen what it predicts."""
         return 0
