@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from memjax.buckets.writing import atomic_folder
 from memjax.config_io import from_record
 from memjax.conversation import MemoryFolder, Record
-from memjax.models.checkpoints.memory_state import read_note
+from memjax.models.checkpoints.memory_state import RECORD, TENSORS, read_note
 from memjax.status import size
 
 #: Entries that are shown, and characters of each.
@@ -86,11 +87,9 @@ def _copy(saved: MemoryFolder, destination: Path) -> None:
 
 
 def _copied(path: Path, new: Path) -> None:
-    try:
-        shutil.copytree(path, new)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+    with atomic_folder(new) as folder:
+        for name in (RECORD, TENSORS):
+            shutil.copyfile(path / name, folder / name, follow_symlinks=False)
 
 
 def _remove(saved: MemoryFolder) -> None:

@@ -106,11 +106,12 @@ class MemoryFolder:
         self.lock()
         for name in self._names():
             if _SAVED.fullmatch(name) or _UNFINISHED.fullmatch(name):
-                shutil.rmtree(self.path / name)
+                delete_memory(self.path / name)
         self.close()
         (self.path / LOCK_FILE).unlink(missing_ok=True)
         left = sorted(self._names())
-        if not left:
+        # A link to the folder is left.
+        if not left and not self.path.is_symlink():
             self.path.rmdir()
         return left
 
