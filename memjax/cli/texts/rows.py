@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from memjax.data.documents.readers import MAX_DOCUMENT
 from memjax.data.documents.json_lines import read_records
+from memjax.data.documents.readers import MAX_DOCUMENT
 from memjax.status import say
 
 #: The name of standard input.
