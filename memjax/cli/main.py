@@ -35,10 +35,11 @@ from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.sources import check_source, splits_of
 from memjax.evaluation import plots
 from memjax.models.language_model.config import Dtype
-from memjax.status import Status, warnings_as_lines
+from memjax.status import Status, say, warnings_as_lines
 from memjax.training import pretrain as run
 from memjax.training.config import DataConfig, RunConfig
 from memjax.training.monitoring.curves import draw_curves
+from memjax.training.monitoring.header import beginning
 from memjax.training.resume import NonFiniteError
 from memjax.training.run_data import load_sources
 
@@ -131,6 +132,7 @@ def evaluate(
     with Status("reading documents"):
         sources = load_sources(own, opened.tokenizer, split)
     documents = [document for part in sources for document in part]
+    say(f"a text begins with {beginning(opened.tokenizer)}")
     with Status("scoring", "tokens") as progress:
         every = evaluation.token_losses(
             found,

@@ -28,8 +28,8 @@ from memjax.data.documents.tokenizer import Tokenizer
 
 FORM = "prepared"
 MANIFEST = "manifest.json"
-#: Raised when a later version writes what an earlier one cannot read.
-VERSION = 1
+#: Raised when another version would read the tokens as what they are not.
+VERSION = 2
 #: Fields of a document in the index.
 COLUMNS = ("names", "kinds", "lengths", "digests")
 #: Decoded records in the cache: the rows of a batch are from as many documents.

@@ -6,8 +6,8 @@ A tokenizer file is JSON, read by the `tokenizers` library: no code is run.
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
-import itertools
 import logging
 import lzma
 import re
@@ -106,24 +106,39 @@ class JsonTokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> Int32[np.ndarray, " T"]:
-    """The ids of a prompt, after the tokens that the tokenizer puts before a text.
+    """The ids of a text, after `first_tokens`.
 
-    Llama 3 and Gemma begin every text with a token of their own, and continue a text
-    badly without it. Tokens at the end of a text are left out: the text continues.
+    Of prompts, and of documents that are trained on or scored. Tokens at the end of a
+    text are left out: the text continues.
     """
     ids = tokenizer.encode(text)
-    if not isinstance(tokenizer, JsonTokenizer):
-        return ids
-    with _library_errors("the tokenizer cannot encode a text"):
-        whole = tokenizer.backend.encode(text)
-    # The mask marks the added tokens, front and back.
-    front = itertools.takewhile(
-        lambda pair: pair[1], zip(whole.ids, whole.special_tokens_mask, strict=True)
-    )
-    first = np.asarray([token for token, _ in front], np.int32)
+    first = np.asarray(first_tokens(tokenizer), np.int32)
     # A chat template writes the first token itself.
     given = len(ids) >= len(first) and np.array_equal(ids[: len(first)], first)
     return ids if given else np.concatenate([first, ids])
+
+
+def first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that the tokenizer puts before every text; () for many.
+
+    Llama 2 and 3, Gemma, Mistral and OPT begin every text with a token of their own,
+    and continue a text badly without it.
+    """
+    return _added(tokenizer) if isinstance(tokenizer, JsonTokenizer) else ()
+
+
+@functools.lru_cache(maxsize=8)
+def _added(tokenizer: JsonTokenizer) -> tuple[int, ...]:
+    """The ids before those of a text."""
+    # A text between the added tokens; small vocabularies lack most letters.
+    for text in ("a", *tokenizer.backend.get_vocab(with_added_tokens=False)):
+        with _library_errors("the tokenizer cannot encode a text"):
+            whole = tokenizer.backend.encode(text)
+        # It marks the added tokens, front and back.
+        mask = whole.special_tokens_mask
+        if 0 in mask:
+            return tuple(whole.ids[: mask.index(0)])
+    return ()
 
 
 def load_tokenizer(name: str) -> Tokenizer:

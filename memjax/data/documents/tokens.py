@@ -22,7 +22,10 @@ from memjax.data.documents.documents import (
 )
 from memjax.data.documents.sources import RowConfig as RowConfig
 from memjax.data.documents.token_file import TokenisedDocument as TokenisedDocument
-from memjax.data.documents.tokenizer import Tokenizer
+from memjax.data.documents.tokenizer import Tokenizer, encode_prompt
+
+# Of the tokens of a text: another one is another file.
+_FORM = "behind first tokens"
 
 
 def load_tokens(
@@ -62,7 +65,7 @@ def load_tokens(
     # Names the token file of a source of this version.
     link = None
     if source.version is not None:
-        name = _digest(source.version, split, tokenizer.digest)
+        name = _digest(_FORM, source.version, split, tokenizer.digest)
         link = folder / f"{name}.source"
         with contextlib.suppress(OSError, UnicodeDecodeError):
             key = link.read_text("ascii")
@@ -110,7 +113,7 @@ def _load(
 
 def _key(entries: Sequence[Entry], tokenizer: Tokenizer) -> str:
     said = ((e.name, e.kind, e.digest.hex()) for e in entries)
-    return _digest(tokenizer.digest, *map(repr, said))
+    return _digest(_FORM, tokenizer.digest, *map(repr, said))
 
 
 def _digest(*parts: str) -> str:
@@ -123,12 +126,12 @@ def _digest(*parts: str) -> str:
 
 
 def tokenise(document: Document, tokenizer: Tokenizer) -> Int32[np.ndarray, " T"]:
-    """The ids of a document, at least one, all of them in the vocabulary.
+    """The ids of a document behind `first_tokens`, all of them in the vocabulary.
 
     Raises:
         ValueError: there is none, or an id beyond the vocabulary.
     """
-    tokens = tokenizer.encode(document.text)
+    tokens = encode_prompt(tokenizer, document.text)
     if not tokens.size:
         raise ValueError(f"document {document.name!r} encodes to no token")
     if tokens.min() < 0 or tokens.max() >= tokenizer.vocab_size:

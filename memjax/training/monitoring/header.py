@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from memjax.data import Split, TokenisedDocument, Tokenizer
 from memjax.data.documents.sources import check_source
+from memjax.data.documents.tokenizer import first_tokens
 from memjax.models.base import Model
 from memjax.status import say, size
 from memjax.training.config import DataConfig, LoopConfig
@@ -61,6 +63,7 @@ def show(
     if left_out := _left_out(documents, shortest):
         others = "; modes 'packed' and 'streamed' read them"
         lines["left out"] = left_out + others * (data.mode == "chunked")
+    lines["a text"] = f"begins with {beginning(tokenizer)}"
     # Tokenised here once, and cached for `memjax eval`.
     lines["validation"] = held_out(data, tokenizer, "validation")
     if loop.evaluate_every:
@@ -143,6 +146,14 @@ def _left_out(documents: Sequence[TokenisedDocument], shortest: int) -> str:
     if not short:
         return ""
     return f"{_counted(len(short), sum(short))}: shorter than {shortest:,} tokens"
+
+
+def beginning(tokenizer: Tokenizer) -> str:
+    """The tokens that are put before each document, for people."""
+    first = np.asarray(first_tokens(tokenizer), np.int32)
+    if not first.size:
+        return "its own first token"
+    return f"{tokenizer.decode(first)}, which the tokenizer puts there"
 
 
 def held_out(data: DataConfig, tokenizer: Tokenizer, split: Split) -> str:

@@ -179,7 +179,7 @@ def damage_length(folder):
 
 def damage_version(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 1}))
 
 
 def damage_index(folder):
@@ -194,7 +194,7 @@ def damage_index(folder):
         (lambda f: os.remove(f / "train-00000.array_record"), "but there is nothing"),
         (damage_index, "train-00000.json is not as it was written"),
         (lambda f: os.remove(f / "train-00000.json"), "is not as it was written"),
-        (damage_version, "is of version 2, this memjax reads 1"),
+        (damage_version, "is of version 1, this memjax reads 2"),
     ],
 )
 def test_changed_files_are_named(source, tmp_path, damage, message):

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.corpus import build_tokenizer
-from memjax.data import load_tokenizer
+from memjax.data import Document, load_tokenizer
 from memjax.data.documents import tokenizer
 from memjax.data.documents.tokenizer import Tokenizer, encode_prompt, parse_tokenizer
+from memjax.data.documents.tokens import tokenise
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SHIPPED = {name: load_tokenizer(name) for name in ("bytes", "bpe4k")}
@@ -86,6 +87,8 @@ def test_prompt_begins_with_the_tokenizers_first_tokens(sides):
     first = [1] if "<s>" in sides else []
     assert made_of.encode("aa").tolist() == [0, 0]
     assert encode_prompt(made_of, "aa").tolist() == [*first, 0, 0]
+    document = Document("d", "text", "train", "aa")
+    assert tokenise(document, made_of).tolist() == [*first, 0, 0]
     # As chat templates have it; once is enough.
     assert encode_prompt(made_of, "<s>a").tolist() == [1, 0]
     assert encode_prompt(SHIPPED["bytes"], "a").tolist() == [97]

@@ -13,11 +13,14 @@ import pytest
 import tokenizers
 
 import memjax
+from memjax.data import load_tokens
 from memjax.data.documents.tokenizer import parse_tokenizer
+from memjax.evaluation import perplexity, token_losses
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
 from memjax.models.checkpoints.hf.known_keys import ONLY, USED, WITHOUT_EFFECT
 from memjax.models.checkpoints.text_interface import TextInterface
+from tests import tiny
 
 with warnings.catch_warnings():
     # Both libraries warn of deprecated parts of their own.
@@ -93,6 +96,27 @@ def test_our_own_models_have_the_same_logits_in_transformers(
 def test_every_key_of_its_configs_is_known(family):
     config = transformers.CONFIG_MAPPING[family]()
     assert config.to_dict().keys() <= USED[family] | ONLY.keys() | WITHOUT_EFFECT
+
+
+def test_perplexity_equals_transformers_with_the_first_token(tmp_path):
+    """As in training and generation, a document begins as the tokenizer begins it."""
+    backend = tokenizers.Tokenizer.from_str(tiny.tokenizer().serialised.decode())
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<end> $A", special_tokens=[("<end>", 0)]
+    )
+    text = TextInterface(parse_tokenizer(backend.to_str().encode(), "made"))
+    tiny.llama().save(tmp_path / "a", text)
+    loaded = memjax.load(tmp_path / "a")
+    (tmp_path / "text.txt").write_text("abcdefghijkl")
+    spec, cache = str(tmp_path / "text.txt"), tmp_path / "cache"
+    documents = load_tokens(spec, loaded.tokenizer, "train", cache)
+    found = perplexity(token_losses(loaded.model, documents, segment=4))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
+    ids = np.asarray(theirs("abcdefghijkl").input_ids)
+    logits = transformers_logits(tmp_path / "a", ids[None])[0]
+    log_probs = jax.nn.log_softmax(logits[:-1])[np.arange(len(ids) - 1), ids[1:]]
+    assert ids[0] == 0 and len(ids) == 13
+    np.testing.assert_allclose(found, np.exp(-log_probs.mean()), rtol=1e-5)
 
 
 def test_yarn_beyond_the_first_length_equals_transformers(tmp_path):
