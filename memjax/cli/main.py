@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -33,7 +33,7 @@ from memjax.cli.texts import opening
 from memjax.data import RowConfig, Split, load_tokenizer, load_tokens
 from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.sources import check_source, splits_of
-from memjax.evaluation import plots
+from memjax.evaluation import plots, report
 from memjax.models.language_model.config import Dtype
 from memjax.status import Status, say, warnings_as_lines
 from memjax.training import pretrain as run
@@ -96,7 +96,7 @@ def evaluate(
 
     Writes `eval-<split>.json` and a plot of loss by position. With HMT, targets that a
     summary has read before are left out; "all_targets" is the perplexity of all, as the
-    official program scores.
+    official program scores. Null is what no text is long enough for.
 
     Args:
         model: folder of a run (its newest checkpoint) or of safetensors, a GGUF file,
@@ -143,24 +143,23 @@ def evaluate(
             progress=progress,
         )
     losses, window = evaluation.drop_leaked_targets(found, every), found.window
-    rows = {
-        kind or "all": {
-            "perplexity": evaluation.perplexity(losses, kind=kind),
-            "beyond_window": evaluation.perplexity(losses, kind=kind, first=window),
-            "all_targets": evaluation.perplexity(every, kind=kind),
-        }
-        for kind in (None, *dict.fromkeys(losses.kinds))
-    }
+    rows = report.perplexities(losses, every, window)
     edges = evaluation.log2_bins(losses.nll.shape[1])
     curve = evaluation.loss_by_position(losses, edges)
-    table = Table("text", "perplexity", f"beyond {window} tokens", "all targets")
+    titles = {"beyond_window": f"beyond {window} tokens", "all_targets": "all targets"}
+    names = report.columns(rows)
+    table = Table("text", *(titles.get(name, name) for name in names))
     for kind, row in rows.items():
-        table.add_row(kind, *(f"{value:.3f}" for value in row.values()))
+        shown = (row[name] for name in names)
+        table.add_row(kind, *("" if x is None else f"{x:.3f}" for x in shown))
     Console().print(table)
-    result = {"split": split, "perplexity": rows, "edges": edges, "nats": curve}
+    result: dict[str, Any] = {"split": split, "perplexity": rows, "edges": edges}
+    result["nats"] = [report.or_none(value) for value in curve]
     folder = as_path(output or (model if opened.run else "eval"))
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / f"eval-{split}.json", json.dumps(result, indent=1))
+    write_atomically(
+        folder / f"eval-{split}.json", json.dumps(result, indent=1, allow_nan=False)
+    )
     plot = folder / f"eval-{split}.png"
     plots.loss_by_position({split: curve}, edges, plot, window=window)
     print(f"wrote {folder / f'eval-{split}.json'} and {plot}")

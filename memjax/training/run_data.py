@@ -266,11 +266,10 @@ def validation(
             )
         # A model that reads ahead has seen some of the targets.
         losses = evaluation.drop_leaked_targets(trained, losses)
-        return {
-            "validation_perplexity": evaluation.perplexity(losses),
-            "validation_perplexity_beyond_window": evaluation.perplexity(
-                losses, first=window
-            ),
-        }
+        found = {"validation_perplexity": evaluation.perplexity(losses)}
+        if losses.mask[:, window:].any():
+            beyond = evaluation.perplexity(losses, first=window)
+            found["validation_perplexity_beyond_window"] = beyond
+        return found
 
     return evaluate

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import load_tokenizer
+from memjax.evaluation import TokenLosses
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import ModelConfig
 from memjax.training import LoopConfig, MeshConfig, StepConfig, run_data
@@ -18,6 +20,7 @@ from memjax.training import pretrain as run
 from memjax.training.distributed import sharding
 from memjax.training.optimizer import schedule
 from memjax.training.resume import FREE_FIELDS, require_same_config
+from memjax.training.run_data import validation
 from tests import tiny
 
 MODEL = ModelConfig(
@@ -257,3 +260,17 @@ def test_the_learning_rate_is_logged(config, whole):
     values = [line["values"] for line in lines if line["kind"] == "train"]
     rates = jax.jit(schedule(config.optimizer, 6))(np.arange(6))
     np.testing.assert_allclose([v["learning_rate"] for v in values], rates, rtol=1e-6)
+
+
+@pytest.mark.parametrize("beyond", [0, 3])
+def test_no_perplexity_beyond_the_window_where_no_text_is_longer(
+    config, beyond, monkeypatch
+):
+    model = run.abstract_model(MODEL)
+    mask = np.ones((1, model.window + beyond), np.float32)
+    scored = TokenLosses(mask, mask, ("text",), ("0.txt",))
+    monkeypatch.setattr(evaluation, "token_losses", lambda *_, **__: scored)
+    evaluate = validation(config, load_tokenizer("bytes"), model)
+    found = evaluate(config.state_shapes(), lambda: False)
+    assert ("validation_perplexity_beyond_window" in found) == bool(beyond)
+    assert found["validation_perplexity"] == pytest.approx(np.e)

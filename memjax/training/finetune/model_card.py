@@ -82,7 +82,10 @@ def _scores(folder: AnyPath) -> str:
     for file in sorted(folder.glob("eval-*.json")):
         record = read_json(file)
         for kind, row in record["perplexity"].items():
-            value = f"{row['perplexity']:.3f} | {row['beyond_window']:.3f}"
+            value = " | ".join(
+                "" if row.get(name) is None else f"{row[name]:.3f}"
+                for name in ("perplexity", "beyond_window")
+            )
             rows.append(f"| {record['split']} | {kind} | {value} |")
     head = "| split | text | perplexity | beyond the window |\n|---|---|---|---|\n"
     return head + "\n".join(rows) + "\n" if rows else ""
