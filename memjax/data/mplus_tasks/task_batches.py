@@ -117,10 +117,10 @@ class TaskBatches:
         batch = self._task_batch(rng, task, count)
         if task == "full_context":
             return Assignment(task, batch)
-        keep = self._distance is None
-        self._distance = (
-            0 if self._distance is None else self._distance + batch.chunks.shape[1]
-        )
+        if self._distance is None or rng.uniform() < self._config.renew:
+            keep, self._distance = True, 0
+        else:
+            keep, self._distance = False, self._distance + batch.chunks.shape[1]
         return Assignment(task, batch._replace(keep=np.full_like(batch.keep, keep)))
 
     def _choose(self, rng: StepRandom) -> Task:

@@ -68,6 +68,9 @@ class MPlusTaskConfig:
         ask: share of the writing steps with facts in place of documents
             (`fact_tasks.py`).
         replace: probability that a revisited target is replaced by the next document's.
+        renew: probability that a written document's target replaces the stored one,
+            which was not revisited. Both set the mean distance of a revisit, about 60
+            chunks in the paper's stages 1 and 2 and 200 in stage 3.
         chunks: numbers of chunks, sampled uniformly: the length buckets.
         shortest_chunk: a chunk has this many to C tokens.
         target: T, at least 2.
@@ -80,15 +83,17 @@ class MPlusTaskConfig:
     multi_chunk: float = 0.8
     repeat: float = 0.1
     ask: float = 0.0
-    replace: float = 0.2
-    chunks: tuple[int, ...] = (8, 16, 32, 64)
+    replace: float = 1.0
+    renew: float = 0.0
+    # Texts of 4k, 8k, 16k, 32k and 64k tokens, in chunks of 512 and the target.
+    chunks: tuple[int, ...] = (4, 12, 28, 60, 124)
     shortest_chunk: int = 384
     target: int = 2048
     prompt: int = 64
 
     def __post_init__(self):
-        shares = ("full_context", "revisit", "multi_chunk", "repeat", "ask", "replace")
-        for name in shares:
+        shares = ("full_context", "revisit", "multi_chunk", "repeat", "ask")
+        for name in (*shares, "replace", "renew"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         if not self.chunks or min(self.chunks) < 1:

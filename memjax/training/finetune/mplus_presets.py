@@ -68,15 +68,16 @@ def _paper() -> MPlusStages:
         optimizer=dataclasses.replace(MPlusStage().optimizer, learning_rate=3.7e-5),
         loop=LoopConfig(steps=125_000, save_every=2000, evaluate_every=10_000),
     )
-    # Documents from 4k to 64k tokens, as far as stage 2's pool has room for them.
-    tasks = MPlusTaskConfig(chunks=(8, 16, 32))
-    stages = _stages(MPlusConfig(), tasks, stage, 16)
+    stages = _stages(MPlusConfig(), MPlusTaskConfig(), stage, 16)
     longer = dataclasses.replace(stage.loop, steps=1_200_000)
-    longest = dataclasses.replace(tasks, chunks=(8, 16, 32, 64, 128))
+    # Distances of revisits, see `MPlusTaskConfig`: short documents are kept for longer,
+    # long ones are renewed.
+    first = dataclasses.replace(stages.stage1.tasks, replace=0.2)
+    second = dataclasses.replace(stages.stage2.tasks, renew=0.6)
     return dataclasses.replace(
         stages,
-        stage1=dataclasses.replace(stages.stage1, loop=longer),
-        stage3=dataclasses.replace(stages.stage3, tasks=longest),
+        stage1=dataclasses.replace(stages.stage1, tasks=first, loop=longer),
+        stage2=dataclasses.replace(stages.stage2, tasks=second),
     )
 
 
@@ -99,6 +100,7 @@ def _smollm2() -> MPlusStages:
         target=160,
         prompt=24,
         ask=0.6,
+        replace=0.2,
     )
     stage = MPlusStage(
         depth=2,
@@ -124,7 +126,9 @@ def _small() -> MPlusStages:
         store_size=4096,
         key_dim=32,
     )
-    tasks = MPlusTaskConfig(chunks=(2, 4, 8), shortest_chunk=96, target=128, prompt=16)
+    tasks = MPlusTaskConfig(
+        chunks=(2, 4, 8), shortest_chunk=96, target=128, prompt=16, replace=0.2
+    )
     stage = MPlusStage(
         data=SampleConfig(batch_size=2, validation_texts=4),
         optimizer=dataclasses.replace(MPlusStage().optimizer, learning_rate=5e-4),

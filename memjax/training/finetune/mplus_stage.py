@@ -110,14 +110,6 @@ class MPlusStage(SampleStage):
                 f"tasks.shortest_chunk must be at most memory.chunk_size="
                 f"{self.memory.chunk_size}, got {self.tasks.shortest_chunk}"
             )
-        # At least one row of the pool must remain besides the document's.
-        room = (self.memory.pool_size - 1) // self.memory.num_memory_tokens
-        if not self.memory.num_retrieved and max(self.tasks.chunks) > room:
-            raise ValueError(
-                f"tasks.chunks must be at most {room} without a store, where "
-                "documents are read together with the rest of a pool of "
-                f"{self.memory.pool_size} rows, got {self.tasks.chunks}"
-            )
 
     @property
     def context_length(self) -> int:

@@ -145,6 +145,9 @@ def task_loss(
             if model.config.num_retrieved:
                 now = TaskMemory(state, document(state))
                 losses = _read_rows_of(model, read, now, batch.num_queries)
+            elif news.shape[0] * news.shape[3] >= model.config.pool_size:
+                # The pool holds what it did not drop of a document longer than itself.
+                losses = Losses(read(state, batch.target)[0], None)
             else:
                 new = jnp.concatenate(list(news), axis=2)
                 given = mplus_reading.ReadOptions(new=new, beside_pool=True)

@@ -5,7 +5,7 @@ import gc
 import json
 import math
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import chex
 import jax
@@ -14,8 +14,9 @@ import pytest
 from flax import nnx
 
 from memjax.cli import main as cli
-from memjax.data import load_facts, load_tokenizer
+from memjax.data import TokenisedDocument, load_facts, load_tokenizer
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
+from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.checkpoints.checkpoint import load_mplus
@@ -361,11 +362,6 @@ def test_settings_that_contradict_themselves_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(three.stage3, **changes)
-    longer = dataclasses.replace(TASKS, chunks=(2, 3))
-    with pytest.raises(
-        ValueError, match="tasks.chunks must be at most 2 without a sto"
-    ):
-        dataclasses.replace(three.stage1, tasks=longer)
     with pytest.raises(
         ValueError, match="stage2 must have memory.num_retrieved = 0, got 4"
     ):
@@ -379,6 +375,28 @@ def test_presets_follow_the_papers_curriculum():
         memory = stage.memory
         assert memory.pool_size + memory.num_retrieved == 12_800
         assert (stage.tasks.full_context, stage.tasks.revisit) == (0.05, 0.2)
-    assert paper.stage3.tasks.multi_chunk == 0.8 and paper.stage3.tasks.replace == 0.2
-    assert paper.stage2.tasks.multi_chunk == 0.9 and paper.stage2.tasks.replace == 1.0
+    assert [s.tasks.multi_chunk for _, s in paper.stages()] == [0.9, 0.9, 0.8]
     assert paper.stage3.memory.num_retrieved == 2560
+    assert paper.stage3.tasks == MPlusTaskConfig()
+    longest = max(paper.stage2.tasks.chunks)
+    assert longest * paper.stage2.memory.chunk_size + paper.stage2.tasks.target == 2**16
+
+
+@pytest.mark.parametrize(
+    ("stage", "distance"), [("stage1", 60), ("stage2", 60), ("stage3", 200)]
+)
+def test_revisits_of_the_papers_stages_are_as_far_as_its_appendix_says(stage, distance):
+    """Counted over the chunks that are written, each here of one token."""
+    tasks = dict(cast(MPlusStages, presets()["mplus-paper"]).stages())[stage].tasks
+    tasks = dataclasses.replace(tasks, shortest_chunk=1, target=8, prompt=1)
+    texts = [TokenisedDocument("d", "text", np.zeros(4000, np.int32))]
+    batches = TaskBatches(texts, tasks, 1, 1, 0, np.zeros(1, np.int32))
+    since, distances = 0, []
+    for assignment, _ in zip(batches, range(2000), strict=False):
+        if assignment.task == "revisit":
+            distances.append(since)
+        elif assignment.batch.keep[0]:
+            since = 0
+        else:
+            since += assignment.batch.chunks.shape[1]
+    assert np.mean(distances) == pytest.approx(distance, rel=0.2)

@@ -393,3 +393,18 @@ def test_without_a_store_only_one_chunk_has_a_gradient(chunks, reached):
     kept = after.cached.target.tokens
     np.testing.assert_array_equal(kept[0], batch.target.tokens[0])
     assert not np.any(kept[1])
+
+
+def test_a_document_longer_than_the_pool_is_read_by_what_the_pool_holds():
+    model, batch = small(0), small_batch(0, 5)
+
+    @jax.jit
+    def losses():
+        memory = mplus_tasks.first_memory(model, 2, 12, jax.random.key(3))
+        loss = functools.partial(mplus_tasks.task_loss, model, prompt=PROMPT)
+        written, (after, _) = loss("multi_chunk", memory, batch)
+        read, _ = loss("full_context", after, batch)
+        return written, read
+
+    written, read = losses()
+    np.testing.assert_allclose(written, read, rtol=1e-6)
