@@ -358,7 +358,8 @@ def balance(
             params.features.read.astype(x.dtype),
         )
     logits = gates.linear_logits(x, weight) + bias[None, None]
-    share = amount[None, None] * jax.nn.sigmoid(logits) * written[..., None]
+    written = written[..., None].astype(logits.dtype)
+    share = amount[None, None] * jax.nn.sigmoid(logits) * written
     return attended + share[..., None].astype(x.dtype) * (read - attended)
 
 

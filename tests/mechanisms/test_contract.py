@@ -260,6 +260,26 @@ def test_state_is_a_fixed_point_of_shape_and_float32(case):
     assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(state))
 
 
+def test_parameters_and_settings_of_other_types_run(case):
+    """bfloat16 parameters, float64 by default, and no implicit promotion."""
+    mechanism, params, state, x = case
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    x = x[:, :LENGTH]
+    with jax.enable_x64(True):
+        drawn = jax.eval_shape(mechanism.init_params, jax.random.key(0))
+    settings = (
+        (low, jax.enable_x64(False)),
+        (drawn, jax.enable_x64(True)),
+        (params, jax.numpy_dtype_promotion("strict")),
+    )
+    for given, setting in settings:
+        with setting:
+            for call, inputs in ((mechanism.apply, x), (mechanism.step, x[:, 0])):
+                after, y = jax.eval_shape(call, given, state, inputs)
+                assert jax.tree.map(_type, after) == jax.tree.map(_type, state)
+                assert (y.shape, y.dtype) == (inputs.shape, x.dtype)
+
+
 @of_each_kind
 def test_bfloat16_is_close_to_float32(case):
     mechanism, params, state, x = case

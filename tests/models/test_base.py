@@ -73,6 +73,37 @@ def test_contract_of_models(name, window, first_scored, remaining):
     assert model.remaining(model.init_state(2)) == remaining
 
 
+@pytest.mark.parametrize("setting", ["bfloat16", "float64", "strict"])
+@pytest.mark.parametrize("name", ["language model", "hmt", "mplus", "reread"])
+def test_parameters_and_settings_of_other_types_run(name, setting):
+    """bfloat16 parameters, float64 by default, and no implicit promotion."""
+
+    def low(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
+
+    settings = {
+        "bfloat16": jax.enable_x64(False),
+        "float64": jax.enable_x64(True),
+        "strict": jax.numpy_dtype_promotion("strict"),
+    }
+    with settings[setting]:
+        model = nnx.eval_shape(lambda: make_model(name))
+        params = nnx.state(model, nnx.Param)
+        if setting == "bfloat16":
+            nnx.update(model, jax.tree.map(low, params))
+        state = jax.eval_shape(lambda: model.init_state(2))
+        graph, params = nnx.split(model)
+
+        def call(params, state):
+            tokens = jnp.zeros((2, 6), jnp.int32)
+            return nnx.merge(graph, params)(state, tokens)
+
+        after, logits = jax.eval_shape(call, params, state)
+    assert logits.dtype == "float32"
+    types = (jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in (state, after))
+    assert len({str(tree) for tree in types}) == 1
+
+
 def arrays(model):
     return jax.tree.map(np.array, nnx.state(model))
 

@@ -44,8 +44,15 @@ def initialise(state: LearnedInit, initial: PyTree) -> PyTree:
 
 
 def for_batch(params: PyTree, batch: int) -> PyTree:
-    """Learned arrays, repeated for every batch element."""
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], batch, axis=0), params)
+    """Learned arrays, repeated for every batch element, in float32.
+
+    Parameters may have another dtype; memories do not.
+    """
+
+    def repeated(leaf):
+        return jnp.repeat(leaf[None].astype(jnp.float32), batch, axis=0)
+
+    return jax.tree.map(repeated, params)
 
 
 def initialised_step(
@@ -64,10 +71,7 @@ def initialised_step(
         initial: the learned memory of one batch element.
         **options: of the step.
     """
-    # Parameters may be bfloat16; memories are float32.
-    arrays = [
-        leaf.astype(jnp.float32) for leaf in jax.tree.leaves(initial) if leaf.ndim == 4
-    ]
+    arrays = [leaf for leaf in jax.tree.leaves(initial) if leaf.ndim == 4]
 
     def with_counts(leaf, new):
         # Counts are replaced here, arrays where the step reads them.

@@ -45,7 +45,7 @@ def bounded_step(
     size = open_chunk.steps.shape[1]
     here = (jnp.arange(size)[None] == position[:, None])[..., None]
     # After the last token of a chunk comes the start of the next.
-    kept = ((position + 1) % size != 0)[:, None, None]
+    kept = ((position + 1) % size != 0)[:, None, None].astype(jnp.float32)
     steps = jnp.where(here, gamma[:, None], open_chunk.steps) * kept
     keys = jnp.where(here[..., None], key[:, None], open_chunk.keys) * kept[..., None]
     return OpenChunk(keys, steps), k, bounded

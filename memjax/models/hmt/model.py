@@ -105,15 +105,19 @@ class HMT(FixedSizeMemory, Savable, nnx.Module):
 
     @property
     def weights(self) -> Weights:
-        """The parameters as plain arrays."""
+        """The parameters as plain arrays; those of the memory in float32, as it is."""
+
+        def high(param):
+            return param.get_value().astype(jnp.float32)
+
         retrieval = None
         if self.config.retrieval:
             retrieval = RetrievalWeights(
-                summary_prompt=self.summary_prompt.get_value(),
-                query=self.query.get_value(),
-                key=self.key.get_value(),
+                summary_prompt=high(self.summary_prompt),
+                query=high(self.query),
+                key=high(self.key),
             )
-        return Weights(self.backbone, self.initial_memory.get_value(), retrieval)
+        return Weights(self.backbone, high(self.initial_memory), retrieval)
 
     @property
     def model_type(self) -> str:

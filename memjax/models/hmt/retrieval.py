@@ -131,7 +131,7 @@ def summarize_segments(
     n, least = segments.length.shape[0], config.min_memories_to_choose
 
     def zeros(n):
-        return jnp.zeros((n, *num_valid.shape, weights.backbone.width))
+        return jnp.zeros((n, *num_valid.shape, weights.backbone.width), jnp.float32)
 
     if weights.retrieval is None or n == 0:
         # Without retrieval no search needs a summary.

@@ -111,7 +111,9 @@ def from_nodes(
     nodes, weights = bank.gauss_legendre(order)
     with jax.enable_x64(True):
         # float32 would round a long history's ratio to 1: time would stand still.
-        end = jnp.maximum(stop, 1).astype(jnp.float64)
+        first, last, end = (
+            x.astype(jnp.float64) for x in (first, last, jnp.maximum(stop, 1))
+        )
         begin, span = first / end, (last - first) / end
         points = begin[:, None] + span[:, None] * jnp.asarray(nodes, jnp.float64)[None]
         scale = span.astype(jnp.float32)[:, None] * _root(weights)
@@ -123,7 +125,7 @@ def basis(order: int, points: Float[Array, "R Q"]) -> Float[Array, "R N Q"]:
     with jax.enable_x64(True):
         z = 2 * points - 1
         high = z.astype(jnp.float32)
-        low = (z - high).astype(jnp.float32)
+        low = (z - high.astype(z.dtype)).astype(jnp.float32)
         values = jax.lax.platform_dependent(
             z,
             high,
