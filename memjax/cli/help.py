@@ -49,6 +49,8 @@ Trains a model from a preset, or resumes a run.
     + """
 memjax train PRESET --help lists every field, such as --loop.steps, --data.source
 or --model.mechanisms.0.window.
+Sizes of 100m and more need data like the papers', such as --data.source tfds:pg19 or
+hf:allenai/c4:en, and --data.tokenizer of a large vocabulary.
 
 """
     + TABLES[0]

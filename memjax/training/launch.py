@@ -21,7 +21,12 @@ from memjax.training.config import DataIterator, Kind, LoopConfig, Outcome
 from memjax.training.distributed import sharding
 from memjax.training.monitoring import header
 from memjax.training.optimizer import OptimizerConfig, schedule
-from memjax.training.run_data import DataConfig, load_sources, validation
+from memjax.training.run_data import (
+    DataConfig,
+    check_epochs,
+    load_sources,
+    validation,
+)
 from memjax.training.run_folder import RunFolder, record_config
 from memjax.training.step import Compile, Step, TrainState
 
@@ -147,6 +152,7 @@ def launch(
     quiet = jax.process_index() != 0
     with Status("reading documents", quiet=quiet):
         sources = load_sources(run.data, tokenizer, "train")
+    check_epochs(run.data, sources, run.loop.steps * rows * length)
     data = run.batches(sources, tokenizer, sharding.host_part(mesh))
     # Before the work starts: another run's folder is refused at once.
     with RunFolder(run_dir) as folder:

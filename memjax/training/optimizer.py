@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jax
 import optax
 
-from memjax.checks import check_positive
+from memjax.checks import check_positive, check_sizes
 from memjax.training.distributed.sharding import leaf_name
 
 # Roles by the last part of a parameter's name, as memjax and flax name them. Shapes do
@@ -35,6 +35,8 @@ class OptimizerConfig:
         decay_vectors: weight decay on all parameters, as HMT is trained.
         max_gradient_norm: gradients longer than this are scaled down to it; infinity
             leaves them all.
+        schedule_steps: steps of warm-up and cosine, >= 1; the rate stays as it is from
+            there on. None is all steps of the run.
     """
 
     learning_rate: float = 2e-3
@@ -46,6 +48,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     decay_vectors: bool = False
     max_gradient_norm: float = 1.0
+    schedule_steps: int | None = None
 
     def __post_init__(self):
         check_positive(learning_rate=self.learning_rate, epsilon=self.epsilon)
@@ -54,6 +57,8 @@ class OptimizerConfig:
         for name in ("warmup_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.schedule_steps is not None:
+            check_sizes(schedule_steps=self.schedule_steps)
         if not 0 <= self.final_ratio <= 1:
             raise ValueError(f"final_ratio must be in [0, 1], got {self.final_ratio}")
         if not self.weight_decay >= 0:
@@ -62,6 +67,7 @@ class OptimizerConfig:
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate by step: linear warm-up, then a cosine to the last of `steps`."""
+    steps = config.schedule_steps or steps
     warmup = round(config.warmup_ratio * steps)
     return optax.warmup_cosine_decay_schedule(
         # The first update would do nothing at a rate of 0.

@@ -25,7 +25,7 @@ def _names(kind: type) -> list[str]:
 FREE_FIELDS = frozenset(
     {f"{prefix}{name}" for prefix in ("", "loop.") for name in _names(LoopConfig)}
     | {f"mesh.{name}" for name in _names(MeshConfig)}
-    | {"optimizer.learning_rate"}
+    | {"optimizer.learning_rate", "optimizer.schedule_steps", "data.sample_epochs"}
 )
 #: Free fields that affect the result: changes are reported.
 REPORTED_FIELDS = ("optimizer.learning_rate",)
@@ -111,6 +111,7 @@ def resume(
             for name, line in _differences(stored, config_record)
             if name.endswith(REPORTED_FIELDS)
         )
+        changes.extend(schedule_change(stored, config_record))
         # Only now: a refused checkpoint leaves the caller's state intact.
         _delete_arrays(state)
 
@@ -126,6 +127,25 @@ def resume(
     data.set_state(found.meta["data"])
     skipped = SkipCount(*found.meta["skipped"])
     return Start(found.step, found.state, skipped, True, changes)
+
+
+def schedule_change(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """A line if the learning rate falls to another step than before."""
+    ends = []
+    for record in map(flatten, (stored, given)):
+        # Fine-tuning has its stage in a field of its own.
+        prefix = "config." if "config.loop.steps" in record else ""
+        if f"{prefix}optimizer.learning_rate" not in record:
+            return []
+        own = record.get(f"{prefix}optimizer.schedule_steps")
+        ends.append(own or record[f"{prefix}loop.steps"])
+    old, new = ends
+    if old == new:
+        return []
+    return [
+        f"the schedule of the learning rate ended at step {old:,} and now ends at "
+        f"{new:,}; optimizer.schedule_steps={old} keeps it, with a constant rate behind"
+    ]
 
 
 def _require_complete(meta: dict[str, Any]) -> None:

@@ -32,6 +32,11 @@ from memjax.models.language_model.inputs import start_multiple
 from memjax.status import Status
 from memjax.training.step import TrainState, model_of
 
+#: Of the papers, for messages.
+PAPER_DATA = (
+    "--data.source PATH, or as the papers: tfds:pg19, hf:allenai/c4:en, "
+    "hf:HuggingFaceFW/fineweb-edu:sample-100BT"
+)
 Mode = Literal["chunked", "packed", "streamed"]
 
 
@@ -57,6 +62,8 @@ class DataConfig:
             training tokens whatever its size; not for mode "streamed". Held-out
             documents are those of all sources, without weights.
         column: key or column with the text; None takes "text" or the like.
+        sample_epochs: most times that a run may read the embedded documents; the
+            presets of papers need data like the papers'.
         join: rows of a source that become one document: a number, "blank" or
             "articles"; see `memjax.data.RowConfig`. None: each is one.
     """
@@ -71,6 +78,7 @@ class DataConfig:
     mixture: tuple[tuple[str, float], ...] = ()
     column: str | None = None
     join: str | None = None
+    sample_epochs: int = 100
 
     def __post_init__(self):
         require_known("mode", self.mode, get_args(Mode))
@@ -78,6 +86,7 @@ class DataConfig:
             context_length=self.context_length,
             batch_size=self.batch_size,
             validation_texts=self.validation_texts,
+            sample_epochs=self.sample_epochs,
         )
         RowConfig(self.column, self.join)
         if self.mixture:
@@ -152,6 +161,25 @@ def load_sources(
         load_tokens(name, tokenizer, split, data.cache_dir, data.rows)
         for name in data.sources
     ]
+
+
+def check_epochs(
+    data: DataConfig, sources: Sequence[Sequence[TokenisedDocument]], read: int
+) -> None:
+    """Raises ValueError where a run would read the embedded documents too often.
+
+    `read` is the number of tokens of all steps.
+    """
+    weights = dict(data.mixture or ((data.source, 1.0),))
+    for name, documents in zip(data.sources, sources, strict=True):
+        held = sum(len(document.tokens) for document in documents)
+        epochs = math.ceil(read * weights[name] / sum(weights.values()) / held)
+        if name == "embedded" and epochs > data.sample_epochs:
+            raise ValueError(
+                f"data.source='embedded' is a sample of {held:,} tokens, which this "
+                f"run would read {epochs:,} times: name documents ({PAPER_DATA}), or "
+                f"allow it with --data.sample-epochs {epochs}"
+            )
 
 
 def batches(

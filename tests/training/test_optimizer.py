@@ -44,7 +44,16 @@ def test_the_defaults_are_the_papers_table_9():
         weight_decay=0.1,
         decay_vectors=False,
         max_gradient_norm=1.0,
+        schedule_steps=None,
     )
+
+
+def test_behind_its_own_end_the_rate_is_constant():
+    config = OptimizerConfig(final_ratio=0.1, schedule_steps=50)
+    rate: Any = schedule(config, 200)
+    before: Any = schedule(OptimizerConfig(final_ratio=0.1), 50)
+    assert [rate(i) for i in (0, 20, 49)] == [before(i) for i in (0, 20, 49)]
+    assert float(rate(50)) == float(rate(199)) == pytest.approx(2e-4)
 
 
 def test_the_rate_rises_linearly_then_falls_by_a_cosine():

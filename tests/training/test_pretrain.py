@@ -11,7 +11,7 @@ from flax import nnx
 
 from memjax import evaluation
 from memjax.config_io import to_record
-from memjax.data import load_tokenizer
+from memjax.data import TokenisedDocument, load_tokenizer
 from memjax.evaluation import TokenLosses
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import ModelConfig
@@ -19,8 +19,12 @@ from memjax.training import LoopConfig, MeshConfig, StepConfig, run_data
 from memjax.training import pretrain as run
 from memjax.training.distributed import sharding
 from memjax.training.optimizer import schedule
-from memjax.training.resume import FREE_FIELDS, require_same_config
-from memjax.training.run_data import validation
+from memjax.training.resume import (
+    FREE_FIELDS,
+    require_same_config,
+    schedule_change,
+)
+from memjax.training.run_data import check_epochs, validation
 from tests import tiny
 
 MODEL = ModelConfig(
@@ -274,3 +278,32 @@ def test_no_perplexity_beyond_the_window_where_no_text_is_longer(
     found = evaluate(config.state_shapes(), lambda: False)
     assert ("validation_perplexity_beyond_window" in found) == bool(beyond)
     assert found["validation_perplexity"] == pytest.approx(np.e)
+
+
+def test_a_schedule_that_ends_elsewhere_is_reported(config):
+    def changed(steps, schedule_steps=None):
+        loop = dataclasses.replace(config.loop, steps=steps)
+        rate = dataclasses.replace(config.optimizer, schedule_steps=schedule_steps)
+        return to_record(dataclasses.replace(config, loop=loop, optimizer=rate))
+
+    longer, kept = changed(12), changed(12, 6)
+    require_same_config(changed(6), kept, FREE_FIELDS, "runs/a")
+    (line,) = schedule_change(changed(6), longer)
+    assert "ended at step 6 and now ends at 12; optimizer.schedule_steps=6" in line
+    finetuned = [{"config": record} for record in (changed(6), longer)]
+    assert schedule_change(*finetuned) == [line]
+    assert schedule_change(changed(6), kept) == []
+
+
+@pytest.mark.parametrize("name", ["elastic-100m", "trellis-125m"])
+def test_presets_of_papers_do_not_read_the_sample_for_ever(name):
+    preset = run.presets()[name]
+    sample = [[TokenisedDocument("d", "text", np.zeros(990_000, np.int32))]]
+    read = preset.loop.steps * preset.data.batch_size * preset.data.context_length
+    with pytest.raises(ValueError, match="name documents .*tfds:pg19.*sample-epochs"):
+        check_epochs(preset.data, sample, read)
+    allowed = dataclasses.replace(preset.data, sample_epochs=10**6)
+    check_epochs(allowed, sample, read)
+    check_epochs(dataclasses.replace(preset.data, source="mine"), sample, read)
+    tiny_run = run.presets()["elastic-tiny"]
+    check_epochs(tiny_run.data, sample, 1000 * 8 * 2048)

@@ -17,7 +17,10 @@ from memjax.training.step import StepConfig
 
 
 class PaperSize(NamedTuple):
-    """A row of Table 7; d_h follows from the paper's counts of extra parameters."""
+    """A row of Table 7 for a model that loads here.
+
+    d_h follows from the paper's counts of extra parameters.
+    """
 
     segment: int
     depth: int
@@ -32,8 +35,6 @@ PAPER_SIZES = {
     "smollm-135m": PaperSize(1024, 15, 300, 1536, 1e-5, "full"),
     "opt-2.7b": PaperSize(512, 8, 300, 2560, 1e-5, "full"),
     "openllama-3b": PaperSize(512, 8, 300, 2048, 1e-5, "full"),
-    "rwkv-3b": PaperSize(256, 5, 400, 2560, 1e-5, "full"),
-    "mamba-370m": PaperSize(256, 6, 400, 2048, 1e-4, "lora"),
     "llama2-7b": PaperSize(256, 8, 400, 4096, 1e-4, "lora"),
     "yi-6b": PaperSize(512, 3, 300, 4096, 2e-4, "lora"),
     "mistral-7b": PaperSize(512, 3, 300, 4096, 2e-4, "lora"),

@@ -49,6 +49,7 @@ class SampleConfig:
         cache_dir: cache of tokens; None is the user's cache folder.
         column: as of `DataConfig`.
         join: as of `DataConfig`.
+        sample_epochs: as of `DataConfig`.
     """
 
     source: str = "embedded"
@@ -58,10 +59,15 @@ class SampleConfig:
     cache_dir: Path | None = None
     column: str | None = None
     join: str | None = None
+    sample_epochs: int = 100
 
     def __post_init__(self):
         require_known("mode", self.mode, ("chunked", "streamed"))
-        check_sizes(batch_size=self.batch_size, validation_texts=self.validation_texts)
+        check_sizes(
+            batch_size=self.batch_size,
+            validation_texts=self.validation_texts,
+            sample_epochs=self.sample_epochs,
+        )
         RowConfig(self.column, self.join)
 
     @property

@@ -297,7 +297,7 @@ def test_settings_that_contradict_themselves_are_refused():
 
 def test_presets_follow_table_7():
     found = presets()
-    lengths = {"opt-350m": 15 * 1024, "rwkv-3b": 5 * 256, "mistral-7b": 3 * 512}
+    lengths = {"opt-350m": 15 * 1024, "llama2-7b": 8 * 256, "mistral-7b": 3 * 512}
     for name in PAPER_SIZES:
         two = found[f"hmt-{name}"]
         assert isinstance(two, HMTStages)
