@@ -56,9 +56,9 @@ def _mechanism(model: ModelConfig) -> str:
         return kinds[0]
     alone = [kind for kind in kinds if kinds.count(kind) == 1]
     if len(kinds) == model.num_layers and alone:
-        others = next(kind for kind in kinds if kind != alone[0])
-        place = kinds.index(alone[0]) + 1
-        return f"{alone[0]} in layer {place}, else {others}"
+        others = next(kind for kind in kinds if kind != alone[-1])
+        place = kinds.index(alone[-1]) + 1
+        return f"{alone[-1]} in layer {place}, else {others}"
     if len({*kinds[:-1]}) == 1:
         return f"{len(kinds) - 1} x {kinds[0]}, then {kinds[-1]}"
     return ", ".join(kinds)

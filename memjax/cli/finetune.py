@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 from memjax.buckets.bucket import as_path
 from memjax.cli import cluster
 from memjax.cli.compilation_cache import enable_compilation_cache
+from memjax.cli.texts.sample import show_next
 from memjax.config_io import AnyPath
 from memjax.status import Status
 from memjax.training.finetune import finetune as finetuning
@@ -71,6 +72,8 @@ def finetune(
     for name, _ in stages if outcome.reason != "preempted" else ():
         if curves := draw_curves(folder / name):
             print(f"wrote {curves}")
+    if outcome.reason == "finished":
+        show_next(folder)
     return outcome.exit_code
 
 

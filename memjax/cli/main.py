@@ -30,6 +30,7 @@ from memjax.cli import memory as cli_memory
 from memjax.cli.arguments.parsing import Configured, parse
 from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.texts import opening
+from memjax.cli.texts.sample import show_next, show_sample
 from memjax.data import RowConfig, Split, load_tokenizer, load_tokens
 from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.sources import check_source, splits_of
@@ -71,10 +72,15 @@ def train(
     with cluster.joined(distributed):
         tokenizer = load_tokenizer(config.data.tokenizer)
         outcome = run.train(run.with_vocabulary(config, tokenizer), folder)
+        finished, alone = outcome.reason == "finished", jax.process_count() == 1
     print(f"{outcome.reason} at step {outcome.step}; run folder {folder}")
     # A stopped run has no time for it.
     if outcome.reason != "preempted" and (curves := draw_curves(folder)):
         print(f"wrote {curves}")
+    if finished and alone and config.loop.sample_tokens:
+        show_sample(config, folder)
+    if finished:
+        show_next(folder)
     return outcome.exit_code
 
 

@@ -14,7 +14,7 @@ from memjax.data import TokenisedDocument, Tokenizer, load_tokenizer
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.inputs import start_multiple
-from memjax.models.language_model.presets import FAMILIES, TRELLIS_SIZES
+from memjax.models.language_model.presets import FAMILIES, TINY, TRELLIS_SIZES
 from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.monitoring.model_flops import flops_per_token
 from memjax.training.optimizer import OptimizerConfig, make_optimizer
@@ -72,6 +72,8 @@ class LoopConfig:
         minutes: stop cleanly this long after `train` was called, > 0.
         writers: of metrics, besides `metrics.jsonl`: any of "tensorboard", "wandb"
             (Weights & Biases) and "mlflow"; the last two are packages to install.
+        sample_tokens: tokens that `memjax train` writes on a held-out text's beginning
+            after the last step, to be seen; 0 for none.
         watchdog_minutes: warn of a step that waits longer than this, and than twice the
             longest wait before, for its batch or the devices; > 0.
     """
@@ -85,6 +87,7 @@ class LoopConfig:
     profile: tuple[int, int] | None = None
     minutes: float | None = None
     writers: tuple[WriterName, ...] = ("tensorboard",)
+    sample_tokens: int = 0
     watchdog_minutes: float = 5.0
 
     def __post_init__(self) -> None:
@@ -95,6 +98,8 @@ class LoopConfig:
             check_sizes(**{name: getattr(self, name)})
         if self.evaluate_every < 0:
             raise ValueError(f"evaluate_every must be >= 0, got {self.evaluate_every}")
+        if self.sample_tokens < 0:
+            raise ValueError(f"sample_tokens must be >= 0, got {self.sample_tokens}")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be > 0, got {self.minutes}")
         if not self.watchdog_minutes > 0:
@@ -255,7 +260,7 @@ VOCABULARY = 4096
 
 
 def presets() -> dict[str, RunConfig]:
-    """Runs by name: tiny ones for a laptop, and those of the papers.
+    """Runs by name: a quick one, tiny ones for a laptop, and those of the papers.
 
     Tokenizer and documents are the embedded ones, where the papers have a vocabulary of
     32,000: set `data.tokenizer`, and `with_vocabulary` takes its size.
@@ -267,7 +272,8 @@ def presets() -> dict[str, RunConfig]:
     }
     # The tiny ones first, also in the list of the command line.
     named = sorted(models.items(), key=lambda item: item[0][1] != "tiny")
-    return {f"{name}-{size}": _run_of(size, model) for (name, size), model in named}
+    runs = {f"{name}-{size}": _run_of(size, model) for (name, size), model in named}
+    return {"quick": _quick(), **runs}
 
 
 def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
@@ -276,6 +282,17 @@ def with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         return config
     model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
     return dataclasses.replace(config, model=model)
+
+
+def _quick() -> RunConfig:
+    """Two minutes on two CPU cores."""
+    size = dataclasses.replace(TINY, num_layers=2)
+    return RunConfig(
+        model=size.model("sliding_window", "elastic_memory", vocab_size=VOCABULARY),
+        data=DataConfig(context_length=256, batch_size=4),
+        optimizer=OptimizerConfig(learning_rate=5e-3),
+        loop=LoopConfig(steps=600, evaluate_every=200, sample_tokens=60),
+    )
 
 
 def _run_of(size: str, model: ModelConfig) -> RunConfig:

@@ -41,6 +41,7 @@ def test_training_writes_a_run_and_says_where(trained):
     run_dir, (code, out, err) = trained
     assert code == 0
     assert out.startswith(f"finished at step 2; run folder {run_dir}\n")
+    assert f"next: memjax generate {run_dir} --prompt" in out
     # What a person sees first, and in each line.
     said = "\n".join(err)
     assert "2 steps of 32 tokens are" in said and "compiled in" in said
@@ -55,6 +56,12 @@ def test_same_command_on_a_finished_run_does_nothing(trained, train):
     assert code == 0 and "finished at step 2" in out
     said = "\n".join(err)
     assert "resumed at step 2" in said and "loss" not in said
+
+
+def test_sample_goes_on_from_a_held_out_text(trained, train):
+    code, out, err = command(*train(trained[0], "--loop.sample-tokens", "2"))
+    assert (code, err) == (0, []) and "sample: [" in out, (out, err)
+    assert "memory window bl" in out, out
 
 
 def test_another_configuration_on_the_same_folder_names_the_field(trained, train):
@@ -209,7 +216,7 @@ def test_option_of_another_mechanism_is_refused():
     [
         (["trian"], "trian"),
         ([], "train"),
-        (["train"], "elastic-tiny"),
+        (["train"], "quick or transformer-tiny"),
         (["train", "elastic-tiny", "--loop.steps", "many"], "--loop.steps"),
         (["train", "elastic-tiny", "--loop.steps", "0"], "steps must be >= 1, got 0"),
         (["train", "elastic-tiny", "--data.mode", "streamed"], "step.carry_memory"),
