@@ -99,7 +99,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
-        for file in temporary.iterdir():
+        for file in filter(Path.is_file, temporary.rglob("*")):
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         sync_folder(temporary)

@@ -1,5 +1,6 @@
 """The command `memjax generate`."""
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from memjax.checks import check_seed, check_sizes
 from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.texts import opening, rows
 from memjax.conversation.streaming import printer
+from memjax.data.documents.pieces import decode_after
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling, generate, stop_strings
 from memjax.models.language_model.config import Dtype
@@ -113,21 +115,21 @@ def _stream(opened, text, shown, stop, settings):
             parts.append(part)
 
         limit = settings["max_new_tokens"]
-        _generate(
-            opened,
-            text,
-            settings,
-            printer(tokenizer.decode, stop, limit, ends, write),
-        )
+        prompt = encode_prompt(tokenizer, text)
+        decode = functools.partial(decode_after, tokenizer, prompt)
+        shower = printer(decode, stop, limit, ends, write)
+        _generate(opened, prompt, settings, shower)
     print()
     rows.require_said("".join(parts))
 
 
 def _rows(opened, text, stop, settings) -> list[rows.Row]:
     """The answers to a prompt."""
-    decode, ends = opened.tokenizer.decode, set(opened.text.generation.eos_ids)
+    ends = set(opened.text.generation.eos_ids)
+    prompt = encode_prompt(opened.tokenizer, text)
+    decode = functools.partial(decode_after, opened.tokenizer, prompt)
     found = _generate(
-        opened, text, settings, stop_strings(decode, stop) if stop else None
+        opened, prompt, settings, stop_strings(decode, stop) if stop else None
     )
     answers = []
     for ids, scores, length in zip(
@@ -145,12 +147,11 @@ def _rows(opened, text, stop, settings) -> list[rows.Row]:
     return answers
 
 
-def _generate(opened: memjax.Loaded, text: str, settings, stop_when: Callable | None):
-    prompt = encode_prompt(opened.tokenizer, text)[None]
+def _generate(opened: memjax.Loaded, prompt, settings, stop_when: Callable | None):
     return generate(
         opened.model,
         None,
-        prompt,
+        prompt[None],
         stop_when=stop_when,
         vocab_size=opened.tokenizer.vocab_size,
         **settings,

@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 from memjax.models import Sampling
-from memjax.models.checkpoints.text_interface import GenerationConfig
+
+#: Where the makers do not say how to draw.
+CHAT = Sampling(temperature=0.0)
 
 
 class Answer(NamedTuple):
@@ -22,12 +24,3 @@ class Answer(NamedTuple):
     ended: bool
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-
-
-def makers_sampling(generation: GenerationConfig) -> Sampling:
-    """How a model's makers draw from it; greedy where they do not say."""
-    if generation.temperature is None:
-        return Sampling(temperature=0.0)
-    return Sampling(
-        generation.temperature, generation.top_k or 0, generation.top_p or 1.0
-    )

@@ -34,6 +34,8 @@ class Decoding(NamedTuple):
     max_new_tokens: int
     key: PRNGKeyArray
     sampling: Sampling
+    read_before: Sequence[int]
+    vocab_size: int
     stop_tokens: Sequence[int]
     stop_when: Callable[[np.ndarray], bool]
 
@@ -69,9 +71,9 @@ class Backend(Protocol):
         state: PyTree,
         after: PyTree,
         said: Int[np.ndarray, " T"],
-        closing: Sequence[int],
-    ) -> tuple[PyTree, list[int]]:
-        """The memory after a turn, and the tokens that the next prompt begins with.
+        closing: Int[np.ndarray, " n"],
+    ) -> tuple[PyTree, bool]:
+        """The memory after a turn, and whether it has read the closing.
 
         Args:
             state: before the turn.
@@ -142,10 +144,10 @@ class StateBackend:
         state: PyTree,
         after: PyTree,
         said: Int[np.ndarray, " T"],
-        closing: Sequence[int],
-    ) -> tuple[PyTree, list[int]]:
+        closing: Int[np.ndarray, " n"],
+    ) -> tuple[PyTree, bool]:
         """The state after the answer; the closing is still to be read."""
-        return after, list(closing)
+        return after, False
 
 
 class InjectionBackend:
@@ -192,12 +194,10 @@ class InjectionBackend:
         state: PyTree,
         after: PyTree,
         said: Int[np.ndarray, " T"],
-        closing: Sequence[int],
-    ) -> tuple[PyTree, list[int]]:
+        closing: Int[np.ndarray, " n"],
+    ) -> tuple[PyTree, bool]:
         """The memory with prompt, answer and closing injected."""
-        return self.read(
-            state, np.concatenate([said, np.asarray(closing, np.int32)])
-        ), []
+        return self.read(state, np.concatenate([said, closing])), True
 
 
 def _shapes(state):

@@ -12,19 +12,14 @@ from jaxtyping import Int, PyTree
 
 import memjax
 from memjax.checks import check_seed, check_sizes
-from memjax.config_io import to_record
-from memjax.conversation.answer import Answer, makers_sampling
+from memjax.config_io import from_record, to_record
+from memjax.conversation.answer import CHAT, Answer
 from memjax.conversation.backends import Decoding, backend_of
 from memjax.conversation.memory_folder import MemoryFolder
-from memjax.conversation.prompt_format import choose_format, closing_tokens, stop_tokens
-from memjax.conversation.record import (
-    Entry,
-    Record,
-    owner_of,
-    parse_record,
-    text_digest,
-)
+from memjax.conversation.prompt_format import choose_format, stop_tokens, unread_closing
+from memjax.conversation.record import Entry, Record, owner_of, text_digest
 from memjax.conversation.streaming import answer_decoder, printer
+from memjax.data.documents.pieces import SEPARATOR, encode_after, unsettled
 from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling
 from memjax.models.base import Model
@@ -212,7 +207,8 @@ class Conversation:
             progress: called with the tokens read so far and their number.
 
         Returns:
-            Number of tokens of the text.
+            Number of tokens read. Of the last one, such as a full stop, the next text
+            or question may make another: it is read with that.
 
         Raises:
             ValueError: on an empty text, or one that full attention has no room for.
@@ -220,13 +216,15 @@ class Conversation:
         """
         if not text.strip():
             raise ValueError(f"text must not be empty, got {name or repr(text)}")
-        tokens = self._encode(text if not self.tokens else f"\n\n{text}")
+        whole = f"{SEPARATOR}{text}" if self.tokens else text
+        pending = unsettled(self._tokenizer, whole)
+        tokens = self._encode(whole.removesuffix(pending))
         self._require_room(len(tokens), name or "the text")
         state = self._backend.read(
             self._state, tokens, lambda done: progress(done, len(tokens))
         )
         entry = Entry("text", name, len(tokens), digest=text_digest(text))
-        self._extend(state, (entry,), ())
+        self._extend(state, (entry,), pending)
         return len(tokens)
 
     def query(
@@ -248,7 +246,7 @@ class Conversation:
                 answers better with them.
             limit: maximum tokens of the answer; fewer where full attention has no more
                 room.
-            sampling: None is the makers' sampling, or else greedy.
+            sampling: None is the makers' sampling, or else `CHAT`.
             seed: of the sampling.
             write: called with each new part of the answer.
             interrupted: called after each token; True ends the answer.
@@ -274,13 +272,15 @@ class Conversation:
 
         If it raises, the conversation is unchanged.
         """
-        answer, after, said, closing = self._turn(
+        answer, after, said, pending = self._turn(
             message, "", limit, sampling, seed, write, interrupted
         )
-        state, pending = self._backend.remember(self._state, after, said, closing)
-        prompt = len(said) - answer.tokens
-        # An injected closing is no part of the next prompt.
-        read = answer.tokens + len(closing) - len(pending)
+        prompt, read = len(said) - answer.tokens, answer.tokens
+        closing = encode_after(self._tokenizer, pending) if pending else said[:0]
+        state, closed = self._backend.remember(self._state, after, said, closing)
+        if closed:
+            # It is no part of the next prompt.
+            read, pending = read + len(closing), ""
         entries = (
             Entry("user", message, prompt),
             Entry("assistant", answer.text, read, answer.ended),
@@ -300,7 +300,7 @@ class Conversation:
         self.close()
 
     def _turn(self, message, begin, limit, sampling, seed, write, interrupted):
-        """The answer, the state after it, the tokens of the turn, and the closing."""
+        """The answer, the state after it, the turn's tokens, and text still to read."""
         if not message.strip():
             raise ValueError(f"the question must not be empty, got {message!r}")
         check_sizes(limit=limit)
@@ -320,7 +320,7 @@ class Conversation:
         if begin:
             emit(begin)
 
-        decode = answer_decoder(tokenizer, begin)
+        decode = answer_decoder(tokenizer, prompt, begin)
         shown = printer(decode, self._format.stop, limit, self._ends, emit)
         ended = False
 
@@ -330,34 +330,45 @@ class Conversation:
             return ended or interrupted()
 
         key = jax.random.fold_in(jax.random.key(seed), self.tokens)
-        sampling = sampling or makers_sampling(self._generation)
-        decoding = Decoding(limit, key, sampling, self._ends, stop_when)
+        sampling = sampling or self._generation.sampling or CHAT
+        decoding = Decoding(
+            limit,
+            key,
+            sampling,
+            self._read_before(),
+            tokenizer.vocab_size,
+            self._ends,
+            stop_when,
+        )
         after, drawn = self._backend.answer(self._state, prompt, decoding)
         ids, scores = drawn.tokens, tuple(drawn.log_probs.tolist())
         text = "".join(parts).rstrip()
         answer = Answer(text, len(ids), ended, tuple(ids.tolist()), scores)
-        closing = closing_tokens(tokenizer, self._format, ids)
+        closing = unread_closing(tokenizer, self._format, int(ids[-1]))
         return answer, after, np.concatenate([prompt, ids]), closing
 
+    def _read_before(self) -> list[int]:
+        """Tokens of the turns so far; those of texts are no repetition."""
+        spoken = SEPARATOR.join(text for turn in self.record.exchanges for text in turn)
+        return encode_after(self._tokenizer, spoken).tolist()
+
     def _prompt(self, message: str, begin: str) -> Int[np.ndarray, " T"]:
-        if self.record.turns:
-            prompt = self._format.next(message)
-        else:
-            prompt = self._format.first(message, not self.tokens)
+        prompt = self._format.prompt(message, self.record.exchanges, not self.tokens)
         # A word's token begins with the space before it.
         space = " " if begin and not prompt[-1:].isspace() else ""
-        return self._encode(f"{prompt}{space}{begin.rstrip()}")
+        text = f"{prompt}{space}{begin.rstrip()}"
+        return self._encode(text, self._format.begins_itself)
 
-    def _encode(self, text: str) -> Int[np.ndarray, " T"]:
-        """A text's tokens, after the pending ones."""
-        # Only an empty memory gets the tokens that begin a text.
-        encode = self._tokenizer.encode
+    def _encode(self, text: str, begins: bool = False) -> Int[np.ndarray, " T"]:
+        """A text's tokens, after the pending text.
+
+        `begins` is whether the text itself has the tokens that begin one.
+        """
         if self.tokens:
-            tokens = np.concatenate(
-                [np.asarray(self.record.pending, np.int32), encode(text)]
-            )
+            tokens = encode_after(self._tokenizer, self.record.pending + text)
         else:
-            tokens = encode_prompt(self._tokenizer, text)
+            encode = self._tokenizer.encode if begins else None
+            tokens = encode(text) if encode else encode_prompt(self._tokenizer, text)
         if len(tokens) < 2:
             raise ValueError(
                 f"a text must have at least 2 tokens, got {len(tokens)} of {text!r}"
@@ -374,8 +385,8 @@ class Conversation:
 
     def _extend(self, state, entries, pending):
         """Saves the memory with further entries, and continues from it."""
-        entries, pending = (*self.entries, *entries), tuple(map(int, pending))
-        self._commit(state, Record(self.record.owner, entries, pending))
+        record = Record(self.record.owner, (*self.entries, *entries), pending)
+        self._commit(state, record)
 
     def _commit(self, state, record):
         """Saves a memory, and continues from it; `undo` returns to the one before."""
@@ -394,6 +405,6 @@ class Conversation:
     def _load(self, folder, owner):
         """Record and state of a saved memory."""
         note = read_note(folder)
-        record = parse_record(note, str(folder), self.model.vocab_size)
+        record: Record = from_record(Record, note, str(folder))
         record.owner.require(owner, str(folder.parent))
         return record, load_memory(folder, self.model)

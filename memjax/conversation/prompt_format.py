@@ -6,21 +6,20 @@ an answer and the next question.
 """
 
 import dataclasses
-import functools
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import jinja2
-import jinja2.sandbox
 import numpy as np
-from jaxtyping import Int
 
-from memjax.checks import short
+from memjax.conversation.chat_template import render
 from memjax.data import Tokenizer
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints.text_interface import TextInterface
 
-#: Turns of a sample conversation, which mark the parts of a template.
-_ASKED, _ANSWERED = "memjax-question", "memjax-answer"
+#: Marks of the parts of a template; in no text that a person writes.
+_ASKED, _ANSWERED = "\ue000question\ue001", "\ue000answer\ue001"
+_NO_TOKENS: Mapping[str, str] = types.MappingProxyType({})
 
 
 @runtime_checkable
@@ -30,6 +29,7 @@ class PromptFormat(Protocol):
     Attributes:
         stop: texts that end an answer and are no part of it.
         closing: text after an answer, before any further question.
+        begins_itself: whether a first prompt has the tokens that begin a text.
     """
 
     @property
@@ -38,15 +38,22 @@ class PromptFormat(Protocol):
     @property
     def closing(self) -> str: ...
 
-    def first(self, question: str, begins: bool = True) -> str:
-        """The prompt of a conversation's first question.
+    @property
+    def begins_itself(self) -> bool: ...
 
-        `begins` is whether the memory is empty.
+    def prompt(
+        self,
+        question: str,
+        turns: Sequence[tuple[str, str]] = (),
+        begins: bool = True,
+    ) -> str:
+        """The prompt of a question, after `closing` if there are turns.
+
+        Args:
+            question: the text.
+            turns: questions and answers before it.
+            begins: whether the memory is empty.
         """
-        ...
-
-    def next(self, question: str) -> str:
-        """The prompt of a later question, after `closing`."""
         ...
 
 
@@ -56,70 +63,77 @@ class PlainFormat:
 
     stop: tuple[str, ...] = ("\n",)
     closing: str = ""
+    begins_itself: bool = False
 
-    def first(self, question: str, begins: bool = True) -> str:
-        """The prompt of any question."""
+    def prompt(
+        self,
+        question: str,
+        turns: Sequence[tuple[str, str]] = (),
+        begins: bool = True,
+    ) -> str:
+        """The prompt of a question."""
         return ("" if begins else "\n\n") + f"Question: {question}\nAnswer:"
-
-    def next(self, question: str) -> str:
-        """The prompt of a later question."""
-        return self.first(question, False)
 
 
 class ChatFormat:
-    """A chat template of Hugging Face: Jinja, run in its sandbox.
+    """A chat template of Hugging Face.
 
     Args:
-        source: of the template.
-        bos: text of the token that begins a text, "" if there is none.
-        eos: of the token that ends one.
+        source: of the template, in Jinja.
+        special_tokens: texts by the names that it has for them, such as "bos_token".
 
     Raises:
-        ValueError: if the template is not sound, or leaves out questions or answers.
+        ValueError: if the template fails, or leaves out questions or answers.
     """
 
-    stop = ()
+    stop, begins_itself = (), True
 
-    def __init__(self, source: str, bos: str = "", eos: str = ""):
-        self._tokens = {"bos_token": bos, "eos_token": eos}
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise _refusal(error) from error
-        self.closing = self._after_answer(False)
-        following = self._after_answer(True, _ASKED)
+    def __init__(self, source: str, special_tokens: Mapping[str, str] = _NO_TOKENS):
+        self._source, self._tokens = source, dict(special_tokens)
+        turn = [_message("user", _ASKED), _message("assistant", _ANSWERED)]
+        more = [*turn, _message("user", _ASKED)]
+        closed, following = map(
+            _after_answer, self._render((turn, False), (more, True))
+        )
         # Some templates write the end of an answer only before another question.
-        if not following.startswith(self.closing):
-            self.closing = ""
+        self.closing = closed if following.startswith(closed) else ""
         if _ASKED not in following:
             raise ValueError("the chat template leaves out what is asked")
 
-    def first(self, question: str, begins: bool = True) -> str:
-        """The prompt with the head of the template, such as a system message."""
-        prompt = self._render([_message("user", question)], True)
-        return prompt if begins else prompt.removeprefix(self._tokens["bos_token"])
+    def prompt(
+        self,
+        question: str,
+        turns: Sequence[tuple[str, str]] = (),
+        begins: bool = True,
+    ) -> str:
+        """The prompt with the head of the template, or what follows the last answer.
 
-    def next(self, question: str) -> str:
-        """The prompt without the turns before it."""
-        return self._after_answer(True, question).removeprefix(self.closing)
+        The template sees all turns: some count them.
+        """
+        asked = _message("user", question)
+        if not turns:
+            text = self._render(([asked], True))[0]
+            bos = self._tokens.get("bos_token", "")
+            return text if begins else text.removeprefix(bos)
+        before = [
+            _message(role, text)
+            for turn in turns
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
+        before[-1]["content"] += _ANSWERED
+        after = _after_answer(self._render(([*before, asked], True))[0])
+        return after.removeprefix(self.closing)
 
-    def _after_answer(self, prompts, *question):
-        """The template's text after an answer."""
-        turns = [_message("user", _ASKED), _message("assistant", _ANSWERED)]
-        turns += [_message("user", text) for text in question]
-        _, found, after = self._render(turns, prompts).partition(_ANSWERED)
-        if not found:
-            raise ValueError("the chat template leaves out what was answered")
-        return after
+    def _render(self, *conversations):
+        return render(self._source, conversations, self._tokens)
 
-    def _render(self, turns, prompts):
-        try:
-            return self._template.render(
-                messages=turns, add_generation_prompt=prompts, **self._tokens
-            )
-        # A template may fail as any program does.
-        except Exception as error:
-            raise _refusal(error) from error
+
+def _after_answer(text: str) -> str:
+    """The text after the marked answer."""
+    _, found, after = text.rpartition(_ANSWERED)
+    if not found:
+        raise ValueError("the chat template leaves out what was answered")
+    return after
 
 
 def choose_format(text: TextInterface, template: bool = True) -> PromptFormat:
@@ -134,10 +148,7 @@ def choose_format(text: TextInterface, template: bool = True) -> PromptFormat:
     """
     if not template or text.chat_template is None:
         return PlainFormat()
-    ids = text.generation
-    ends = next(iter(ids.eos_ids), None)
-    name = functools.partial(_token_text, text.tokenizer)
-    return ChatFormat(text.chat_template, name(ids.bos_id), name(ends))
+    return ChatFormat(text.chat_template, text.template_tokens())
 
 
 def stop_tokens(text: TextInterface, prompt_format: PromptFormat) -> tuple[int, ...]:
@@ -154,38 +165,13 @@ def stop_tokens(text: TextInterface, prompt_format: PromptFormat) -> tuple[int, 
     return ends
 
 
-def closing_tokens(
-    tokenizer: Tokenizer, prompt_format: PromptFormat, answer: Int[np.ndarray, " T"]
-) -> list[int]:
-    """Tokens still to be read after those of an answer."""
+def unread_closing(tokenizer: Tokenizer, prompt_format: PromptFormat, last: int) -> str:
+    """The closing without the token `last`, if the answer ended with that."""
     text = prompt_format.closing
-    closing = tokenizer.encode(text).tolist() if text else []
-    return closing[1:] if closing and closing[0] == answer[-1] else closing
+    if text and int(tokenizer.encode(text)[0]) == last:
+        return text.removeprefix(tokenizer.decode(np.array([last])))
+    return text
 
 
-def _message(role, content):
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-def _token_text(tokenizer, index):
-    if index is None or not isinstance(tokenizer, JsonTokenizer):
-        return ""
-    return tokenizer.backend.id_to_token(index) or ""
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """Hugging Face's: a template reaches data only, and cannot change it."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    made.globals["raise_exception"] = refuse
-    return made
-
-
-def _refusal(error: Exception) -> ValueError:
-    return ValueError(f"the chat template cannot be used: {short(error)}")

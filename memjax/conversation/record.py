@@ -2,13 +2,12 @@
 
 import dataclasses
 import hashlib
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 from flax import nnx
 
-from memjax.config_io import from_record
 from memjax.models.base import Model
 from memjax.models.checkpoints.text_interface import TextInterface
 
@@ -74,13 +73,13 @@ class Record:
     Attributes:
         owner: the model.
         entries: texts and turns, in order.
-        pending: tokens that the next prompt or text begins with, such as the end of an
+        pending: text that is read with the next text or prompt, such as what closes an
             answer that was cut off.
     """
 
     owner: Owner
     entries: tuple[Entry, ...] = ()
-    pending: tuple[int, ...] = ()
+    pending: str = ""
 
     @property
     def tokens(self) -> int:
@@ -92,6 +91,13 @@ class Record:
         """Number of answers."""
         return sum(entry.role == "assistant" for entry in self.entries)
 
+    @property
+    def exchanges(self) -> list[tuple[str, str]]:
+        """Questions and answers, in order."""
+        asked = [entry.text for entry in self.entries if entry.role == "user"]
+        said = [entry.text for entry in self.entries if entry.role == "assistant"]
+        return list(zip(asked, said, strict=False))
+
     def name_of(self, text: str) -> str | None:
         """The name of the entry that injected this text before; None without one."""
         found = text_digest(text)
@@ -101,21 +107,6 @@ class Record:
 def text_digest(text: str) -> str:
     """The sha256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def parse_record(note: Any, where: str, vocab_size: int) -> Record:
-    """The record in a folder, which is not trusted.
-
-    Raises:
-        ValueError: naming the field that is missing, unknown or of another type.
-    """
-    record: Record = from_record(Record, note, where)
-    wrong = [token for token in record.pending if not 0 <= token < vocab_size]
-    if wrong:
-        raise ValueError(
-            f"{where}.pending must hold tokens in [0, {vocab_size}), got {wrong[0]}"
-        )
-    return record
 
 
 def owner_of(model: Model, text: TextInterface, name: str, origin: str) -> Owner:

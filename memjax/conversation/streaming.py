@@ -5,17 +5,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from memjax.data import Tokenizer
+from memjax.data.documents.pieces import decode_after
 
 # The decoded text of an incomplete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
-def answer_decoder(tokenizer: Tokenizer, begin: str) -> Callable[[np.ndarray], str]:
-    """The text of an answer's tokens, which goes on from `begin`."""
+def answer_decoder(
+    tokenizer: Tokenizer, prompt: np.ndarray, begin: str
+) -> Callable[[np.ndarray], str]:
+    """The text of an answer's tokens, which goes on from `begin`, behind a prompt."""
 
     def decode(row: np.ndarray) -> str:
-        # Vocabularies are padded with tokens that no tokenizer has.
-        text = tokenizer.decode(row[row < tokenizer.vocab_size])
+        text = decode_after(tokenizer, prompt, row)
         # White space before an answer is no paragraph, and does not end it.
         shown = text.lstrip()
         within = begin and "\n" not in text[: len(text) - len(shown)]

@@ -159,7 +159,9 @@ def launch(
         record_config(run, folder, may_change)
         if jax.process_index() == 0:
             for name, content in files.items():
-                write_atomically(folder.files / name, content.decode())
+                file = folder.files / name
+                file.parent.mkdir(exist_ok=True)
+                write_atomically(file, content.decode())
         header.show(
             run.data,
             run.loop,

@@ -216,7 +216,7 @@ def test_interrupted_answer_is_closed_before_the_next_prompt():
     counts = iter([False, True])
     answer = talk.chat("Hi", interrupted=lambda: next(counts))
     assert (answer.tokens, answer.ended) == (2, False)
-    assert talk.record.pending == (ord("|"),)
+    assert talk.record.pending == "|"
     talk.chat("Ho", limit=1)
     # "|uHo|a", and "uHi|a" before.
     assert [entry.tokens for entry in talk.entries] == [5, 2, 6, 1]

@@ -1,14 +1,13 @@
 """Prompts by chat templates and without."""
 
-import numpy as np
 import pytest
 
 from memjax.conversation.prompt_format import (
     ChatFormat,
     PlainFormat,
     choose_format,
-    closing_tokens,
     stop_tokens,
+    unread_closing,
 )
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from tests import tiny
@@ -28,20 +27,24 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}
 {% endfor %}"""
 
 
+TURNS = [("Hello", "Hi.")]
+
+
 def test_later_prompt_follows_the_answer_before():
     form = ChatFormat(CHATML)
     head = "<|im_start|>system\nBe brief.<|im_end|>\n"
     turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert form.first("Hi") == head + turn
+    assert form.prompt("Hi") == head + turn
     assert form.closing == "<|im_end|>\n"
-    assert form.next("Hi") == turn
+    assert form.prompt("Hi", TURNS) == turn
 
 
 def test_prompt_after_a_text_has_no_bos_token():
-    form = ChatFormat(MISTRAL, bos="<s>", eos="</s>")
-    assert form.first("Hi").startswith("<s>[INST] Hi")
-    assert form.first("Hi", begins=False).startswith("[INST] Hi")
-    assert form.closing.startswith("</s>") and form.next("Hi").startswith("[INST] Hi")
+    form = ChatFormat(MISTRAL, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert form.prompt("Hi").startswith("<s>[INST] Hi")
+    assert form.prompt("Hi", begins=False).startswith("[INST] Hi")
+    assert form.closing.startswith("</s>")
+    assert form.prompt("Hi", TURNS).startswith("[INST] Hi")
 
 
 def test_without_a_template_an_answer_is_a_paragraph():
@@ -49,8 +52,9 @@ def test_without_a_template_an_answer_is_a_paragraph():
     assert isinstance(choose_format(text, template=False), PlainFormat)
     assert isinstance(choose_format(TextInterface(tiny.tokenizer())), PlainFormat)
     form = PlainFormat()
-    assert form.first("Who?") == "Question: Who?\nAnswer:"
-    assert form.next("Who?") == "\n\nQuestion: Who?\nAnswer:" and form.stop == ("\n",)
+    assert form.prompt("Who?") == "Question: Who?\nAnswer:"
+    later = form.prompt("Who?", TURNS, begins=False)
+    assert later == "\n\nQuestion: Who?\nAnswer:" and form.stop == ("\n",)
 
 
 @pytest.mark.parametrize(
@@ -82,5 +86,5 @@ def test_answer_ends_with_the_turn_token_of_the_template():
     assert stop_tokens(text, PlainFormat()) == (5,)
     # What the answer ended with has been read.
     tokenizer = tiny.tokenizer()
-    assert closing_tokens(tokenizer, form, np.array([7, 0])) == [2]
-    assert closing_tokens(tokenizer, form, np.array([7])) == [0, 2]
+    assert unread_closing(tokenizer, form, 0) == "b"
+    assert unread_closing(tokenizer, form, 7) == "<end>b"

@@ -79,12 +79,14 @@ class JsonTokenizer:
         digest: SHA-256 of `serialised`.
         serialised: content of its `tokenizer.json`.
         backend: the library's tokenizer.
+        notes: what the file says and is not done, each in a line.
     """
 
     vocab_size: int
     digest: str
     serialised: bytes = dataclasses.field(repr=False, compare=False)
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         """Returns the ids of `text`.
@@ -218,6 +220,12 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
     # Truncation and padding of a file would lose or add tokens.
     backend.no_truncation()
     backend.no_padding()
+    notes = ()
+    model: Any = backend.model
+    if dropout := getattr(model, "dropout", None):
+        # One text would have other tokens each time.
+        model.dropout = None
+        notes = (f"{name}: a dropout of {dropout} is for training, and left out",)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise ValueError(f"tokenizer={name!r} has an empty vocabulary")
@@ -226,6 +234,7 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
         digest=hashlib.sha256(serialised).hexdigest(),
         serialised=serialised,
         backend=backend,
+        notes=notes,
     )
 
 

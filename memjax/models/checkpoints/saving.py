@@ -67,12 +67,12 @@ def write_contents(
 ) -> str:
     """Writes a model's folder; see `LanguageModel.save`."""
     text = text or TextInterface()
-    ids = text.generation.token_ids if contents.is_public else {}
+    ids = text.config_entries() if contents.is_public else {}
     write_folder(
         Path(folder),
         contents.config | ids | own_format.origin_entry(origin),
         contents.tensors,
-        text.files(readme),
+        text.files(readme, ids_in_config=contents.is_public),
         dtype=dtype,
         shard_bytes=shard_bytes,
     )

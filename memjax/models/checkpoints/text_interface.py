@@ -1,7 +1,8 @@
 """Text interface of a pretrained model: tokenizer, chat template, sampling.
 
 `tokenizer.json`, the chat template, the ids that end a text, and how its makers draw
-from it. All of it is data: a chat template is kept as text and not run here.
+from it. All of it is data: a chat template is kept as text and not run here. The files
+of a Hugging Face folder are written again as they came.
 """
 
 import dataclasses
@@ -9,48 +10,25 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from memjax.checks import listed, short
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer, Tokenizer, parse_tokenizer
+from memjax.models.checkpoints.hf import text_keys
+from memjax.models.checkpoints.hf.generation_config import GenerationConfig
 from memjax.models.checkpoints.hf.safetensors_file import read_object
 from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
+    CHAT_TEMPLATES,
     CONFIG,
     GENERATION,
+    SPECIAL_TOKENS_MAP,
+    TEXT_FILES,
     TOKENIZER,
     TOKENIZER_CONFIG,
     read_inside,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class GenerationConfig:
-    """The makers' sampling settings; None and () where they give none.
-
-    Attributes:
-        eos_ids: tokens that end a text or a turn; all are below the vocabulary's size.
-        bos_id: the token that begins a text.
-        pad_id: the token that fills up short rows.
-        temperature: above 0, or 0 for the most likely token.
-        top_k: tokens that are drawn from, at least 1.
-        top_p: share of the probability that is drawn from, in (0, 1].
-    """
-
-    eos_ids: tuple[int, ...] = ()
-    bos_id: int | None = None
-    pad_id: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-
-    @property
-    def token_ids(self) -> dict[str, Any]:
-        """The entries of a `config.json`; null where there is none."""
-        ids = list(self.eos_ids)
-        return {
-            "bos_token_id": self.bos_id,
-            "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
-            "pad_token_id": self.pad_id,
-        }
+ID_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,26 +39,79 @@ class TextInterface:
         tokenizer: encodes and decodes; None if there is none.
         chat_template: Jinja's source of how turns become a prompt; None without one.
         generation: see `GenerationConfig`.
+        special_tokens: texts by the names that a template has for them, such as
+            "bos_token"; None is those of `generation`.
+        source: files that all of it was read from, by name, which `files` gives again;
+            without them it makes new ones.
+        config_ids: token ids of the `config.json` that was read.
+        notes: what the files say and is not done here, each in a line.
     """
 
     tokenizer: Tokenizer | None = None
     chat_template: str | None = None
     generation: GenerationConfig = GenerationConfig()
+    special_tokens: Mapping[str, str] | None = dataclasses.field(
+        default=None, compare=False
+    )
+    source: Mapping[str, bytes] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+    config_ids: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict, compare=False
+    )
+    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
-    def files(self, readme: str | None = None) -> dict[str, bytes]:
+    def template_tokens(self) -> Mapping[str, str]:
+        """Texts of the special tokens, by their names."""
+        if self.special_tokens is not None:
+            return self.special_tokens
+        tokenizer, ids = self.tokenizer, self.generation
+        if not isinstance(tokenizer, JsonTokenizer):
+            return {}
+        named = {
+            "bos_token": ids.bos_id,
+            # The tokenizer's own comes first: see `read_text_interface`.
+            "eos_token": next(iter(ids.eos_ids), None),
+            "pad_token": ids.pad_id,
+        }
+        texts = {
+            name: tokenizer.backend.id_to_token(index)
+            for name, index in named.items()
+            if index is not None
+        }
+        return {name: text for name, text in texts.items() if text is not None}
+
+    def files(
+        self, readme: str | None = None, *, ids_in_config: bool = False
+    ) -> dict[str, bytes]:
         """The files that Hugging Face's libraries read it from, by their names.
 
-        `readme` becomes the model card.
+        `readme` becomes the model card. `ids_in_config` is whether a `config.json` with
+        the ids of `config_entries` goes with them.
         """
         found = {} if readme is None else {"README.md": readme.encode()}
+        ids = self.config_entries()
+        ids = {name: found for name, found in ids.items() if found is not None}
+        if self.source:
+            found |= self.source
+            record = json.loads(found.get(GENERATION, b"{}"))
+            if not ids_in_config and ids.keys() - record:
+                found[GENERATION] = _json(ids | record)
+            return found
         if isinstance(self.tokenizer, JsonTokenizer):
             found[TOKENIZER] = self.tokenizer.serialised
-            found[TOKENIZER_CONFIG] = _json(_tokenizer_config(self))
+            # Without the class transformers builds the tokenizer of the model's family.
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            found[TOKENIZER_CONFIG] = _json(kind | dict(self.template_tokens()))
         if self.chat_template is not None:
             found[CHAT_TEMPLATE] = self.chat_template.encode()
-        if record := _generation_record(self.generation):
+        if record := ids | dict(self.generation.record):
             found[GENERATION] = _json(record)
         return found
+
+    def config_entries(self) -> dict[str, Any]:
+        """The ids for a `config.json`: as they came, where they came from one."""
+        return dict(self.config_ids) if self.source else self.generation.token_ids
 
 
 def read_text_interface(
@@ -94,79 +125,63 @@ def read_text_interface(
         with_tokenizer: False does not read the tokenizer.
 
     Raises:
-        ValueError: if a file is not sound, or has ids beyond the vocabulary.
+        ValueError: if a file is not sound, or the tokenizer is of another model.
     """
-    config = _read_object(folder, CONFIG)
-    settings = _read_object(folder, TOKENIZER_CONFIG)
-    drawing = _read_object(folder, GENERATION)
-    file = read_inside(folder, TOKENIZER) if with_tokenizer else None
+    source = {name: read_inside(folder, name) for name in _text_files(folder)}
+    if not with_tokenizer:
+        source.pop(TOKENIZER, None)
+    files = {name: file for name, file in source.items() if file is not None}
+
+    def parsed(name):
+        return read_object(files[name], str(folder / name)) if name in files else {}
+
+    settings, record = parsed(TOKENIZER_CONFIG), parsed(GENERATION)
+    config = read_inside(folder, CONFIG)
+    config = {} if config is None else read_object(config, str(folder / CONFIG))
     tokenizer = None
-    if file is not None:
-        tokenizer = fitting_tokenizer(file, vocab_size, str(folder / TOKENIZER))
-    ids = {
-        name: _first(drawing.get(name), config.get(name))
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    if TOKENIZER in files:
+        tokenizer = fitting_tokenizer(
+            files[TOKENIZER], vocab_size, str(folder / TOKENIZER)
+        )
+    tokens = _special_tokens(settings, parsed(SPECIAL_TOKENS_MAP), str(folder))
+    ids = {name: _first(record.get(name), config.get(name)) for name in ID_NAMES}
     ends = ids["eos_token_id"]
     ends = ends if isinstance(ends, list) else [ends]
     # The tokenizer's own ends a turn in many chat models, whose generation_config.json
     # names the end of a document alone.
-    ends = [_token_id(tokenizer, settings.get("eos_token")), *ends]
-    generation = generation_config(
-        [end for end in ends if end is not None],
-        ids["bos_token_id"],
-        ids["pad_token_id"],
-        _sampling(drawing),
-        vocab_size,
-        str(folder),
+    if tokenizer is not None and "eos_token" in tokens:
+        ends = [tokenizer.backend.token_to_id(tokens["eos_token"]), *ends]
+    ends = [end for end in ends if end is not None]
+    bos, pad = (
+        ids[name] if _is_id(ids[name], vocab_size) else None
+        for name in ("bos_token_id", "pad_token_id")
     )
-    return TextInterface(tokenizer, _chat_template(folder, settings), generation)
-
-
-def generation_config(
-    eos_ids: list[Any],
-    bos_id: Any,
-    pad_id: Any,
-    sampling: Mapping[str, Any],
-    vocab_size: int,
-    where: str,
-) -> GenerationConfig:
-    """A `GenerationConfig` of values from a file, each checked.
-
-    Args:
-        eos_ids: may name one id twice.
-        bos_id: None is none.
-        pad_id: None is none; one beyond the vocabulary, as Llama 2's -1, is none too.
-        sampling: any of temperature, top_k and top_p.
-        vocab_size: of the model.
-        where: what an error calls the file.
-
-    Raises:
-        ValueError: naming the value, if it is not of its range.
-    """
-    for name, ids in (("eos_token_id", eos_ids), ("bos_token_id", [bos_id])):
-        for found in ids:
-            if found is not None and not _is_id(found, vocab_size):
-                raise ValueError(
-                    f"{where}: {name} must be in [0, {vocab_size}), got {found!r}"
-                )
-    allowed = {
-        "temperature": lambda value: value >= 0,
-        "top_k": lambda value: value >= 0 and value % 1 == 0,
-        "top_p": lambda value: 0 < value <= 1,
-    }
-    for name, value in sampling.items():
-        if type(value) not in (int, float) or not allowed[name](value):
-            raise ValueError(f"{where}: {name} is out of its range, got {value!r}")
-    temperature, top_p = sampling.get("temperature"), sampling.get("top_p")
-    return GenerationConfig(
-        eos_ids=tuple(dict.fromkeys(eos_ids)),
-        bos_id=bos_id,
-        pad_id=pad_id if _is_id(pad_id, vocab_size) else None,
-        temperature=None if temperature is None else float(temperature),
-        # 0 is no bound in Hugging Face's files.
-        top_k=int(sampling.get("top_k") or 0) or None,
-        top_p=None if top_p is None else float(top_p),
+    known = [end for end in ends if _is_id(end, vocab_size)]
+    wrong = [end for end in ends if end not in known]
+    if ids["bos_token_id"] != bos:
+        wrong.append(ids["bos_token_id"])
+    notes = [f"no token of the model: {listed(wrong)}"] if wrong else []
+    for name, found, neutral in (
+        (TOKENIZER_CONFIG, settings, text_keys.TOKENIZER_NOTED),
+        (GENERATION, record, text_keys.GENERATION_NOTED),
+    ):
+        for key, value in text_keys.effective(found, neutral).items():
+            notes.append(f"{name}: {key}={short(value)} is not followed")
+    if tokenizer is not None:
+        notes += tokenizer.notes
+    return TextInterface(
+        tokenizer,
+        _chat_template(files, settings, str(folder)),
+        GenerationConfig(
+            tuple(dict.fromkeys(known)),
+            bos,
+            pad,
+            {key: value for key, value in record.items() if key not in ID_NAMES},
+        ),
+        special_tokens=tokens or None,
+        source=files,
+        config_ids={name: config[name] for name in ID_NAMES if name in config},
+        notes=tuple(notes),
     )
 
 
@@ -198,73 +213,58 @@ def fitting_tokenizer(serialised: bytes, vocab_size: int, where: str) -> JsonTok
     return tokenizer
 
 
-def _sampling(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Temperature, top_k and top_p of a `generation_config.json`."""
-    if record.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_k", "top_p")
-    return {name: record[name] for name in names if record.get(name) is not None}
+def _text_files(folder: AnyPath) -> list[str]:
+    """Names of the files of `TEXT_FILES` and of further templates."""
+    further = folder / CHAT_TEMPLATES
+    inside = sorted(further.iterdir()) if further.is_dir() else []
+    names = [f"{CHAT_TEMPLATES}/{file.name}" for file in inside]
+    return [*TEXT_FILES, *(name for name in names if name.endswith(".jinja"))]
 
 
-def _generation_record(generation: GenerationConfig) -> dict[str, Any]:
-    """The content of a `generation_config.json`; empty if nothing is known."""
-    record = generation.token_ids
-    if generation.temperature == 0:
-        record["do_sample"] = False
-    else:
-        drawn = {n: getattr(generation, n) for n in ("temperature", "top_k", "top_p")}
-        if any(value is not None for value in drawn.values()):
-            record |= drawn | {"do_sample": True}
-    return {name: value for name, value in record.items() if value is not None}
+def _special_tokens(
+    settings: Mapping[str, Any], legacy: Mapping[str, Any], where: str
+) -> dict[str, str]:
+    """Texts of the special tokens by name.
 
-
-def _tokenizer_config(text: TextInterface) -> dict[str, Any]:
-    """The content of a `tokenizer_config.json`, for transformers."""
-    # Without the class transformers builds the tokenizer of the model's family.
-    record: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    generation, tokenizer = text.generation, text.tokenizer
-    if not isinstance(tokenizer, JsonTokenizer):
-        return record
-    for name, index in (
-        ("bos_token", generation.bos_id),
-        # The tokenizer's own comes first: see `read_text_interface`.
-        ("eos_token", next(iter(generation.eos_ids), None)),
-        ("pad_token", generation.pad_id),
-    ):
-        token = None if index is None else tokenizer.backend.id_to_token(index)
-        if token is not None:
-            record[name] = token
-    return record
-
-
-def _chat_template(folder: AnyPath, settings: Mapping[str, Any]) -> str | None:
-    """The template in a file of its own, or in `tokenizer_config.json`."""
-    if (file := read_inside(folder, CHAT_TEMPLATE)) is not None:
-        return file.decode()
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        # Several by name, as one for tools; "default" is the plain one.
-        named = {part.get("name"): part for part in found if isinstance(part, dict)}
-        found = named.get("default", {}).get("template")
-    if found is not None and not isinstance(found, str):
-        raise ValueError(
-            f"{folder / TOKENIZER_CONFIG}: chat_template must be text, got {found!r}"
-        )
+    `legacy` is the content of `special_tokens_map.json`, which transformers reads where
+    `tokenizer_config.json` does not list the tokens itself.
+    """
+    record = dict(settings)
+    if "added_tokens_decoder" not in settings:
+        record |= legacy
+    if isinstance(named := record.get("extra_special_tokens"), dict):
+        record |= named
+    found = {}
+    for name, value in record.items():
+        # Older files wrap a token in a record.
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+        elif name in text_keys.SPECIAL_TOKENS and value is not None:
+            raise ValueError(f"{where}: {name} must be text, got {short(value)}")
     return found
 
 
-def _token_id(tokenizer: JsonTokenizer | None, token: Any) -> int | None:
-    """The id of a token's text, which older files wrap in a record."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    if tokenizer is None or not isinstance(token, str):
-        return None
-    return tokenizer.backend.token_to_id(token)
-
-
-def _read_object(folder: AnyPath, name: str) -> dict[str, Any]:
-    file = read_inside(folder, name)
-    return {} if file is None else read_object(file, str(folder / name))
+def _chat_template(
+    files: Mapping[str, bytes], settings: Mapping[str, Any], where: str
+) -> str | None:
+    """The template in a file of its own, or in `tokenizer_config.json`."""
+    if CHAT_TEMPLATE in files:
+        return files[CHAT_TEMPLATE].decode()
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        # Several by name, as one for tools; "default" is the plain one.
+        parts = [part if isinstance(part, dict) else {} for part in found]
+        named = [(part.get("name"), part.get("template")) for part in parts]
+        if not all(isinstance(text, str) for pair in named for text in pair):
+            raise ValueError(
+                f"{where}: chat_template must list names and templates, got "
+                f"{short(found)}"
+            )
+        found = dict(named).get("default")
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"{where}: chat_template must be text, got {short(found)}")
+    return found
 
 
 def _is_id(value: Any, vocab_size: int) -> bool:

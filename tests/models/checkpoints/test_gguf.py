@@ -23,6 +23,7 @@ from memjax.models.checkpoints.gguf.known_keys import (
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
 from memjax.models.checkpoints.text_interface import GenerationConfig
+from memjax.models.sampling import Sampling
 from tests.models.checkpoints.gguf_writing import gguf, write
 
 FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
@@ -424,16 +425,17 @@ def test_template_and_sampling_are_kept(llama):
     }
     text = checkpoint.text_interface()
     assert text.chat_template == "{{ messages }}"
-    expected = GenerationConfig((0, VOCABULARY - 2), temperature=0.6, top_k=20)
-    assert text.generation == expected
+    drawn = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    assert text.generation == GenerationConfig((0, VOCABULARY - 2), record=drawn)
+    assert text.generation.sampling == Sampling(0.6, 20)
     assert text.tokenizer is not None and text.tokenizer.vocab_size == VOCABULARY
     # Without an entry by its text, as llama.cpp finds it.
     del metadata["tokenizer.ggml.eot_token_id"]
     metadata["tokenizer.ggml.tokens"][3] = "<|im_end|>"
     assert checkpoint.text_interface().generation.eos_ids == (0, 3)
     metadata["general.sampling.temp"] = "warm"
-    with pytest.raises(ValueError, match="temperature is out of its range, got 'warm'"):
-        checkpoint.text_interface()
+    with pytest.raises(ValueError, match="temperature='warm' must be a number"):
+        print(checkpoint.text_interface().generation.sampling)
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "more"]
     with pytest.raises(ValueError, match=f"model a vocabulary of {VOCABULARY}"):
         checkpoint.text_interface()

@@ -48,9 +48,8 @@ TINY = ModelConfig(
     remat=False,
 )
 TOKENIZER = tiny_models.tokenizer()
-TEXT = TextInterface(
-    TOKENIZER, "{{ x }}", GenerationConfig((5, 2), 1, None, 0.6, None, 0.9)
-)
+MAKERS = {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.1}
+TEXT = TextInterface(TOKENIZER, "{{ x }}", GenerationConfig((5, 2), 1, None, MAKERS))
 MEMORIES = (ElasticMemoryConfig(16, 4, 2, 8), TrellisConfig(16, 4, 8, 8))
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

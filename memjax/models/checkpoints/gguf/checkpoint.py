@@ -23,12 +23,9 @@ from memjax.models.checkpoints.gguf.config import (
 )
 from memjax.models.checkpoints.gguf.known_keys import check_keys
 from memjax.models.checkpoints.gguf.parts import GGUFParts
+from memjax.models.checkpoints.hf.generation_config import GenerationConfig
 from memjax.models.checkpoints.hf.safetensors_file import BFLOAT16
-from memjax.models.checkpoints.text_interface import (
-    TextInterface,
-    fitting_tokenizer,
-    generation_config,
-)
+from memjax.models.checkpoints.text_interface import TextInterface, fitting_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -129,23 +126,23 @@ class GGUFCheckpoint:
         def index(name):
             return gguf_tokenizer.special_id(metadata, name, vocab_size, where)
 
-        entries = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
-        values = {
-            name: metadata.get(f"general.sampling.{key}")
-            for name, key in entries.items()
+        entries = ("temp", "top_k", "top_p", "min_p")
+        found = {name: metadata.get(f"general.sampling.{name}") for name in entries}
+        # Stored in float32: 0.6 is read as 0.6000000238418579.
+        record = {
+            name.replace("temp", "temperature"): float(str(np.float32(value)))
+            if isinstance(value, float)
+            else value
+            for name, value in found.items()
+            if value is not None
         }
-        generation = generation_config(
-            gguf_tokenizer.end_ids(metadata, vocab_size, where),
+        if record:
+            record = {"do_sample": True, "top_k": 0} | record
+        generation = GenerationConfig(
+            tuple(dict.fromkeys(gguf_tokenizer.end_ids(metadata, vocab_size, where))),
             index("bos"),
             index("padding"),
-            # Stored in float32: 0.6 is read as 0.6000000238418579.
-            {
-                name: float(str(np.float32(v))) if isinstance(v, float) else v
-                for name, v in values.items()
-                if v is not None
-            },
-            vocab_size,
-            where,
+            record,
         )
         return TextInterface(tokenizer or None, template, generation)
 

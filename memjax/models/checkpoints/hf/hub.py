@@ -16,20 +16,18 @@ from memjax.config_io import AnyPath
 from memjax.data.documents.tokens import default_cache_dir
 from memjax.models.checkpoints.gguf.parts import part_names
 from memjax.models.checkpoints.hf.safetensors_folder import (
-    CHAT_TEMPLATE,
+    CHAT_TEMPLATES,
     CONFIG,
-    GENERATION,
     INDEX,
     SINGLE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
+    TEXT_FILES,
     read_index,
 )
 
 HUB_ID = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[\w./-]+))?"
 )
-DESCRIPTION = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, INDEX)
+DESCRIPTION = (CONFIG, INDEX, *TEXT_FILES, f"{CHAT_TEMPLATES}/*.jinja")
 
 
 class Location(NamedTuple):

@@ -22,7 +22,14 @@ from memjax.models.checkpoints.hf.safetensors_file import (
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATE, CHAT_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+#: Files of a tokenizer and its use, besides the folder of further templates.
+TEXT_FILES = (
+    *(TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE, GENERATION),
+    # Read by transformers beside tokenizer.json.
+    *("added_tokens.json", "vocab.json", "merges.txt"),
+)
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

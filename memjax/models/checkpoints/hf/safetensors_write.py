@@ -56,6 +56,7 @@ def write_folder(
         record = json.dumps(dict(config) | {"torch_dtype": dtype}, indent=2)
         (temporary / CONFIG).write_text(record)
         for name, content in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_bytes(content)
         for file in temporary.glob("*.safetensors"):
             # The library makes files that only their owner may read.
