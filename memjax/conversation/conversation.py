@@ -319,7 +319,6 @@ class Conversation:
 
         if begin:
             emit(begin)
-
         decode = answer_decoder(tokenizer, prompt, begin)
         shown = printer(decode, self._format.stop, limit, self._ends, emit)
         ended = False
@@ -331,26 +330,16 @@ class Conversation:
 
         key = jax.random.fold_in(jax.random.key(seed), self.tokens)
         sampling = sampling or self._generation.sampling or CHAT
-        decoding = Decoding(
-            limit,
-            key,
-            sampling,
-            self._read_before(),
-            tokenizer.vocab_size,
-            self._ends,
-            stop_when,
-        )
+        # Of a memory the turns; what texts say is no repetition.
+        spoken, size = self.record.spoken, tokenizer.vocab_size
+        spoken = encode_after(tokenizer, spoken).tolist()
+        decoding = Decoding(limit, key, sampling, spoken, size, self._ends, stop_when)
         after, drawn = self._backend.answer(self._state, prompt, decoding)
         ids, scores = drawn.tokens, tuple(drawn.log_probs.tolist())
         text = "".join(parts).rstrip()
         answer = Answer(text, len(ids), ended, tuple(ids.tolist()), scores)
         closing = unread_closing(tokenizer, self._format, int(ids[-1]))
         return answer, after, np.concatenate([prompt, ids]), closing
-
-    def _read_before(self) -> list[int]:
-        """Tokens of the turns so far; those of texts are no repetition."""
-        spoken = SEPARATOR.join(text for turn in self.record.exchanges for text in turn)
-        return encode_after(self._tokenizer, spoken).tolist()
 
     def _prompt(self, message: str, begin: str) -> Int[np.ndarray, " T"]:
         prompt = self._format.prompt(message, self.record.exchanges, not self.tokens)
@@ -360,15 +349,14 @@ class Conversation:
         return self._encode(text, self._format.begins_itself)
 
     def _encode(self, text: str, begins: bool = False) -> Int[np.ndarray, " T"]:
-        """A text's tokens, after the pending text.
-
-        `begins` is whether the text itself has the tokens that begin one.
-        """
+        """A text's tokens, after the pending text."""
         if self.tokens:
             tokens = encode_after(self._tokenizer, self.record.pending + text)
+        elif begins:
+            # The text itself has the tokens that begin one.
+            tokens = self._tokenizer.encode(text)
         else:
-            encode = self._tokenizer.encode if begins else None
-            tokens = encode(text) if encode else encode_prompt(self._tokenizer, text)
+            tokens = encode_prompt(self._tokenizer, text)
         if len(tokens) < 2:
             raise ValueError(
                 f"a text must have at least 2 tokens, got {len(tokens)} of {text!r}"

@@ -98,6 +98,11 @@ class Record:
         said = [entry.text for entry in self.entries if entry.role == "assistant"]
         return list(zip(asked, said, strict=False))
 
+    @property
+    def spoken(self) -> str:
+        """The texts of all turns."""
+        return "\n\n".join(text for turn in self.exchanges for text in turn)
+
     def name_of(self, text: str) -> str | None:
         """The name of the entry that injected this text before; None without one."""
         found = text_digest(text)
