@@ -1,7 +1,9 @@
 """Checks of arguments: errors name the argument, its value and what is allowed."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 #: Characters of a value, and names of a list, that a message shows.
@@ -51,20 +53,43 @@ LARGEST = {
     "window": 2**24,
     "block": 2**24,
     "capacity": 2**24,
+    "chunk_size": 2**16,  # whose products are chunk by chunk
     "tokens": 2**24,
 }
 #: Of any other: positions and steps are int32.
 LARGEST_SIZE = 2**31 - 1
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raises ValueError for a size below 1 or above that in `LARGEST`, naming it."""
+def check_sizes(*, least: int = 1, **sizes: int) -> None:
+    """Raises ValueError for a size below `least` or above that in `LARGEST`, naming it.
+
+    And for anything but an integer: True is no size.
+    """
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise ValueError(f"{name} must be an integer, got {short(size)}")
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, got {size}")
         most = LARGEST.get(name, LARGEST_SIZE)
         if size > most:
             raise ValueError(f"{name} must be at most {most:,}, got {short(size)}")
+
+
+def check_numbers(**values: Any) -> None:
+    """Raises ValueError, with its name, for anything but a number."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ValueError(f"{name} must be a number, got {short(value)}")
+
+
+def check_flags(config: Any) -> None:
+    """Raises ValueError unless a config's options to turn on are True or False.
+
+    A text would count as True, "no" too.
+    """
+    for field in dataclasses.fields(config):
+        if isinstance(field.default, bool):
+            require_instance(field.name, getattr(config, field.name), bool)
 
 
 def check_positive(*, most: float = 1e38, **values: float) -> None:
@@ -72,6 +97,7 @@ def check_positive(*, most: float = 1e38, **values: float) -> None:
 
     Nor may it be above `most`; beyond 1e38 it would be infinite in float32.
     """
+    check_numbers(**values)
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
@@ -93,7 +119,9 @@ def require_instance(name: str, value: Any, kind: type) -> None:
 
 def check_key(key: Any) -> None:
     """Raises ValueError unless `key` may be a key of `jax.random`."""
-    if not hasattr(key, "dtype"):
+    # One key, typed or as jax.random.PRNGKey gives it.
+    kind, axes = str(getattr(key, "dtype", "")), getattr(key, "ndim", None)
+    if axes != (0 if kind.startswith("key<") else 1 if kind == "uint32" else -1):
         raise ValueError(f"key must be a jax.random.key(...), got {short(key)}")
 
 

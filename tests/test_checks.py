@@ -7,6 +7,7 @@ from memjax.mechanisms import (
     AttentionConfig,
     ElasticMemoryConfig,
     SlidingWindowConfig,
+    TrellisConfig,
 )
 from memjax.models import ModelConfig
 
@@ -27,6 +28,7 @@ from memjax.models import ModelConfig
             "bank_blocks=60000 makes matrices of",
         ),
         (lambda: SlidingWindowConfig(16, 2, 1, 8, window=10**9), "window must be at"),
+        (lambda: TrellisConfig(16, 2, 8, 8, chunk_size=10**6), "chunk_size must be at"),
         (lambda: AttentionConfig(16, 2, 1, 8, capacity=10**9), "capacity must be at"),
         (lambda: ModelConfig(num_layers=20_000), "num_layers must be at most 1,024"),
         (lambda: check_sizes(anything=2**31), "anything must be at most 2,147,483,647"),

@@ -11,8 +11,29 @@ import memjax
 import memjax_kernels
 from memjax.evaluation import perplexity, token_losses
 from memjax.evaluation.losses import TokenLosses
-from memjax.mechanisms import TrellisConfig
-from memjax.models import LanguageModel, add_hmt, add_memory, add_mplus, generate
+from memjax.mechanisms import (
+    GLAConfig,
+    HybridConfig,
+    LinearAttentionConfig,
+    SlidingWindowConfig,
+    TrellisConfig,
+)
+from memjax.models import (
+    HMTConfig,
+    LanguageModel,
+    LoraConfig,
+    ModelConfig,
+    MPlusConfig,
+    ReReadWindow,
+    Sampling,
+    add_hmt,
+    add_lora,
+    add_memory,
+    add_mplus,
+    add_snapkv,
+    generate,
+    limit_attention,
+)
 from tests import tiny
 
 KEY = jax.random.key(0)
@@ -26,6 +47,19 @@ LOSSES = TokenLosses(*[np.ones((1, 2))] * len(TokenLosses._fields))._replace(
 def _memory(state=None, x=X):
     memory = memjax.nnx.Memory(CONFIG, key=KEY)
     return memory(memory.init_state(1) if state is None else state, x)
+
+
+def _reset(mask, state=None):
+    memory = memjax.nnx.Memory(CONFIG, key=KEY)
+    return memory.reset(memory.init_state(1) if state is None else state, mask)
+
+
+def _other_state(config):
+    return config.build().init_state(1)
+
+
+def _generate(**options):
+    return generate(tiny.llama(), None, TOKENS, **({"max_new_tokens": 1} | options))
 
 
 def _mechanism(name, x):
@@ -45,6 +79,57 @@ def _add_memory(layers):
         (lambda: _memory(x=X[0, 0]), r"x must be .* or \[B, D\], got \(16,\)"),
         (lambda: _memory(X, ()), "x must be .* got tuple"),
         (lambda: _memory(()), "state must be the arrays that init_state gives"),
+        (
+            lambda: _memory(_other_state(LinearAttentionConfig(16, 2, 8, 8))),
+            "state must be .* that init_state gives, a BlockState, got one of another",
+        ),
+        (
+            lambda: _memory(_other_state(TrellisConfig(16, 2, 8, 8, chunk_size=3))),
+            "got one of another mechanism or chunk_size",
+        ),
+        (lambda: _reset([True]), r"mask must be a bool array \[B\], got \[True\]"),
+        (lambda: _reset(jnp.array([True]), ()), "state must be the arrays"),
+        (lambda: CONFIG.build().init_state(2.5), "batch must be an integer, got 2.5"),
+        (lambda: CONFIG.build().init_state(-1), "batch must be at least 1, got -1"),
+        (lambda: memjax.nnx.Memory(GLAConfig, key=KEY), "config must be a mechanism"),
+        (lambda: memjax.nnx.Memory(CONFIG, key=X[0, 0]), "key must be a jax.random"),
+        (lambda: TrellisConfig(16, 2, 8, 8, forget="no"), "forget must be a bool"),
+        (lambda: TrellisConfig(16, 2, 8, "8"), "value_dim must be an integer, got '8'"),
+        (lambda: GLAConfig(16, 2, 8, 8, norm_epsilon="x"), "norm_epsilon must be a nu"),
+        (lambda: SlidingWindowConfig(16, 2, 2, 8, sinks=1.5), "sinks must be an integ"),
+        (lambda: HybridConfig(CONFIG, CONFIG), "window must be a SlidingWindowConfig"),
+        (lambda: ModelConfig(mechanisms=CONFIG), "mechanisms must be a tuple"),
+        (lambda: ModelConfig(mechanisms=("gla",)), r"mechanisms\[0\] must be a mech"),
+        (lambda: HMTConfig(segment_length=2.5), "segment_length must be an integer"),
+        (lambda: MPlusConfig(store_size=10**13), "store_size must be at most"),
+        (lambda: add_hmt(None, tiny.HMT, key=KEY), "backbone must be a LanguageModel"),
+        (lambda: add_mplus(None, tiny.MPLUS, key=KEY), "backbone must be a Language"),
+        (lambda: limit_attention(None, 4), "model must be a LanguageModel, got None"),
+        (lambda: ReReadWindow(None, reread=1, segment=1), "backbone must be a Lang"),
+        (lambda: add_snapkv(tiny.llama(), {}), "config must be a SnapKVConfig"),
+        (lambda: add_lora(tiny.llama(), {}, KEY), "config must be a LoraConfig"),
+        (lambda: add_lora(tiny.llama(), LoraConfig(), 0), "key must be a jax.random"),
+        (lambda: _add_memory(None), "layers must be numbers .* got None"),
+        (lambda: _add_memory((True,)), "layers must be numbers"),
+        (lambda: tiny.llama().init_state("2"), "batch must be an integer, got '2'"),
+        (
+            lambda: tiny.llama()(tiny.llama().init_state(1), [[1]]),
+            r"tokens must be an array \[B, T\], got \[\[1\]\]",
+        ),
+        (
+            lambda: tiny.llama()(tiny.llama().init_state(1), TOKENS[:, :0]),
+            "tokens must be .* T >= 1",
+        ),
+        (lambda: generate(tiny.LLAMA, None, TOKENS, 4, key=KEY), "model must be a Mod"),
+        (lambda: _generate(key=KEY, sampling={}), "sampling must be a Sampling"),
+        (lambda: _generate(key=KEY, max_new_tokens=2.5), "max_new_tokens must be an i"),
+        (
+            lambda: _generate(key=KEY, stop_tokens=(99,)),
+            "stop_tokens must be in",
+        ),
+        (lambda: Sampling(temperature="1"), "temperature must be a number, got '1'"),
+        (lambda: Sampling(top_k=2.5), "top_k must be an integer, got 2.5"),
+        (lambda: memjax.load(["a"]), r"path must be a str or a Path, got \['a'\]"),
         (lambda: _mechanism("step", X), r"x must be an array \[B, D\]"),
         (lambda: _mechanism("apply", X[0]), r"x must be an array \[B, T, D\]"),
         (lambda: memjax.nnx.Memory("trellis", key=KEY), "config must be .*'trellis'"),

@@ -11,6 +11,7 @@ last object, which appears at once with all of its content.
 import errno
 import re
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ def as_path(path: AnyPath | str) -> AnyPath:
     Raises:
         ValueError: a URL of another scheme, without a bucket, or with a part like "..".
     """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"path must be a str or a Path, got {short(path)}")
     found = _URL.fullmatch(str(path))
     if found is None:
         return Path(path).expanduser()

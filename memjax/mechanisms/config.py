@@ -4,6 +4,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
+from memjax.checks import short
 from memjax.mechanisms.base import Mechanism
 from memjax.mechanisms.layers.heads import HeadsConfig
 
@@ -67,6 +68,15 @@ class MechanismConfig(Protocol):
     def within(self, length: int) -> "MechanismConfig":
         """The same function of texts of up to `length` tokens, with a smaller state."""
         ...
+
+
+def require_config(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is a mechanism's configuration."""
+    if not hasattr(value, "build") or isinstance(value, type):
+        raise ValueError(
+            f"{name} must be a mechanism's configuration, such as "
+            f"memjax.mechanisms.TrellisConfig(...), got {short(value)}"
+        )
 
 
 class MechanismDefaults:

@@ -78,9 +78,7 @@ class ElasticMemoryConfig(HeadsConfig, MechanismDefaults):
     def __post_init__(self):
         super().__post_init__()
         check_sizes(block=self.block, order=self.order, memory_tokens=self.samples)
-        if self.bank_blocks < 0:
-            raise ValueError(f"bank_blocks must be >= 0, got {self.bank_blocks}")
-        check_sizes(bank_blocks=self.bank_blocks or 1)
+        check_sizes(least=0, bank_blocks=self.bank_blocks)
         numbers = self.bank_blocks * self.order * (self.order + self.block)
         if numbers > MAX_BANK:
             made = f"makes matrices of {numbers:,} numbers, of at most {MAX_BANK:,}"

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax import mechanisms
+from memjax.checks import require_instance, short
 from memjax.config_io import TYPES
 from memjax.mechanisms.base import Mechanism, axes, check_input
 from memjax.mechanisms.cells.base import Cell, CellConfig
@@ -57,8 +58,8 @@ def _memories() -> tuple[type, ...]:
 
 def require_cell(memory: object) -> None:
     """Raises ValueError unless `memory` is a cell's configuration."""
-    if not hasattr(memory, "cell"):
-        raise ValueError(f"memory must be a cell's configuration, got {memory}")
+    if not hasattr(memory, "cell") or isinstance(memory, type):
+        raise ValueError(f"memory must be a cell's configuration, got {short(memory)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ class HybridConfig(MechanismDefaults):
 
     def __post_init__(self):
         heads, memory = self.window, self.memory
+        require_instance("window", heads, SlidingWindowConfig)
         require_cell(memory)
         if memory.cell().unit_norm:
             allowed = {

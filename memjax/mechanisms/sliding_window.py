@@ -57,8 +57,9 @@ class SlidingWindowConfig(HeadsConfig, MechanismDefaults):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(window=self.window, sinks=self.sinks or 1)
-        if not 0 <= self.sinks <= self.window:
+        check_sizes(window=self.window)
+        check_sizes(least=0, sinks=self.sinks)
+        if self.sinks > self.window:
             raise ValueError(
                 f"sinks must be in [0, window={self.window}], got {self.sinks}"
             )

@@ -22,6 +22,8 @@ from memjax.models.language_model.presets import preset as preset
 from memjax.models.language_model.reread import ReReadWindow as ReReadWindow
 from memjax.models.language_model.retrofit import MemoryOptions as MemoryOptions
 from memjax.models.language_model.retrofit import add_memory as add_memory
+from memjax.models.language_model.snapkv import SnapKVConfig as SnapKVConfig
+from memjax.models.language_model.snapkv import add_snapkv as add_snapkv
 from memjax.models.language_model.windowed import limit_attention as limit_attention
 from memjax.models.lora import LoraConfig as LoraConfig
 from memjax.models.lora import add_lora as add_lora

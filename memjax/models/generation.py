@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from memjax.checks import check_key, check_sizes
+from memjax.checks import check_key, check_sizes, require_instance, short
 from memjax.models.base import Model, commit_state
 from memjax.models.ragged import check_prompt
 from memjax.models.sampling import Sampling, Seen, Settings, draw
@@ -108,8 +108,15 @@ def generate(
     """
     check_key(key)
     check_prompt(model, prompt, lengths, max_new_tokens, segment, samples)
+    require_instance("sampling", sampling, Sampling)
     if vocab_size is not None:
         check_sizes(vocab_size=vocab_size)
+    # One that cannot be drawn would never end a text.
+    stop = np.ravel(stop_tokens) if np.size(stop_tokens) else np.zeros(0, int)
+    if stop.dtype.kind not in "iu" or np.any((stop < 0) | (stop >= model.vocab_size)):
+        raise ValueError(
+            f"stop_tokens must be in [0, {model.vocab_size}), got {short(stop_tokens)}"
+        )
     tokens = np.asarray(prompt)
     if state is None:
         state, donate = model.init_state(len(tokens), capacity=1), True
@@ -129,10 +136,11 @@ def generate(
         state, logits, seen = jax.tree.map(
             lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits, seen)
         )
-    stop = jnp.asarray(np.asarray(stop_tokens, np.int32).reshape(-1))
     open_ = _Open(logits, key, jnp.int32(0), jnp.zeros(len(logits), bool), seen)
     settings = Settings.of(sampling, vocab_size)
-    return _draw_all(model, state, open_, settings, max_new_tokens, stop, stop_when)
+    return _draw_all(
+        model, state, open_, settings, max_new_tokens, jnp.int32(stop), stop_when
+    )
 
 
 def stop_strings(

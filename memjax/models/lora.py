@@ -23,7 +23,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax.checks import check_positive, check_sizes, require_known
+from memjax.checks import (
+    check_key,
+    check_positive,
+    check_sizes,
+    require_instance,
+    require_known,
+)
 from memjax.mechanisms.hybrid import attention_params
 from memjax.mechanisms.layers.projections import Adapted
 from memjax.models.adapters import freeze
@@ -77,6 +83,8 @@ def add_lora(
     Raises:
         ValueError: the model has adapters already, or none of the targets.
     """
+    require_instance("config", config, LoraConfig)
+    check_key(key)
     model = freeze(model)
     count = 0
     for i, block in enumerate(model.blocks):

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Shaped
 
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, require_instance
 from memjax.models.base import Model
 
 
@@ -100,6 +100,7 @@ def check_prompt(
     samples: int,
 ) -> None:
     """Raises ValueError on what `generate` cannot read or draw."""
+    require_instance("model", model, Model)
     prompt = np.asarray(prompt)
     integers = np.issubdtype(prompt.dtype, np.integer)
     if not integers or prompt.ndim != 2 or prompt.shape[1] < 1:

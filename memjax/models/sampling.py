@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from memjax.checks import check_numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -40,6 +42,9 @@ class Sampling:
     presence_penalty: float = 0.0
 
     def __post_init__(self):
+        check_numbers(**vars(self))
+        if not hasattr(self.top_k, "__index__"):
+            raise ValueError(f"top_k must be an integer, got {self.top_k}")
         # NaN is in no range.
         for name, allowed, is_allowed in (
             ("temperature", ">= 0", 0 <= self.temperature < np.inf),

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.mechanisms.config import MechanismConfig
+from memjax.mechanisms.config import MechanismConfig, require_config
 from memjax.nnx.params import as_arrays, as_params, params_key
 
 
@@ -44,11 +44,7 @@ class Memory(nnx.Module):
             ValueError: on both of key and rngs, or neither; on anything but a
                 configuration.
         """
-        if not hasattr(config, "build"):
-            raise ValueError(
-                "config must be a mechanism's configuration, such as "
-                f"memjax.mechanisms.TrellisConfig(...), got {config!r}"
-            )
+        require_config("config", config)
         self.mechanism = config.build()
         params = self.mechanism.init_params(params_key(key, rngs))
         self.params = nnx.data(as_params(params))

@@ -274,7 +274,7 @@ def test_memory_tokens_default_to_the_fewer_of_order_and_block():
         (dict(sampling="random"), "sampling must be .*, got 'random'"),
         (dict(decay=1.0), "decay must be in .0, 1., got 1.0"),
         (dict(decay=0.0), "decay must be in .0, 1., got 0.0"),
-        (dict(bank_blocks=-1), "bank_blocks must be >= 0, got -1"),
+        (dict(bank_blocks=-1), "bank_blocks must be at least 0, got -1"),
         (dict(positions="none"), "positions must be .*, got 'none'"),
         (dict(implementation="pallas"), "implementation must be .*, got 'pallas'"),
     ],

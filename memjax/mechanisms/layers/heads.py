@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
-from memjax.checks import check_positive, check_sizes, require_known
+from memjax.checks import check_flags, check_positive, check_sizes, require_known
 from memjax.mechanisms.layers.rope import RopeScaling
 
 QKNorm = Literal["none", "head", "width"]
@@ -48,6 +48,7 @@ class HeadsConfig:
     query_scale: float | None = None
 
     def __post_init__(self):
+        check_flags(self)
         check_sizes(
             model_dim=self.model_dim,
             num_heads=self.num_heads,

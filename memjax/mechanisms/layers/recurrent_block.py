@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from memjax.checks import check_positive, check_sizes, require_known
+from memjax.checks import check_flags, check_positive, check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, Packed, axes, check_input
 from memjax.mechanisms.cells.base import Cell, CellDefaults
 from memjax.mechanisms.config import MechanismDefaults
@@ -72,6 +72,7 @@ class RecurrentConfig(CellDefaults, MechanismDefaults, abc.ABC):
     implementation: Implementation | None = None
 
     def __post_init__(self):
+        check_flags(self)
         check_sizes(
             model_dim=self.model_dim,
             num_heads=self.num_heads,

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from memjax.checks import check_sizes, require_known
+from memjax.checks import check_flags, check_sizes, require_known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,12 @@ class HMTConfig:
     activations: Literal["keep", "recompute", "offload"] = "recompute"
 
     def __post_init__(self):
+        check_flags(self)
         check_sizes(segment_length=self.segment_length, num_memories=self.num_memories)
+        check_sizes(least=0, num_sensory_tokens=self.num_sensory_tokens)
         if self.retrieval_dim is not None:
             check_sizes(retrieval_dim=self.retrieval_dim)
-        if not 0 <= self.num_sensory_tokens <= self.segment_length:
+        if self.num_sensory_tokens > self.segment_length:
             raise ValueError(
                 "num_sensory_tokens must be in [0, "
                 f"segment_length={self.segment_length}], got {self.num_sensory_tokens}"

@@ -75,6 +75,7 @@ class HMT(FixedSizeMemory, Savable, nnx.Module):
         key: PRNGKeyArray | None = None,
         rngs: nnx.Rngs | None = None,
     ):
+        require_instance("backbone", backbone, LanguageModel)
         require_instance("config", config, HMTConfig)
         self.config = config
         #: The backbone's own config: its mechanisms, and the longest text it reads.

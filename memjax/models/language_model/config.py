@@ -5,7 +5,13 @@ import functools
 from collections.abc import Iterable
 from typing import Literal, get_args
 
-from memjax.checks import check_positive, check_sizes, require_known
+from memjax.checks import (
+    check_flags,
+    check_positive,
+    check_sizes,
+    require_instance,
+    require_known,
+)
 from memjax.config_io import TYPES
 from memjax.mechanisms import (
     MECHANISMS,
@@ -13,6 +19,7 @@ from memjax.mechanisms import (
     MechanismConfig,
     SlidingWindowConfig,
 )
+from memjax.mechanisms.config import require_config
 from memjax.mechanisms.layers.heads import HeadsConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -119,6 +126,8 @@ class ModelConfig:
     scan_layers: bool = False
 
     def __post_init__(self):
+        check_flags(self)
+        require_instance("mechanisms", self.mechanisms, tuple)
         check_sizes(
             mechanisms=len(self.mechanisms),
             num_layers=self.num_layers,
@@ -134,6 +143,7 @@ class ModelConfig:
                 f"the mechanisms, got {self.num_layers}"
             )
         for i, mechanism in enumerate(self.mechanisms):
+            require_config(f"mechanisms[{i}]", mechanism)
             if mechanism.model_dim != self.model_dim:
                 raise ValueError(
                     f"mechanisms[{i}].model_dim must be the model's {self.model_dim}, "

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from memjax.checks import short
 from memjax.mechanisms.config import MechanismConfig
 from memjax.mechanisms.layers import documents
 from memjax.models import ragged
@@ -67,6 +68,11 @@ def with_room(model: Any, state: PyTree, tokens: Int[Array, "B T"]) -> PyTree:
     learned = bool(model.config.architecture.learned_positions)
     ragged.check_parts(state, len(model.blocks) + learned)
     leaves = jax.tree.leaves(state)
+    shape = getattr(tokens, "shape", ())
+    if len(shape) == 2 and not shape[1]:
+        raise ValueError(f"tokens must be [B, T] with T >= 1, got {list(shape)}")
+    if not shape:
+        raise ValueError(f"tokens must be an array [B, T], got {short(tokens)}")
     if tokens.shape[:1] != leaves[0].shape[:1]:
         raise ValueError(
             f"tokens must be integers [B, T] with {leaves[0].shape[0]} rows, as "

@@ -27,7 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from memjax import mechanisms
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, require_instance
 from memjax.models import ragged
 from memjax.models.base import FixedSizeMemory
 from memjax.models.language_model.model import LanguageModel
@@ -79,9 +79,9 @@ class ReReadWindow(FixedSizeMemory, nnx.Module):
             ValueError: if a size is out of range, or the backbone's positions or
                 capacity allow fewer than n + s tokens.
         """
+        require_instance("backbone", backbone, LanguageModel)
         check_sizes(segment=segment)
-        if reread < 0:
-            raise ValueError(f"reread must be >= 0, got {reread}")
+        check_sizes(least=0, reread=reread)
         capacity = backbone.config.capacity
         if capacity is not None and reread + segment > capacity:
             raise ValueError(

@@ -14,14 +14,14 @@ them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, cast, get_args
 
 import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from memjax.checks import check_sizes, joined, require_known
+from memjax.checks import check_sizes, joined, require_instance, require_known, short
 from memjax.mechanisms import CELLS, ElasticMemoryConfig, HybridConfig, MechanismConfig
 from memjax.mechanisms.cells.base import CellConfig
 from memjax.mechanisms.elastic_memory import fitted
@@ -113,6 +113,8 @@ def add_memory(
             not at all; an unknown memory, or one with heads that do not fit; a window
             shorter than the sinks; a model with learned positions.
     """
+    require_instance("model", model, LanguageModel)
+    require_instance("options", options, MemoryOptions)
     config = retrofitted(
         model.config, memory, layers, window, sinks, placement, options
     )
@@ -166,8 +168,11 @@ def retrofitted(
 
 def check_layers(config: ModelConfig, layers: Sequence[int]) -> None:
     """Raises ValueError unless `layers` are numbers of different attention layers."""
-    if isinstance(layers, str) or not all(isinstance(i, SupportsIndex) for i in layers):
-        raise ValueError(f"layers must be numbers of layers, got {layers!r}")
+    numbers = isinstance(layers, Iterable) and not isinstance(layers, str)
+    if not numbers or not all(
+        type(i) is not bool and isinstance(i, SupportsIndex) for i in layers
+    ):
+        raise ValueError(f"layers must be numbers of layers, got {short(layers)}")
     if not layers:
         raise ValueError("layers must be at least one, got none")
     faults = []

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, require_instance
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.attention import AttentionState
 from memjax.mechanisms.base import replace_rows
@@ -80,6 +80,8 @@ def add_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     Raises:
         ValueError: if a layer is another mechanism.
     """
+    require_instance("model", model, LanguageModel)
+    require_instance("config", config, SnapKVConfig)
     if not all(m.max_length for m in model.config.mechanisms):
         raise ValueError(
             f"model must have attention in every layer, got {kinds(model.config)}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, require_instance
 from memjax.mechanisms import SlidingWindowConfig
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.sliding_window import widened
@@ -29,6 +29,7 @@ def limit_attention(model: LanguageModel, window: int, sinks: int = 0) -> Langua
             layer is another mechanism, or the model's positions are a learned table,
             which ends.
     """
+    require_instance("model", model, LanguageModel)
     check_sizes(window=window)
     config = model.config
     attention = [m.plain_attention for m in config.mechanisms if m.plain_attention]

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from memjax.checks import check_sizes, require_known
+from memjax.checks import check_flags, check_sizes, require_known
 from memjax.models.offload import Place
 
 #: A row whose recall frequency is not above this leaves the store.
@@ -103,6 +103,10 @@ class MPlusConfig:
     pool_memory: Place = "device"
 
     def __post_init__(self):
+        check_flags(self)
+        check_sizes(
+            least=0, num_retrieved=self.num_retrieved, store_size=self.store_size
+        )
         check_sizes(
             num_memory_tokens=self.num_memory_tokens,
             pool_size=self.pool_size,
@@ -128,10 +132,6 @@ class MPlusConfig:
             raise ValueError(
                 f"min_chunk_size must be in [1, chunk_size={self.chunk_size}], "
                 f"got {self.min_chunk_size}"
-            )
-        if self.num_retrieved < 0:
-            raise ValueError(
-                f"num_retrieved must be at least 0, got {self.num_retrieved}"
             )
         for name in ("alpha", "recalls", "decay"):
             value = getattr(self, name)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from memjax.checks import require_instance
 from memjax.models.adapters import freeze
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.layers import BlockParams, normalize
@@ -198,6 +199,7 @@ _write_layer = jax.jit(write_layer, static_argnums=(0, 5))
 
 def require_backbone(backbone: LanguageModel) -> None:
     """Raises ValueError unless a backbone is of Llama's kind."""
+    require_instance("backbone", backbone, LanguageModel)
     config = backbone.config
     if not all(m.max_length for m in config.mechanisms):
         raise ValueError(

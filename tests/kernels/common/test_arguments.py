@@ -16,9 +16,9 @@ check_mask = inspect.unwrap(arguments.check_mask)
 check_float32 = inspect.unwrap(arguments.check_float32)
 
 
-def test_shape_letters_bind_and_none_is_skipped():
+def test_shape_letters_bind_and_optional_none_is_skipped():
     q, v = jnp.ones((2, 3, 4)), jnp.ones((2, 3, 5), jnp.bfloat16)
-    sizes = check_shapes(q=(q, "B T K"), g=(None, "B X"), v=(v, "B T V"))
+    sizes = check_shapes(q=(q, "B T K"), g=(None, "B X?"), v=(v, "B T V"))
     assert sizes == {"B": 2, "T": 3, "K": 4, "V": 5}
 
 

@@ -48,6 +48,7 @@ def cached_attention(
     sizes = arguments.check_shapes(
         q=(q, "B Q H K"), keys=(keys, "B S J"), values=(values, "B S J")
     )
+    arguments.require_array("seen", seen, "BQS")
     wanted = [sizes[letter] for letter in "BQS"]
     if list(seen.shape) != wanted or seen.dtype != bool:
         raise ValueError(

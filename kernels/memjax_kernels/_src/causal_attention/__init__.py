@@ -67,6 +67,8 @@ def causal_attention(
     arguments.check_shapes(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H K"))
     if reason := unsupported(q, k):
         raise ValueError(f"causal_attention cannot run: {reason}")
+    if window is not None:
+        arguments.check_sizes(window=window)
     static = pallas_tpu.Static(window, interpret)
     y: Any = pallas_tpu.attention(
         static, *(x.reshape(*x.shape[:2], -1) for x in (q, k, v))

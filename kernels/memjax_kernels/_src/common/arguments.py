@@ -1,7 +1,8 @@
 """Checks of an op's arguments, and arrays that are given twice."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -9,24 +10,27 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 
-def check_shapes(**arguments: tuple[Array | None, str]) -> dict[str, int]:
+def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
     """Binds shape letters to sizes and refuses arrays that do not fit them.
 
     Args:
         **arguments: by name, the array and its axes, as in q=(q, "B T H K"). The
-            first array with a letter gives its size. None is skipped.
+            first array with a letter gives its size. None is skipped where the axes
+            end in "?".
 
     Returns:
         The size of each letter.
 
     Raises:
-        ValueError: on an array with other axes, of size zero, or not floating.
+        ValueError: on an array with other axes, of size zero, or not floating; on
+            anything but an array.
     """
     sizes: dict[str, int] = {}
     for name, (array, axes) in arguments.items():
-        if array is None:
+        if array is None and axes.endswith("?"):
             continue
-        letters = axes.split()
+        letters = axes.removesuffix("?").split()
+        array = require_array(name, array, letters)
         if array.ndim == len(letters):
             for letter, size in zip(letters, array.shape, strict=True):
                 sizes.setdefault(letter, size)
@@ -41,6 +45,73 @@ def check_shapes(**arguments: tuple[Array | None, str]) -> dict[str, int]:
         if not np.issubdtype(array.dtype, np.floating) and array.dtype != "bfloat16":
             raise ValueError(f"{name} must be floating, got {array.dtype}")
     return sizes
+
+
+def require_array(name: str, array: Any, letters: Sequence[str]) -> Any:
+    """The array; raises ValueError for anything else, such as a list or None."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise ValueError(
+            f"{name} must be an array [{', '.join(letters)}], "
+            f"got {type(array).__name__}"
+        )
+    return array
+
+
+def token_axes(step: Callable[..., Any]) -> dict[str, str]:
+    """Axes of the arrays that a step takes, as its annotations say: for `check_step`.
+
+    Empty for a step of other arguments.
+    """
+    found = {}
+    for name, parameter in inspect.signature(step).parameters.items():
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            continue
+        kinds = get_args(parameter.annotation) or (parameter.annotation,)
+        axes = [kind.dim_str for kind in kinds if hasattr(kind, "dim_str")]
+        found[name] = axes[0] + "?" * (len(kinds) > 1) if axes else ""
+    return found if any(found.values()) else {}
+
+
+def check_step(axes: Mapping[str, str], given: Sequence[Any]) -> None:
+    """Raises ValueError unless a step's arguments fit each other.
+
+    Other batches would be broadcast in silence, as arrays of size 1 are.
+    """
+    if not axes:
+        return
+    arrays = {
+        name: (x, axes[name])
+        for name, x in zip(axes, given, strict=True)
+        if axes[name] and "..." not in axes[name]
+    }
+    sizes = check_shapes(**arrays)
+    lead = (sizes["B"], sizes["H"])
+    rest = {name: x for name, x in zip(axes, given, strict=True) if name not in arrays}
+    for name, x in rest.items():
+        leaves = jax.tree.leaves(x)
+        if not all(hasattr(leaf, "shape") for leaf in leaves) or (
+            not leaves and not axes[name].endswith("?")
+        ):
+            raise ValueError(f"{name} must be arrays, got {type(x).__name__}")
+        for leaf in leaves:
+            # Memories of slots have those of alpha.
+            wanted = (*lead, sizes.get("M")) if leaf.ndim == 4 else lead[: leaf.ndim]
+            if any(
+                n not in (m, None) for m, n in zip(leaf.shape, wanted, strict=False)
+            ):
+                raise ValueError(
+                    f"{name} must begin with {list(wanted)}, as the tokens do, got an "
+                    f"array {list(leaf.shape)}"
+                )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError unless every size is an integer of at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise ValueError(f"{name} must be an integer, got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 def check_range(name: str, array: Array | None, low: float, high: float) -> None:
@@ -69,6 +140,7 @@ def check_mask(name: str, mask: Array | None, batch: int, time: int) -> None:
     """Raises ValueError unless `mask` is None or bool [B, T]."""
     if mask is None:
         return
+    require_array(name, mask, "BT")
     if mask.shape != (batch, time) or mask.dtype != bool:
         raise ValueError(
             f"{name} must be bool of shape [B, T] = [{batch}, {time}], "

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from memjax_kernels._src.common import (
+    arguments,
     gradients,
     implementations,
     jaxprs,
@@ -45,7 +46,8 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
             the state's arrays are float32. Options are hashable.
 
     Returns:
-        The step; what it wraps is in `__wrapped__`.
+        The step; what it wraps is in `__wrapped__`. It raises ValueError on arrays that
+        do not fit each other.
     """
 
     # Equal layers have one trace of the kernel.
@@ -54,8 +56,11 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
         plain = functools.partial(step, **dict(options))
         return gradients.like(plain, functools.partial(step_tpu, plain))(*given)
 
+    axes = arguments.token_axes(step)
+
     @functools.wraps(step)
     def chosen(*given, **options):
+        arguments.check_step(axes, given)
         form = implementations.choose(
             getattr(step, "__name__", "step"),
             None,

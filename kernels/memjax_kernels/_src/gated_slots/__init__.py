@@ -22,7 +22,7 @@ Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 _GATED_SLOTS = LinearOp(
     name="gated_slots",
-    gates={"alpha": "B T H M", "g": "B T H M"},
+    gates={"alpha": "B T H M", "g": "B T H M?"},
     step=gated_slots_step,
     advance=xla.advance_group,
     kernels=pallas_tpu.gated_slots_tpu,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import one_pass
+from memjax_kernels._src.common.arguments import check_sizes
 
 # A TPU or GPU would round the operands at a lower precision.
 _EXACT = jax.lax.Precision.HIGHEST
@@ -28,6 +29,8 @@ def gated_slots_init_state(
     batch: int, heads: int, slots: int, key_dim: int, value_dim: int
 ) -> GatedSlotsState:
     """The memory before the first token: zeros, float32."""
+    check_sizes(batch=batch, heads=heads, slots=slots)
+    check_sizes(key_dim=key_dim, value_dim=value_dim)
     return GatedSlotsState(
         keys=jnp.zeros((batch, heads, slots, key_dim), jnp.float32),
         values=jnp.zeros((batch, heads, slots, value_dim), jnp.float32),

@@ -12,9 +12,10 @@ Shapes: B batch, T time, H heads, K channels of a head, P batch or nothing.
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import implementations
+from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.common.packs import tiles
 from memjax_kernels._src.heads import layouts_tpu, rotate_tpu, xla
 
@@ -41,12 +42,22 @@ def rotate(
         ValueError: unless K is even and the angles are those of T tokens and K / 2
             pairs, or on an implementation that is unknown or cannot run here.
     """
+    arguments.require_array("x", x, "BTHK")
+    if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x must be floating [..., T, H, K], got {x.dtype}{list(x.shape)}"
+        )
     if x.shape[-1] % 2:
         raise ValueError(f"x must have an even number of channels, got {x.shape}")
     expected = (x.shape[-3], x.shape[-1] // 2)
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape[-2:] != expected:
-            raise ValueError(f"{name} must end in {expected}, got {table.shape}")
+        arguments.require_array(name, table, ("...", "T", "K/2"))
+        lead = table.shape[:-2]
+        # One table serves all batch elements, or each has its own.
+        if table.shape[-2:] != expected or (lead != x.shape[:-3] and set(lead) - {1}):
+            raise ValueError(
+                f"{name} must end in {expected}, got {table.shape} for x {x.shape}"
+            )
     form = implementations.choose(
         "rotate",
         implementation,
@@ -59,7 +70,12 @@ def rotate(
 def heads_first(
     x: Float[Array, "B T H K"], scale: float = 1.0
 ) -> Float[Array, "B H T K"]:
-    """x times a scale, its heads before its tokens: in a program for a TPU alone."""
+    """x times a scale, its heads before its tokens: in a program for a TPU alone.
+
+    Raises:
+        ValueError: on x of other axes.
+    """
+    arguments.check_shapes(x=(x, "B T H K"))
     if _left_to_xla(x):
         return (x * scale).swapaxes(1, 2)
     return layouts_tpu.moved(layouts_tpu.Static(True, scale), x)
@@ -67,6 +83,7 @@ def heads_first(
 
 def heads_last(x: Float[Array, "B H T K"]) -> Float[Array, "B T H K"]:
     """Undoes `heads_first`."""
+    arguments.check_shapes(x=(x, "B H T K"))
     if _left_to_xla(jax.eval_shape(lambda x: x.swapaxes(1, 2), x)):
         return x.swapaxes(1, 2)
     return layouts_tpu.moved(layouts_tpu.Static(False, 1.0), x)

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels._src.common import arguments
@@ -64,7 +65,7 @@ def hippo(
     Raises:
         ValueError: on an unknown implementation, or shapes that do not fit.
     """
-    _check(features, reconstruction, state, bank, implementation)
+    _check(features, reconstruction, state, start, count, bank, implementation)
     b, n, length, x = features.shape
     samples, order = reconstruction.shape
     if state is None:
@@ -104,8 +105,14 @@ def hippo_update(
         start: tokens behind `state`, per batch element: t0.
         count: how many of the T tokens count, per batch element; None is all.
             t1 = t0 + count.
+
+    Raises:
+        ValueError: on shapes that do not fit, or known counts out of range.
     """
-    order, length = state.shape[1], features.shape[1]
+    sizes = arguments.check_shapes(features=(features, "B T X"), state=(state, "B N X"))
+    order, length = sizes["N"], sizes["T"]
+    check_counts("start", start, sizes["B"], np.inf)
+    check_counts("count", count, sizes["B"], length)
     if count is None:
         return xla.computed(order, start, length).absorb(0, state, features)
     stop = start + count
@@ -205,7 +212,20 @@ def _look_up_or_compute(absorb, covered, features, state, start, *rest):
     )
 
 
-def _check(features, reconstruction, state, bank, implementation):
+def check_counts(name: str, count: Array | None, batch: int, most: float) -> None:
+    """Raises ValueError unless counts are integers [B], known ones in [0, most]."""
+    if count is None:
+        return
+    arguments.require_array(name, count, "B")
+    if count.shape != (batch,) or not jnp.issubdtype(count.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers of shape [B] = [{batch}], "
+            f"got {count.dtype}{list(count.shape)}"
+        )
+    arguments.check_range(name, count, 0, most)
+
+
+def _check(features, reconstruction, state, start, count, bank, implementation):
     allowed = get_args(HippoImplementation)
     if implementation is not None and implementation not in allowed:
         raise ValueError(
@@ -214,9 +234,14 @@ def _check(features, reconstruction, state, bank, implementation):
     sizes = arguments.check_shapes(
         features=(features, "B n L X"),
         reconstruction=(reconstruction, "M N"),
-        state=(state, "B N X"),
+        state=(state, "B N X?"),
     )
     order, length = sizes["N"], sizes["L"]
+    arguments.check_float32("state", state)
+    check_counts("start", start, sizes["B"], np.inf)
+    check_counts("count", count, sizes["B"], sizes["n"])
+    if not isinstance(bank, HippoBank | None):
+        raise ValueError(f"bank must be a HippoBank, got {type(bank).__name__}")
     if bank is not None and bank.kernel.shape[1:] != (order, length):
         raise ValueError(
             f"bank is for (order, block) {bank.kernel.shape[1:]}, "

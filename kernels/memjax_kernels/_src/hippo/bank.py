@@ -185,6 +185,7 @@ def hippo_reconstruction(
         ValueError: if `order` is below 1 or a point lies outside [0, 1].
     """
     _check_positive(order=order)
+    points = np.asarray(points)
     _check_points("points", points)
     return np.ascontiguousarray(legendre(order, points).T)
 

@@ -10,6 +10,7 @@ from memjax_kernels._src.common.arguments import (
     check_mask,
     check_range,
     check_shapes,
+    check_sizes,
 )
 from memjax_kernels._src.lattice.memory import (
     LATTICE_VARIANTS,
@@ -24,8 +25,7 @@ def check_options(rule: Rule, chunk_size: int, g: Array | None) -> None:
     """Raises ValueError for options that are unknown or do not fit each other."""
     check_choice("variant", rule.variant, LATTICE_VARIANTS)
     check_choice("forget", rule.forget, (None, "l2", "l1"))
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    check_sizes(chunk_size=chunk_size)
     if (g is None) != (rule.forget is None):
         given = "None" if g is None else "an array"
         raise ValueError(
@@ -52,7 +52,7 @@ def check_tokens(
         k=(k, "B T H M"),
         v=(v, "B T H V"),
         gamma=(gamma, "B T H"),
-        g=(g, "B T H"),
+        g=(g, "B T H?"),
     )
     check_range("gamma", gamma, 0.0, float(np.finfo(np.float32).max))
     check_range("g", g, -np.inf, 0.0)
@@ -85,6 +85,8 @@ def check_states(
 
 def _check_state(name, state, sizes, chunk_size, rule):
     b, h, m, v = (sizes[letter] for letter in "BHMV")
+    if not isinstance(state, LatticeState):
+        raise ValueError(f"{name} must be a LatticeState, got {type(state).__name__}")
     if state.chunk_size != chunk_size:
         raise ValueError(
             f"{name} must be of chunk_size={chunk_size}, got one of chunk_size="

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax_kernels._src.common.arguments import check_choice
+from memjax_kernels._src.common.arguments import check_choice, check_shapes, check_sizes
 
 LatticeVariant = Literal["dec", "enc", "sim"]
 LatticeForget = Literal["l2", "l1"]
@@ -86,9 +86,7 @@ def lattice_init_state(
             are more than `value_dim`.
     """
     sizes = {"batch": batch, "heads": heads, "slots": slots, "value_dim": value_dim}
-    for name, size in (sizes | {"chunk_size": chunk_size}).items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    check_sizes(**sizes, chunk_size=chunk_size)
     check_choice("initial", initial, (None, "orthonormal", "normalised"))
     if initial == "orthonormal" and slots > value_dim:
         raise ValueError(
@@ -104,6 +102,8 @@ def lattice_init_state(
 
 def lattice_state(start: Any, chunk_size: int) -> LatticeState:
     """The state at a chunk's start whose memory is `start` [B, H, M, V]."""
+    check_shapes(start=(start, "B H M V"))
+    check_sizes(chunk_size=chunk_size)
     b, h = start.shape[:2]
     return LatticeState(
         start=start,

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import one_pass
+from memjax_kernels._src.lattice.checks import check_options
 from memjax_kernels._src.lattice.memory import (
     LatticeForget,
     LatticeState,
@@ -55,8 +56,10 @@ def lattice_step(
     normalize: bool = True,
     forget: LatticeForget | None = None,
 ) -> tuple[LatticeState, Float[Array, "B H V"]]:
-    """One token: writes, then reads. Arguments as in `lattice`."""
-    return advance(q, k, v, gamma, g, state, Rule(variant, normalize, forget))
+    """One token: writes, then reads. Arguments and errors as in `lattice`."""
+    rule = Rule(variant, normalize, forget)
+    check_options(rule, state.chunk_size, g)
+    return advance(q, k, v, gamma, g, state, rule)
 
 
 def advance(

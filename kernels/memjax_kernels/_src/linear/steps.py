@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import one_pass
+from memjax_kernels._src.common.arguments import check_sizes
 
 #: The memory of all linear ops: a matrix for each head, float32.
 MatrixState = Float[Array, "B H K V"]
@@ -21,6 +22,7 @@ def linear_attention_init_state(
     batch: int, heads: int, key_dim: int, value_dim: int
 ) -> MatrixState:
     """The memory before the first token: zeros, float32."""
+    check_sizes(batch=batch, heads=heads, key_dim=key_dim, value_dim=value_dim)
     return jnp.zeros((batch, heads, key_dim, value_dim), F32)
 
 

@@ -71,7 +71,7 @@ def run(
     axes = (
         {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
         | dict(op.gates)
-        | dict(op.state)
+        | {name: f"{a}?" if state is None else a for name, a in op.state.items()}
     )
     given = zip(axes.items(), (*tokens, *memories), strict=True)
     sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in given})
@@ -116,5 +116,6 @@ def chunked(op: LinearOp, chunk_size: int, *given: Any) -> tuple[Any, Any]:
 
 
 def _check_power_of_two(chunk_size):
-    if chunk_size < 1 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size must be a power of two, got {chunk_size}")
+    integer = hasattr(chunk_size, "__index__") and not isinstance(chunk_size, bool)
+    if not integer or chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size must be a power of two, got {chunk_size!r}")

@@ -58,8 +58,7 @@ def overlap_with_keys(
     would read and write all of them once more to do so. Arguments and errors are those
     of `overlap`.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    arguments.check_sizes(chunk_size=chunk_size)
     arguments.check_shapes(k=(k, "B T H K"), gamma=(gamma, "B T H"))
     arguments.check_range("gamma", gamma, 0.0, 1.0)
     form = implementations.choose(

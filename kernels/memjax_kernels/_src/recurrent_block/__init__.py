@@ -13,6 +13,7 @@ Shapes: B batch, T time, H heads, K channels of a head, W width of the filters.
 import functools
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels._src.common import arguments, implementations
@@ -54,12 +55,17 @@ def short_convolution(
     """
     sizes = arguments.check_shapes(x=(x, "B T H K"), filters=(filters, "W H K"))
     expected = (sizes["B"], sizes["W"] - 1, sizes["H"], sizes["K"])
+    arguments.require_array("before", before, "BWHK")
     if before.shape != expected:
         raise ValueError(f"before must have shape {expected}, got {before.shape}")
-    if positions is not None and positions.shape != x.shape[:2]:
-        raise ValueError(
-            f"positions must have shape {x.shape[:2]}, got {positions.shape}"
-        )
+    if positions is not None:
+        arguments.require_array("positions", positions, "BT")
+        if positions.shape != x.shape[:2]:
+            raise ValueError(
+                f"positions must have shape {x.shape[:2]}, got {positions.shape}"
+            )
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise ValueError(f"positions must be integers, got {positions.dtype}")
     form = implementations.choose(
         "short_convolution",
         implementation,
@@ -88,8 +94,12 @@ def l2_normalize(
         implementation: which code runs; None is the fastest that can.
 
     Raises:
-        ValueError: on an implementation that is unknown or cannot run here.
+        ValueError: on x without axes of heads and channels, or not floating; on an
+            implementation that is unknown or cannot run here.
     """
+    arguments.require_array("x", x, ("...", "H", "K"))
+    letters = [f"B{i}" for i in range(x.ndim - 2)]
+    arguments.check_shapes(x=(x, " ".join([*letters, "H", "K"])))
     unsupported = "tokens must be [B, T, H, K]"
     if x.ndim == 4:
         unsupported = tiles.unsupported("x", x)

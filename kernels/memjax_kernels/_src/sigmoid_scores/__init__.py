@@ -39,6 +39,7 @@ def sigmoid_scores(
             cannot run here.
     """
     sizes = arguments.check_shapes(queries=(queries, "B T K"), keys=(keys, "B M K"))
+    arguments.require_array("query_mask", query_mask, "BT")
     arguments.check_mask("query_mask", query_mask, sizes["B"], sizes["T"])
     form = implementations.choose(
         "sigmoid_scores",

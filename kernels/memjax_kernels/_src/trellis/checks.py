@@ -16,8 +16,7 @@ def check_options(chunk_size: int, phi: str, activation: str) -> None:
     """Raises ValueError for an unknown function or a chunk without tokens."""
     arguments.check_choice("phi", phi, functions.TRELLIS_PHIS)
     arguments.check_choice("activation", activation, functions.TRELLIS_ACTIVATIONS)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    arguments.check_sizes(chunk_size=chunk_size)
 
 
 def check_tokens(
@@ -31,7 +30,7 @@ def check_tokens(
 
     # A gate of each pass has one axis more than one for both.
     def axes_of_gate(gate):
-        return "B T H" if gate is None or gate.ndim < 4 else "B T H P"
+        return "B T H P" if getattr(gate, "ndim", 3) > 3 else "B T H"
 
     sizes = arguments.check_shapes(
         q=(q, "B T H K"),
@@ -39,7 +38,7 @@ def check_tokens(
         v=(v, "B T H V"),
         alpha=(alpha, "B T H M"),
         gamma=(gamma, axes_of_gate(gamma)),
-        g=(g, axes_of_gate(g)),
+        g=(g, axes_of_gate(g) + "?"),
     )
     if sizes.get("P", 2) != 2:
         raise ValueError(

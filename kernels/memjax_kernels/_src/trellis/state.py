@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.arguments import check_sizes
+
 
 class Memories(NamedTuple):
     """The key memory and the value memory, each at the chunk's start and now.
@@ -103,15 +105,12 @@ def trellis_init_state(
 
 
 def _rows(**sizes: int) -> Float[Array, "B H M D"]:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    check_sizes(**sizes)
     batch, heads, slots, width = sizes.values()
     matrix = empty_memory(slots, width)[None, None]
     return jnp.broadcast_to(matrix, (batch, heads, slots, width))
 
 
 def _positions(batch: int, chunk_size: int):
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    check_sizes(chunk_size=chunk_size)
     return jnp.zeros(batch, jnp.int32)

@@ -18,6 +18,7 @@ from memjax_kernels._src.common.arguments import (
     check_mask,
     check_range,
     check_shapes,
+    check_sizes,
 )
 from memjax_kernels._src.common.implementations import choose
 from memjax_kernels._src.ttt_linear.reference import (
@@ -112,8 +113,7 @@ def ttt_linear(
 
 def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
     """Checks the arguments; returns B and T."""
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    check_sizes(chunk_size=chunk_size)
     layers = {}
     for name, layer in (("state", state), ("empty", empty)):
         if layer is not None:

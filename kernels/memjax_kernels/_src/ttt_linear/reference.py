@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import one_pass
+from memjax_kernels._src.common.arguments import check_shapes
 from memjax_kernels._src.ttt_linear.state import TTTLinearState
 
 EPSILON = 1e-6
@@ -34,9 +35,10 @@ def ttt_linear_step(
     """Trains on one token and reads with its query: in float32, y in v's dtype.
 
     Raises:
-        ValueError: on a state of another chunk size.
+        ValueError: on a state of another chunk size, or arrays that do not fit.
     """
     check_chunk_size(chunk_size, state)
+    check_shapes(v=(v, "B H V"), ln_scale=(ln_scale, "H V"), ln_bias=(ln_bias, "H V"))
     scale, shift = (jnp.broadcast_to(x, v.shape) for x in (ln_scale, ln_bias))
     return ttt_linear_batched_step(q, k, v, eta, scale, shift, state)
 
@@ -149,7 +151,9 @@ def select(
 def check_chunk_size(
     chunk_size: int, state: TTTLinearState, name: str = "state"
 ) -> None:
-    """Raises ValueError unless the state is of this chunk size."""
+    """Raises ValueError unless the state is a `TTTLinearState` of this chunk size."""
+    if not isinstance(state, TTTLinearState):
+        raise ValueError(f"{name} must be a TTTLinearState, got {type(state).__name__}")
     if state.chunk_size != chunk_size:
         raise ValueError(
             f"{name} is of chunk_size={state.chunk_size}, got chunk_size={chunk_size}"

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.arguments import check_shapes, check_sizes
+
 
 @dataclasses.dataclass(frozen=True)
 class TTTLinearState:
@@ -40,6 +42,8 @@ def ttt_linear_state(
     weights: Float[Array, "B H K V"], bias: Float[Array, "B H V"], chunk_size: int
 ) -> TTTLinearState:
     """The memory before a first token, from learned weights, say."""
+    check_shapes(weights=(weights, "B H K V"), bias=(bias, "B H V"))
+    check_sizes(chunk_size=chunk_size)
     position = jnp.zeros(weights.shape[0], jnp.int32)
     weights, bias = weights.astype(jnp.float32), bias.astype(jnp.float32)
     return TTTLinearState(weights, weights, bias, bias, position, chunk_size)
@@ -51,6 +55,7 @@ def ttt_linear_init_state(
     """The memory of zero weights; of learned ones it is `ttt_linear_state`."""
     # The layer norm's slope at zero is 1 / sqrt(eps) = 1000, so that the first step
     # from here is long.
+    check_sizes(batch=batch, heads=heads, width=width)
     weights = jnp.zeros((batch, heads, width, width), jnp.float32)
     bias = jnp.zeros((batch, heads, width), jnp.float32)
     return ttt_linear_state(weights, bias, chunk_size)
