@@ -71,8 +71,8 @@ Fine-tunes a pretrained model with a memory, or resumes a run.
                   backbone
 
 memjax finetune PRESET --help lists every field, such as --loop.steps or --data.source;
-fields of a stage begin with its name: --stage1.loop.steps, of retrofit
---distill.loop.steps and --tune.loop.steps.
+those of one stage begin with its name, --stage1.loop.steps, of retrofit
+--distill.loop.steps and --tune.loop.steps; without it they are of all stages.
 
 """
     + TABLES[1],

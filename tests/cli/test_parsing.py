@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memjax.cli import describe, help, main
-from memjax.cli.arguments.parsing import parse
+from memjax.cli.arguments.parsing import for_all_stages, parse
 from memjax.config_io import to_record
 from memjax.training.config import presets
 from memjax.training.finetune.hmt_presets import presets as hmt_presets
@@ -165,3 +165,19 @@ def test_file_with_a_preset_is_refused(file):
         call("train", "elastic-tiny", "--config", file)
     with pytest.raises(ValueError, match="is of a training run"):
         call("finetune", "--config", file)
+
+
+def test_option_without_a_stage_is_of_all_stages():
+    config = hmt_presets()["hmt-tiny"]
+    words = ["--data.source", "a b", "--stage2.loop.steps", "5", "--loop.steps=3"]
+    assert for_all_stages(words, config) == [
+        *["--stage1.data.source", "a b", "--stage2.data.source", "a b"],
+        *["--stage2.loop.steps", "5", "--stage1.loop.steps=3"],
+    ]
+    # The command's own options, and presets of one stage, are left alone.
+    words = ["--run-dir", "x", "--backbone", "y"]
+    assert for_all_stages(words, config) == words
+    words = ["--loop.steps", "3"]
+    assert for_all_stages(words, hmt_presets()["hmt-stage1"]) == words
+    found = call("finetune", "hmt-tiny", "--loop.steps", "7", "--backbone", "y")
+    assert [stage.loop.steps for _, stage in found["config"].stages()] == [7, 7]

@@ -5,6 +5,7 @@ any run with `--config`. Its fields are their options, so the parser is built fo
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import io
@@ -87,7 +88,45 @@ def _configured(name: str, words: list[str], command: Configured) -> Call:
         presets = command.presets()
         _require_preset(name, preset, tuple(presets))
         config, shown = presets[preset or ""], f"{name} {preset}"
+    words = for_all_stages(words, config)
     return _parsed(_with_config(command.function, config, implied), words, shown)
+
+
+def for_all_stages(words: list[str], config: Any) -> list[str]:
+    """The words, with options that all stages have given to each of them.
+
+    `--loop.steps 5` becomes `--stage1.loop.steps 5 --stage2.loop.steps 5`, but not for
+    a stage whose own option is on the line.
+    """
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    stages = {n: _fields(x) for n, x in values.items() if hasattr(x, "loop")}
+    if len(stages) < 2:
+        return words
+    shared = set.intersection(*stages.values()) - {*values}
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    found: list[str] = []
+    for option, *rest in groups:
+        name, equals, value = option.removeprefix("--").partition("=")
+        name = name.replace("_", "-")
+        # A flag is `--no-field` where it is turned off.
+        field = name.partition(".")[0].replace("-", "_")
+        if not {field, field.removeprefix("no_")} & shared:
+            found += [option, *rest]
+            continue
+        for stage in stages:
+            if (own := f"--{stage}.{name}") not in given:
+                found += [f"{own}{equals}{value}", *rest]
+    return found
+
+
+def _fields(config: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
 
 
 def _parsed(call: Callable[..., Call], words: list[str], command: str) -> Call:
