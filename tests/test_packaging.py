@@ -62,6 +62,13 @@ def test_dependencies_are_what_is_imported():
     assert inside - required == optional
 
 
+def test_advice_to_install_works_from_a_clone():
+    """No index has memjax: advice names the missing package."""
+    files = [*(ROOT / "memjax").rglob("*.py"), *(ROOT / "memjax").rglob("*.md")]
+    found = [file.name for file in files if "install 'memjax" in file.read_text()]
+    assert not found
+
+
 def test_help_and_version_need_no_jax():
     """Importing it takes seconds."""
     program = (

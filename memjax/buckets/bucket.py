@@ -179,7 +179,7 @@ def _filesystem(scheme: str) -> Any:
         return s3fs.S3FileSystem(use_listings_cache=False)
     except ImportError as error:
         raise ValueError(
-            f"{scheme}:// needs the package {error.name}: pip install 'memjax[buckets]'"
+            f"{scheme}:// needs the package {error.name}: pip install {error.name}"
         ) from error
 
 

@@ -222,7 +222,7 @@ def test_option_of_another_mechanism_is_refused():
         (["train", "elastic-tiny", "--data.mode", "streamed"], "step.carry_memory"),
         (["train", "elastic-tiny", "--model.vocab-size", "9"], "the tokenizer's 4096"),
         (["train", "elastic-tiny", "--data.source", "nowhere"], "nowhere"),
-        (["train", "elastic-tiny", "--data.source", "hf:name"], "memjax[data]"),
+        (["train", "elastic-tiny", "--data.source", "hf:name"], "pip install datasets"),
         (
             ["train", "elastic-tiny", "--loop.steps", f"{2**31}"],
             "steps must be at most",

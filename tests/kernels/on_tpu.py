@@ -40,7 +40,7 @@ def interpret_attention(monkeypatch):
 
 def needs_libtpu(test):
     """Marks a test that compiles for a TPU, which takes seconds."""
-    reason = "compiling for a TPU takes libtpu (pip install memjax[tpu])"
+    reason = "compiling for a TPU takes libtpu (pip install libtpu)"
     test = pytest.mark.slow(pytest.mark.usefixtures("uncached")(test))
     return pytest.mark.skipif(not LIBTPU, reason=reason)(test)
 

@@ -183,9 +183,7 @@ def _pyarrow(file: str) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError(
-            f"{file} needs pyarrow: pip install 'memjax[data]'"
-        ) from error
+        raise ImportError(f"{file} needs pyarrow: pip install pyarrow") from error
     return pyarrow
 
 

@@ -129,7 +129,7 @@ def _import(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"this source needs the package {package}: pip install 'memjax[data]'"
+            f"this source needs the package {package}: pip install {package}"
         ) from error
 
 

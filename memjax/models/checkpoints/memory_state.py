@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import safetensors.numpy
 from jaxtyping import PyTree
 
 from memjax.buckets.writing import atomic_folder
@@ -32,7 +33,6 @@ from memjax.config_io import read_bounded, require_regular, to_record
 from memjax.models.base import Model
 from memjax.models.checkpoints.hf.safetensors_file import (
     SafetensorsFile,
-    library,
     read_object,
 )
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
@@ -81,7 +81,7 @@ def save_memory(
 
     Raises:
         ValueError: naming the leaf that is not as in `model.init_state`; if the folder
-            is not empty; without the safetensors package. OSError: the folder could not
+            is not empty. OSError: the folder could not
             be written.
     """
     write_memory(folder, pack_memory(model, state, note=note))
@@ -175,7 +175,6 @@ def read_note(folder: Path | str) -> dict[str, Any]:
 
 def _write_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
     """Raises OSError where the file cannot be written, as on a full disk."""
-    safetensors = library()
     try:
         safetensors.numpy.save_file(dict(tensors), file)
     except safetensors.SafetensorError as error:

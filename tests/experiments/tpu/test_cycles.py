@@ -55,7 +55,7 @@ def test_results_are_written_case_by_case_and_kept(tmp_path, monkeypatch, capsys
 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason="compiling for a TPU takes libtpu (pip install memjax[tpu])",
+    reason="compiling for a TPU takes libtpu (pip install libtpu)",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["trellis/c64", "trellis/c4", "lattice-dec/c64"])

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import struct
-import sys
 from typing import Any
 
 import jax
@@ -425,9 +424,3 @@ def test_half_precision_files_are_read_exactly(folder, model):
     found = parameters(memjax.load(folder).model)
     for name, value in parameters(model).items():
         np.testing.assert_array_equal(found[name], value.astype("f2").astype("f4"))
-
-
-def test_without_the_library_the_error_says_what_to_install(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    refuses(folder, "pip install safetensors")

@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors
 from jaxtyping import Float32
 
 from memjax.checks import listed, short
@@ -41,10 +42,8 @@ class SafetensorsFile:
 
         Raises:
             ValueError: if the header contradicts the file, names a tensor twice, or has
-                another number format; without the package safetensors. OSError: no
-                file.
+                another number format. OSError: no file.
         """
-        safetensors = library()
         require_regular(path)
         self.path = path
         try:
@@ -96,15 +95,3 @@ def read_object(raw: bytes, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{what} must be a JSON object, got {type(found).__name__}")
     return found
-
-
-def library() -> Any:
-    """The optional package safetensors; ValueError without it."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ValueError(
-            "safetensors files need the optional package safetensors: "
-            "pip install safetensors"
-        ) from error
-    return safetensors

@@ -11,9 +11,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors.numpy
 
 from memjax.buckets.writing import atomic_folder
-from memjax.models.checkpoints.hf.safetensors_file import library
 from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, INDEX, SINGLE
 from memjax.models.language_model.config import Dtype
 
@@ -69,7 +69,7 @@ def _write_tensors(
     dtype: np.dtype,
     shard_bytes: int,
 ) -> None:
-    save_file = library().numpy.save_file
+    save_file = safetensors.numpy.save_file
     shard_of: dict[str, int] = {}
     shard, size, count, total = {}, 0, 0, 0
 
