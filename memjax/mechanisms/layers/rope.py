@@ -140,7 +140,9 @@ def tables(
     at = positions[..., None].astype(jnp.int32)
     # In 2**-32 of a turn: the product wraps where the angle does.
     wrapped = at * expand_leading_dims(jnp.asarray(whole, jnp.int32), at)
-    rest = at * expand_leading_dims(jnp.asarray(turns - whole, jnp.float32), at)
+    rest = at.astype(jnp.float32) * expand_leading_dims(
+        jnp.asarray(turns - whole, jnp.float32), at
+    )
     angles = (wrapped.astype(jnp.float32) + rest) * np.float32(math.tau / 2**32)
     amplitude = 1.0 if scaling is None else scaling.amplitude
     return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
