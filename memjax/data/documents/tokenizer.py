@@ -11,6 +11,8 @@ import hashlib
 import logging
 import lzma
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -27,6 +29,13 @@ from memjax.config_io import parse_json, read_bounded
 
 SHIPPED_FILE = "bpe4k.json.xz"
 PANIC = "PanicException"
+#: Reads a tokenizer, and encodes the characters of Unicode's first plane.
+TRIAL = """import sys, tokenizers
+made = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
+for start in (*range(1, 0xD800, 0x400), *range(0xE000, 0x10000, 0x400)):
+    made.encode(" ".join(map(chr, range(start, start + 0x3FF))))
+"""
+TRIAL_SECONDS = 120
 #: Factor by which a normalizer may lengthen a text.
 MAX_GROWTH = 1000
 HUB_FILE = "tokenizer.json"
@@ -216,6 +225,8 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
         content = parse_json(serialised, "it is")
         for part in ("normalizer", "decoder"):
             _check_growth(content, part)
+        if b'"Precompiled"' in serialised:
+            _try_elsewhere(serialised)
         backend = tokenizers.Tokenizer.from_str(serialised.decode("utf-8"))
     # Truncation and padding of a file would lose or add tokens.
     backend.no_truncation()
@@ -248,6 +259,25 @@ def _library_errors(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
         raise ValueError(f"{what}: {str(error)[:SHOWN_CHARACTERS]}") from error
+
+
+def _try_elsewhere(serialised: bytes) -> None:
+    """Raises ValueError if parsing and encoding end a process.
+
+    A damaged map of SentencePiece's normalizer, which is binary, can abort it.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", TRIAL],
+            input=serialised,
+            capture_output=True,
+            timeout=TRIAL_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"it takes more than {TRIAL_SECONDS} seconds") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(lines[-1] if lines else f"it ends with {done.returncode}")
 
 
 def _check_growth(content: Any, part: str) -> None:

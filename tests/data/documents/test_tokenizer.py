@@ -14,6 +14,7 @@ from memjax.data import Document, load_tokenizer
 from memjax.data.documents import tokenizer
 from memjax.data.documents.tokenizer import Tokenizer, encode_prompt, parse_tokenizer
 from memjax.data.documents.tokens import tokenise
+from tests import tiny
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SHIPPED = {name: load_tokenizer(name) for name in ("bytes", "bpe4k")}
@@ -145,7 +146,7 @@ PANICS = base64.b64encode(b"\x04\0\0\0abcdefgh").decode()
         (_file(), r"Missing \[UNK\]"),
         (
             _file(normalizer={"type": "Precompiled", "precompiled_charsmap": PANICS}),
-            "cannot encode a text: index out of bounds",
+            "bad.json.*index out of bounds",
         ),
         (
             _file(normalizer={"type": "Sequence", "normalizers": [REPLACE] * 4}),
@@ -175,3 +176,28 @@ def test_ids_out_of_range_are_refused(name):
 def test_lone_surrogates_are_refused(name):
     with pytest.raises(ValueError, match="surrogates"):
         SHIPPED[name].encode("a\ud800")
+
+
+def record(**changes):
+    return json.loads(tiny.tokenizer().serialised) | changes
+
+
+def test_damaged_map_of_a_normalizer_ends_in_one_line(capfd, monkeypatch):
+    """Also where it would end the process, which is not this one."""
+    damaged = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    file = json.dumps(record(normalizer=damaged)).encode()
+    with pytest.raises(ValueError, match="'x' is not .*Cannot parse precompiled"):
+        parse_tokenizer(file, "x")
+    monkeypatch.setattr(tokenizer, "TRIAL", "import os; os.abort()")
+    with pytest.raises(ValueError, match="it ends with -6"):
+        parse_tokenizer(file, "x")
+    assert capfd.readouterr().err == ""
+
+
+def test_dropout_of_a_file_is_left_out_and_noted():
+    made = record()
+    made["model"] |= {"merges": ["a b"], "dropout": 0.5}
+    made["model"]["vocab"]["ab"] = 27
+    found = parse_tokenizer(json.dumps(made).encode(), "x")
+    assert {tuple(found.encode("abab").tolist()) for _ in range(20)} == {(27, 27)}
+    assert found.notes == ("x: a dropout of 0.5 is for training, and left out",)
