@@ -13,6 +13,7 @@ from memjax.cli.texts import opening
 from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints.hf.peft import save_adapter
 from memjax.models.hmt import saving as hmt_saving
 from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.checkpoints import saving as mplus_saving
@@ -62,6 +63,7 @@ def export_model(
     destination: Annotated[Path, tyro.conf.Positional],
     dtype: Dtype = "float32",
     backbone_only: bool = False,
+    adapter_only: bool = False,
 ) -> int:
     """Exports a model as a folder of safetensors; transformers loads it if it can.
 
@@ -73,11 +75,19 @@ def export_model(
         destination: folder to write; must not exist, or be empty.
         dtype: of the saved tensors.
         backbone_only: export the backbone without its memory, adapters merged.
+        adapter_only: export the backbone's LoRA alone, for PEFT.
     """
     # Before the model is read, which may take minutes.
     place = as_path(destination)
     _require_empty(place)
+    if adapter_only and (backbone_only or dtype != "float32"):
+        raise ValueError("--adapter-only takes neither --backbone-only nor --dtype")
     opened = opening.load(source)
+    if adapter_only:
+        with written_here(place) as folder:
+            save_adapter(opened.model.backbone, folder, base=opened.origin)
+        print(f"wrote {place}: PEFT and memjax load it onto {opened.origin}")
+        return 0
     model = opened.model.plain() if backbone_only else opened.model
     command = ["export", source, str(place)]
     command += ["--backbone-only"] if backbone_only else []

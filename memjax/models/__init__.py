@@ -3,6 +3,7 @@
 from memjax.models.adapters import freeze as freeze
 from memjax.models.adapters import merge_lora as merge_lora
 from memjax.models.base import Model as Model
+from memjax.models.checkpoints.hf.peft import save_adapter as save_adapter
 from memjax.models.generation import Generated as Generated
 from memjax.models.generation import generate as generate
 from memjax.models.generation import stop_strings as stop_strings

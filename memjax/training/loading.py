@@ -15,7 +15,8 @@ from memjax.checks import require_known
 from memjax.config_io import AnyPath
 from memjax.data import Tokenizer
 from memjax.models.checkpoints import own_format
-from memjax.models.checkpoints.hf import hub
+from memjax.models.checkpoints.hf import hub, peft
+from memjax.models.checkpoints.hf.fields import read_entry
 from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, read_model_config
 from memjax.models.checkpoints.pretrained import Progress, read_pretrained, unseen
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
@@ -61,6 +62,7 @@ class Loaded:
 def load(
     name: AnyPath | str,
     *,
+    base: AnyPath | str | None = None,
     dtype: Dtype | None = None,
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
@@ -72,7 +74,9 @@ def load(
         name: a model of the hub, "owner/name" or "owner/name/file.gguf", at its newest
             commit or the one behind an "@"; a folder of `config.json` and safetensors,
             of HMT and M+ too; a GGUF file; or the folder of a run, whose newest
-            checkpoint is loaded.
+            checkpoint is loaded. A folder with a LoRA of PEFT alone is loaded onto its
+            base, frozen: `plain()` of the model merges both.
+        base: of a LoRA of PEFT, as `name`; None is the one that it names.
         dtype: of the activations; None is a run's own, the saved one of models that
             memjax saved in its own format, and float32 of others.
         param_dtype: of the parameters of a model without a memory. None is float32;
@@ -91,10 +95,16 @@ def load(
         require_known(option, chosen, (None, *get_args(Dtype)))
     path = as_path(name)
     if is_run(path):
+        _require_none(f"the run {path}", base=base)
         _require_none(f"the run {path}", dtype=dtype, param_dtype=param_dtype)
         run, model = load_model(path)
         return Loaded(model, run.text(later_stage(path) or path), run.origin, run)
     found = hub.locate(name)
+    if hub.is_adapter(found.path):
+        options: Any = {"dtype": dtype, "param_dtype": param_dtype}
+        options |= {"with_tokenizer": with_tokenizer, "progress": progress}
+        return _load_adapter(found, base, **options)
+    _require_none(f"{found.origin}, which is no LoRA of PEFT", base=base)
     is_folder = (found.path / CONFIG).is_file()
     config = read_model_config(found.path) if is_folder else {}
     loaders = {
@@ -120,7 +130,42 @@ def load(
     return Loaded(model, text, str(config.get(own_format.ORIGIN) or found.origin))
 
 
-def _require_none(model: str, **options: Dtype | None) -> None:
+def _load_adapter(
+    found: hub.Location, name: AnyPath | str | None, **options: Any
+) -> Loaded:
+    """A LoRA of PEFT on the model of a name, or on the one that it names itself."""
+    config = peft.read_adapter_config(found.path)
+    if name is None:
+        name = str(read_entry(config, "base_model_name_or_path", str))
+        if config.get("revision") and not as_path(name).exists():
+            name = f"{name}@{config['revision']}"
+    try:
+        base = load(name, **options)
+    except ValueError as error:
+        raise ValueError(f"{found.origin}: its base, or base=...: {error}") from error
+    if base.model.backbone is not base.model:
+        raise ValueError(
+            f"base must be a language model without a memory for {found.origin}, "
+            f"got {name}"
+        )
+    hub.fetch_weights(found)
+    model = peft.load_adapter(base.model, found.path)
+    text, with_tokenizer = base.text, options["with_tokenizer"]
+    own = read_text_interface(
+        found.path, model.vocab_size, with_tokenizer=with_tokenizer
+    )
+    if own.tokenizer is not None:
+        text = dataclasses.replace(
+            own,
+            chat_template=own.chat_template or text.chat_template,
+            generation=text.generation,
+            source={**text.source, **own.source},
+            config_ids=text.config_ids,
+        )
+    return Loaded(model, text, base.origin)
+
+
+def _require_none(model: str, **options: AnyPath | str | None) -> None:
     for option, value in options.items():
         if value is not None:
             raise ValueError(f"{option} must be None for {model}, got {value!r}")

@@ -10,7 +10,9 @@ from flax import nnx
 
 import memjax
 from memjax.data import load_tokenizer
+from memjax.models.checkpoints.hf.peft import save_adapter
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
+from memjax.models.lora import LoraConfig, add_lora
 from memjax.training import pretrain as run
 from tests import tiny
 from tests.cli.commands import TRANSFORMER, command, refused
@@ -56,6 +58,18 @@ def test_import_in_half_precision(tmp_path):
     size = (tmp_path / "a" / "model.safetensors").stat().st_size
     assert size < 0.6 * (LLAMA / "model.safetensors").stat().st_size
     assert "dtype" in refused("import", LLAMA, tmp_path / "b", "--dtype", "int8")
+
+
+def test_export_writes_the_adapter_alone(tmp_path):
+    model = add_lora(memjax.load(LLAMA).model, LoraConfig(rank=2), jax.random.key(0))
+    save_adapter(model, tmp_path / "a", base=str(LLAMA))
+    words = ("export", tmp_path / "a", tmp_path / "b", "--adapter-only")
+    assert command(*words)[0] == 0
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        one, other = ((tmp_path / folder / name).read_bytes() for folder in "ab")
+        assert one == other
+    words = (*words[:2], tmp_path / "c", "--adapter-only", "--backbone-only")
+    assert "takes neither --backbone-only nor --dtype" in refused(*words)
 
 
 @pytest.mark.slow

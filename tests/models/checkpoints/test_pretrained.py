@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import struct
 from typing import Any
 
@@ -392,15 +391,13 @@ def test_an_index_that_contradicts_its_files_is_refused(sharded):
     refuses(sharded, "weight_map must map tensors to files")
 
 
-def test_links_out_of_the_folder_are_refused(folder, tmp_path):
+def test_weights_may_be_links_and_texts_may_not_leave_the_folder(
+    folder, tmp_path, model
+):
     outside = tmp_path / "outside.safetensors"
     (folder / SINGLE).rename(outside)
     (folder / SINGLE).symlink_to(outside)
-    refuses(folder, SINGLE, "link", "outside its folder")
-    (folder / SINGLE).unlink()
-    os.rename(outside, folder / "real")
-    (folder / SINGLE).symlink_to(folder / "real")
-    assert memjax.load(folder).model.config.vocab_size == 48
+    assert_same(memjax.load(folder).model, model)
     (tmp_path / "secret").write_text("{}")
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
     refuses(folder, "tokenizer.json", "outside its folder")
@@ -409,7 +406,9 @@ def test_links_out_of_the_folder_are_refused(folder, tmp_path):
 def test_links_of_the_hub_cache_are_read(folder, tmp_path, model):
     snapshot, blobs = tmp_path / "hub/snapshots/abc", tmp_path / "hub/blobs"
     snapshot.mkdir(parents=True)
-    blobs.mkdir()
+    # As on clusters: the blobs are on another disk.
+    (tmp_path / "disk").mkdir()
+    blobs.symlink_to(tmp_path / "disk")
     for file in folder.iterdir():
         file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")

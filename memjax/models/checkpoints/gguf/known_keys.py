@@ -69,7 +69,7 @@ WITHOUT_EFFECT = {"pooling_type", "rope.scaling.finetuned", "tensor_data_layout"
 #: Of no architecture: used, or about the file, other tasks and other vocabularies.
 GENERAL = re.compile(
     r"general\.(architecture|alignment|type|file_type|quantization_version)"
-    r"|general\.sampling\.(temp|top_k|top_p)"
+    r"|general\.sampling\.(temp|top_k|top_p|min_p)"
     r"|general\.(name|author|version|organization|finetune|basename|description|doi)"
     r"|general\.(quantized_by|size_label|license(\..*)?|url|uuid|repo_url|source\..*)"
     r"|general\.(base_model|dataset|datasets)(\..*)?|general\.(tags|languages)"

@@ -27,7 +27,9 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
 HUB_ID = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(/(?P<file>[\w./-]+\.gguf))?(@(?P<revision>[\w./-]+))?"
 )
-DESCRIPTION = (CONFIG, INDEX, *TEXT_FILES, f"{CHAT_TEMPLATES}/*.jinja")
+#: Files of a LoRA of PEFT, which `peft` reads.
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+DESCRIPTION = (CONFIG, ADAPTER_CONFIG, INDEX, *TEXT_FILES, f"{CHAT_TEMPLATES}/*.jinja")
 
 
 class Location(NamedTuple):
@@ -78,12 +80,18 @@ def locate(name: AnyPath | str) -> Location:
             if not (snapshot / name).is_file():
                 raise ValueError(f"{repository} has no file {name} at {commit}")
         return Location(file, f"{origin}@{commit}", repository, commit)
-    if not (snapshot / CONFIG).is_file():
+    if not ((snapshot / CONFIG).is_file() or is_adapter(snapshot)):
         raise ValueError(
             f"{repository} has no {CONFIG} at {commit}; of a repository of GGUF files "
             "name one, as in owner/name/file.gguf"
         )
     return Location(snapshot, f"{origin}@{commit}", repository, commit)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has a LoRA of PEFT alone; some have their base too."""
+    whole = (folder / SINGLE).exists() or (folder / INDEX).exists()
+    return (folder / ADAPTER_CONFIG).is_file() and not whole
 
 
 def _copied(url: AnyPath) -> Path:
@@ -107,6 +115,8 @@ def fetch_weights(found: Location) -> None:
     index = found.path / INDEX
     # The index first: a repository may hold the same weights in other forms too.
     files = sorted(set(read_index(index).values())) if index.exists() else [SINGLE]
+    if is_adapter(found.path):
+        files = [ADAPTER]
     _download(found.repository, found.commit, files, found.path)
     # Without a network a snapshot is given as it is, whatever it lacks.
     missing = [file for file in files if not (found.path / file).is_file()]

@@ -72,8 +72,8 @@ def read_inside(folder: AnyPath, name: str) -> bytes | None:
     if not (folder / name).exists():
         return None
     # A bucket has no links.
-    inside = _inside(folder, name) if isinstance(folder, Path) else folder / name
-    return read_bounded(inside)
+    file = inside(folder, name) if isinstance(folder, Path) else folder / name
+    return read_bounded(file)
 
 
 def require_no_pickle(file: Path) -> None:
@@ -91,7 +91,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: if it is missing, no sound JSON object, or names its own code.
     """
-    file = _inside(folder, CONFIG)
+    file = inside(folder, CONFIG)
     config = read_object(read_bounded(file), str(file))
     # Such a model needs its own Python code, which is not run here.
     if config.get("auto_map"):
@@ -105,9 +105,9 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 def _open_files(folder: Path, others: Mapping[str, str]) -> Iterator[SafetensorsFile]:
     """The single file, or those of the index."""
     if (folder / SINGLE).exists():
-        yield SafetensorsFile(_inside(folder, SINGLE), others=others)
+        yield SafetensorsFile(inside(folder, SINGLE), others=others)
     elif (folder / INDEX).exists():
-        index = _inside(folder, INDEX)
+        index = inside(folder, INDEX)
         file_of = read_index(index)
         yield from _open_shards(folder, index, file_of, others)
     else:
@@ -138,7 +138,7 @@ def _open_shards(
 ) -> Iterator[SafetensorsFile]:
     wrong = []
     for shard in sorted(set(file_of.values())):
-        file = SafetensorsFile(_inside(folder, shard), others=others)
+        file = SafetensorsFile(inside(folder, shard), others=others)
         told = {name for name, found in file_of.items() if found == shard}
         wrong += [
             f"{shard} lacks {short(n)}" for n in sorted(told - file.shapes.keys())
@@ -152,17 +152,20 @@ def _open_shards(
         raise ValueError(f"{index} and its files disagree: {joined(wrong)}")
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The file of a folder; ValueError if it is a link out of the folder.
-
-    The cache of huggingface_hub is the exception: files of its snapshots are links to
-    their neighbour folder `blobs`.
-    """
+def inside(folder: Path, name: str) -> Path:
+    """The file of a folder; ValueError if it is a link out of it, but of weights."""
     file = folder / name
     if not file.is_file():
         raise ValueError(f"{folder} has no file {name}")
+    # A folder from elsewhere could link config.json or tokenizer.json to any file of
+    # its reader, whose text would get into messages and exports. Weights, which may be
+    # on another disk, are used only if all their tensors are those of the model. In
+    # the cache of huggingface_hub files are links to the neighbour folder `blobs`.
+    if name.endswith(".safetensors"):
+        return file
     root = folder.resolve()
-    blobs = [root.parents[1] / "blobs"] if root.parent.name == "snapshots" else []
+    cached = root.parent.name == "snapshots"
+    blobs = [(root.parents[1] / "blobs").resolve()] if cached else []
     if not any(file.resolve().is_relative_to(allowed) for allowed in (root, *blobs)):
         raise ValueError(f"{file} is a link to {file.resolve()}, outside its folder")
     return file
