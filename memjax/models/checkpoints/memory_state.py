@@ -27,6 +27,7 @@ import numpy as np
 import safetensors.numpy
 from jaxtyping import PyTree
 
+from memjax.buckets.bucket import is_bucket
 from memjax.buckets.writing import atomic_folder
 from memjax.checks import joined, listed, short
 from memjax.config_io import read_bounded, require_regular, to_record
@@ -110,13 +111,19 @@ def pack_memory(
 
 def write_memory(folder: Path | str, packed: PackedMemory) -> None:
     """Writes a packed memory; needs no JAX. Raises as `save_memory` does."""
-    with atomic_folder(Path(folder)) as temporary:
+    with atomic_folder(_on_disk(folder)) as temporary:
         _write_tensors(packed.tensors, temporary / TENSORS)
         record = packed.record | {"sha256": _digest(temporary / TENSORS)}
         record |= {"record_sha256": _record_digest(record)}
         (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
+
+
+def _on_disk(folder: Path | str) -> Path:
+    if not isinstance(folder, str | Path) or is_bucket(folder):
+        raise ValueError(f"folder must be on a disk, got {short(folder)}")
+    return Path(folder)
 
 
 def delete_memory(folder: Path) -> None:
@@ -139,7 +146,7 @@ def load_memory(folder: Path | str, model: Model) -> PyTree:
         ValueError: naming what differs, if the memory is of another version, model or
             setting, or a file is damaged. OSError: no such folder.
     """
-    folder = Path(folder)
+    folder = _on_disk(folder)
     record = _read_record(folder)
     # Settings before arrays: they say why shapes differ.
     _require_same(record["model"], _describe(model), str(folder / RECORD))

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from typing import Any
+from typing import Any, cast
 
 import chex
 import jax
@@ -209,6 +209,13 @@ def test_pipes_and_devices_are_refused(model, saved, name):
     os.mkfifo(saved / name)
     with pytest.raises(ValueError, match=f"{name} is not a regular file"):
         load_memory(saved, model)
+
+
+@pytest.mark.parametrize("folder", ["gs://bucket/memory", None])
+def test_a_memory_is_on_a_disk(folder):
+    for call in (load_memory, memory_state.write_memory):
+        with pytest.raises(ValueError, match="folder must be on a disk, got "):
+            call(folder, cast(Any, None))
 
 
 def test_messages_are_bounded(model, saved):

@@ -5,6 +5,7 @@ channels of all heads are one axis inside (`norms` says why).
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ def short_convolution(
     width, time = filters.shape[0], x.shape[1]
 
     def flat(z):
-        return z.reshape(*z.shape[:-2], -1)
+        # Not -1: before one tap there are no tokens, and -1 of nothing is any size.
+        return z.reshape(*z.shape[:-2], math.prod(z.shape[-2:]))
 
     inputs = jnp.concatenate([flat(before).astype(x.dtype), flat(x)], axis=1)
     weights = flat(filters)
