@@ -7,8 +7,8 @@ import tyro
 
 from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.texts import chat_loop, rows
+from memjax.cli.texts.drawing import Drawing
 from memjax.conversation import Conversation
-from memjax.models import Sampling
 from memjax.models.language_model.config import Dtype
 from memjax.status import Status
 
@@ -61,9 +61,7 @@ def ask(
     begin: str = "",
     tokens: int = 256,
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1,
-    temperature: float | None = None,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    drawing: Annotated[Drawing, tyro.conf.arg(name="")] = Drawing(),  # noqa: B008
     seed: int = 0,
     template: bool = True,
     json: bool = False,
@@ -81,17 +79,14 @@ def ask(
             answers better with them.
         tokens: maximum tokens of the answer.
         n: answers to each question.
-        temperature: 0 takes the likeliest token; None is the makers' sampling, or else
-            the likeliest.
-        top_k: with a temperature, keep the k likeliest tokens; 0 keeps all.
-        top_p: with a temperature, keep the likeliest tokens that reach p.
+        drawing: how tokens are drawn.
         seed: of the sampling.
         template: use the model's chat template, if it has one.
         json: print a line of JSON for each answer: prompt, text, tokens, finish_reason.
         logprobs: with --json, also the log-probability of each token.
         dtype: of the activations of a model without a run; None is float32.
     """
-    sampling = _sampling(temperature, top_k, top_p)
+    temperature = drawing.temperature
     rows.check_output(n=n, json=json, logprobs=logprobs, temperature=temperature)
     if bool(question) == (prompts is not None):
         raise ValueError("give either a QUESTION or --prompts, and not empty")
@@ -105,7 +100,11 @@ def ask(
         talk = Conversation.look(
             model, memory, dtype=dtype, template=template, progress=status
         )
-    options = {"begin": begin, "limit": tokens, "sampling": sampling}
+    options = {
+        "begin": begin,
+        "limit": tokens,
+        "sampling": drawing.sampling(talk.generation),
+    }
     with talk, chat_loop.interrupts() as interrupted:
         chat_loop.open_block(talk)
         asked = [(text, seed + i) for text in questions for i in range(n)]
@@ -137,9 +136,7 @@ def chat(
     /,
     memory: Path,
     tokens: int = 256,
-    temperature: float | None = None,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    drawing: Annotated[Drawing, tyro.conf.arg(name="")] = Drawing(),  # noqa: B008
     seed: int = 0,
     template: bool = True,
     dtype: Dtype | None = None,
@@ -153,31 +150,18 @@ def chat(
             or a model of the hub ("owner/name").
         memory: folder of the memory; created, or continued.
         tokens: maximum tokens of an answer.
-        temperature: 0 takes the likeliest token; None is the makers' sampling, or else
-            the likeliest.
-        top_k: with a temperature, keep the k likeliest tokens; 0 keeps all.
-        top_p: with a temperature, keep the likeliest tokens that reach p.
+        drawing: how tokens are drawn.
         seed: of the sampling.
         template: use the model's chat template, if it has one.
         dtype: of the activations of a model without a run; None is float32.
     """
-    sampling = _sampling(temperature, top_k, top_p)
     enable_compilation_cache()
     with Status(f"loading {model}", "tensors") as status:
         talk = Conversation.open(
             model, memory, dtype=dtype, template=template, progress=status
         )
     with talk:
+        sampling = drawing.sampling(talk.generation)
         options = {"limit": tokens, "sampling": sampling, "seed": seed}
         chat_loop.ChatLoop(talk, options).run()
     return 0
-
-
-def _sampling(temperature: float | None, top_k: int, top_p: float) -> Sampling | None:
-    if temperature is not None:
-        return Sampling(temperature, top_k, top_p)
-    if (top_k, top_p) != (0, 1.0):
-        raise ValueError(
-            f"top_k and top_p need a temperature, got top_k={top_k}, top_p={top_p}"
-        )
-    return None

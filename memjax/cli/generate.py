@@ -49,7 +49,7 @@ def generate_text(
         prompts: a file of many: lines of .txt, or of .jsonl with a field "prompt".
         tokens: maximum number to sample.
         n: samples of each prompt.
-        sampling: temperature, top-k and top-p.
+        sampling: how tokens are drawn.
         seed: of the sampling.
         stop: texts that end the output, and are not printed.
         ignore_eos: continue after the model's end of text.

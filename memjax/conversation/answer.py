@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from memjax.models import Sampling
+from memjax.models.checkpoints.hf.generation_config import GenerationConfig
 
 #: Where the makers do not say how to draw.
 CHAT = Sampling(temperature=0.0)
@@ -24,3 +25,12 @@ class Answer(NamedTuple):
     ended: bool
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
+
+
+def makers_sampling(generation: GenerationConfig) -> Sampling:
+    """How a model's makers draw from it, or else `CHAT`.
+
+    Raises:
+        ValueError: on a setting that cannot be followed.
+    """
+    return generation.sampling or CHAT

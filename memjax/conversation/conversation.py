@@ -13,7 +13,7 @@ from jaxtyping import Int, PyTree
 import memjax
 from memjax.checks import check_seed, check_sizes
 from memjax.config_io import from_record, to_record
-from memjax.conversation.answer import CHAT, Answer
+from memjax.conversation.answer import Answer, makers_sampling
 from memjax.conversation.backends import Decoding, backend_of
 from memjax.conversation.memory_folder import MemoryFolder
 from memjax.conversation.prompt_format import choose_format, stop_tokens, unread_closing
@@ -64,7 +64,7 @@ class Conversation:
         owner = owner_of(model, text, name, origin)
         assert text.tokenizer is not None
         self.model, self.memory = model, memory
-        self._tokenizer, self._generation = text.tokenizer, text.generation
+        self._tokenizer, self.generation = text.tokenizer, text.generation
         self._format = choose_format(text, template)
         self._ends = stop_tokens(text, self._format)
         self._backend = backend_of(model)
@@ -246,7 +246,7 @@ class Conversation:
                 answers better with them.
             limit: maximum tokens of the answer; fewer where full attention has no more
                 room.
-            sampling: None is the makers' sampling, or else `CHAT`.
+            sampling: None is the makers' sampling, or else `answer.CHAT`.
             seed: of the sampling.
             write: called with each new part of the answer.
             interrupted: called after each token; True ends the answer.
@@ -329,7 +329,7 @@ class Conversation:
             return ended or interrupted()
 
         key = jax.random.fold_in(jax.random.key(seed), self.tokens)
-        sampling = sampling or self._generation.sampling or CHAT
+        sampling = sampling or makers_sampling(self.generation)
         # Of a memory the turns; what texts say is no repetition.
         spoken, size = self.record.spoken, tokenizer.vocab_size
         spoken = encode_after(tokenizer, spoken).tolist()

@@ -1,5 +1,6 @@
 """The commands tell, ask and chat, with a model of a thousand parameters."""
 
+import dataclasses
 import io
 import json
 import os
@@ -8,9 +9,12 @@ import signal
 import pytest
 
 from memjax.cli.texts import chat_loop
+from memjax.cli.texts.drawing import Drawing
 from memjax.conversation import Answer, Conversation, MemoryFolder
+from memjax.conversation.answer import CHAT
 from memjax.mechanisms import SlidingWindowConfig
 from memjax.models import Sampling
+from memjax.models.checkpoints.hf.generation_config import GenerationConfig
 from memjax.models.checkpoints.memory_state import read_note
 from memjax.models.checkpoints.text_interface import TextInterface
 from tests import tiny
@@ -66,7 +70,7 @@ def test_tell_ask_and_chat(tmp_path, monkeypatch):
     "argv,message",
     [
         (["ask", "m", "Who?", "--memory", "none"], "memory='none' holds no memory"),
-        (["ask", "m", "Who?", "--memory", "x", "--top-k", "2"], "need a temperature"),
+        (["ask", "m", "Who?", "--memory", "x", "--top-k", "-2"], "top_k must"),
         (["ask", "m", "Who?", "--memory", "/dev/zero"], "got the file /dev/zero"),
         (["chat", "m", "--memory", "/dev/zero"], "got the file /dev/zero"),
         # A model that is not there leaves no folder behind.
@@ -155,3 +159,18 @@ def test_silence_is_said(talk, monkeypatch, capsys):
     )
     _, err = chat(talk, monkeypatch, capsys, "who")
     assert err[-1] == "the model said nothing"
+
+
+def test_options_of_drawing_go_before_the_makers():
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    assert [field.name for field in dataclasses.fields(Drawing)] == names
+    makers = GenerationConfig(record={"do_sample": True, "min_p": 0.1, "top_k": 9})
+    assert Drawing().sampling(makers) == Sampling(1.0, 9, min_p=0.1)
+    less = Drawing(repetition_penalty=1.2).sampling(makers)
+    assert less == Sampling(1.0, 9, min_p=0.1, repetition_penalty=1.2)
+    assert Drawing(temperature=0.5).sampling(makers) == Sampling(0.5)
+    assert Drawing().sampling(GenerationConfig()) == CHAT
+    wrong = GenerationConfig(record={"do_sample": True, "top_k": -1})
+    with pytest.raises(ValueError, match="top_k must be >= 0, got -1; say how"):
+        Drawing().sampling(wrong)
+    assert Drawing(temperature=0.5).sampling(wrong) == Sampling(0.5)
