@@ -9,6 +9,7 @@ from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.texts import chat_loop, rows
 from memjax.cli.texts.drawing import Drawing
 from memjax.conversation import Conversation
+from memjax.data.documents.pieces import escape_control_tokens
 from memjax.models.language_model.config import Dtype
 from memjax.status import Status
 
@@ -21,6 +22,7 @@ def tell(
     /,
     memory: Path,
     again: bool = False,
+    escape: bool = False,
     dtype: Dtype | None = None,
 ) -> int:
     """Reads text files into a memory.
@@ -32,6 +34,7 @@ def tell(
             each.
         memory: folder of the memory; created, or continued.
         again: read texts once more that the memory has read before.
+        escape: read control tokens in the texts, as "<|im_end|>", as plain text.
         dtype: of the activations of a model without a run; None is float32.
     """
     if not files:
@@ -41,6 +44,8 @@ def tell(
     with Status(f"loading {model}", "tensors") as status:
         talk = Conversation.open(model, memory, dtype=dtype, progress=status)
     with talk:
+        if escape:
+            texts = [(f, escape_control_tokens(talk.tokenizer, t)) for f, t in texts]
         chat_loop.open_block(talk)
         for file, text in texts:
             chat_loop.require_new(talk, file, text, again, "--again")

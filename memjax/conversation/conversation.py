@@ -64,7 +64,8 @@ class Conversation:
         owner = owner_of(model, text, name, origin)
         assert text.tokenizer is not None
         self.model, self.memory = model, memory
-        self._tokenizer, self.generation = text.tokenizer, text.generation
+        self.tokenizer, self.generation = text.tokenizer, text.generation
+        self.notes = text.notes
         self._format = choose_format(text, template)
         self._ends = stop_tokens(text, self._format)
         self._backend = backend_of(model)
@@ -217,7 +218,7 @@ class Conversation:
         if not text.strip():
             raise ValueError(f"text must not be empty, got {name or repr(text)}")
         whole = f"{SEPARATOR}{text}" if self.tokens else text
-        pending = unsettled(self._tokenizer, whole)
+        pending = unsettled(self.tokenizer, whole)
         tokens = self._encode(whole.removesuffix(pending))
         self._require_room(len(tokens), name or "the text")
         state = self._backend.read(
@@ -276,7 +277,7 @@ class Conversation:
             message, "", limit, sampling, seed, write, interrupted
         )
         prompt, read = len(said) - answer.tokens, answer.tokens
-        closing = encode_after(self._tokenizer, pending) if pending else said[:0]
+        closing = encode_after(self.tokenizer, pending) if pending else said[:0]
         state, closed = self._backend.remember(self._state, after, said, closing)
         if closed:
             # It is no part of the next prompt.
@@ -305,7 +306,7 @@ class Conversation:
             raise ValueError(f"the question must not be empty, got {message!r}")
         check_sizes(limit=limit)
         check_seed(seed)
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         prompt = self._prompt(message, begin)
         self._require_room(len(prompt) + 1, "the question")
         room = self.model.remaining(self._state)
@@ -351,12 +352,12 @@ class Conversation:
     def _encode(self, text: str, begins: bool = False) -> Int[np.ndarray, " T"]:
         """A text's tokens, after the pending text."""
         if self.tokens:
-            tokens = encode_after(self._tokenizer, self.record.pending + text)
+            tokens = encode_after(self.tokenizer, self.record.pending + text)
         elif begins:
             # The text itself has the tokens that begin one.
-            tokens = self._tokenizer.encode(text)
+            tokens = self.tokenizer.encode(text)
         else:
-            tokens = encode_prompt(self._tokenizer, text)
+            tokens = encode_prompt(self.tokenizer, text)
         if len(tokens) < 2:
             raise ValueError(
                 f"a text must have at least 2 tokens, got {len(tokens)} of {text!r}"

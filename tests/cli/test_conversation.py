@@ -42,6 +42,13 @@ def test_tell_ask_and_chat(tmp_path, monkeypatch):
     assert command("ask", "model", "who", *options, "--tokens", "2")[1].strip()
     assert saved(tmp_path / "memory") == before
 
+    # The byte order mark is no character, and a control token plain text.
+    (tmp_path / "book.txt").write_bytes(b"\xef\xbb\xbfa <end>")
+    for name, flag, count in (("own", [], 2), ("escaped", ["--escape"], 4)):
+        there = ["--memory", name, *flag]
+        out = command("tell", "model", "book.txt", *there)[1]
+        assert out.startswith(f"book.txt: {count} tokens")
+    (tmp_path / "book.txt").write_text("a short book")
     assert "has read this text before" in refused("tell", "model", "book.txt", *options)
     rows = command("ask", "model", "who", *options, "--tokens", "2", "--json")[1]
     assert {*json.loads(rows)} == {"prompt", "text", "tokens", "finish_reason"}

@@ -75,7 +75,8 @@ def read_text(file: Path) -> str:
     if len(content) > MAX_DOCUMENT:
         raise ValueError(f"{file} has more than {MAX_DOCUMENT:,} bytes")
     try:
-        return content.decode("utf-8")
+        # Without a byte order mark.
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 ({error})") from error
 

@@ -4,6 +4,9 @@ Encoders of SentencePiece's kind put a space before what they are given, and its
 decoders take it away again; of a piece that is neither right nor wanted.
 """
 
+import re
+from typing import Any
+
 import numpy as np
 from jaxtyping import Int32, Integer
 
@@ -53,3 +56,18 @@ def unsettled(tokenizer: Tokenizer, text: str) -> str:
     same = int(np.cumprod(alone[: len(longer)] == longer).sum())
     end = decode_after(tokenizer, alone[:same], alone[same:]) if same else ""
     return end if end and text.endswith(end) else ""
+
+
+def escape_control_tokens(tokenizer: Tokenizer, text: str) -> str:
+    """A text whose control tokens are read as plain text.
+
+    Without, "<|im_end|>" in a text ends a turn, as it does with transformers. Behind
+    the first character of each comes a word joiner, U+2060, which is not seen.
+    """
+    if not isinstance(tokenizer, JsonTokenizer):
+        return text
+    added: dict[int, Any] = tokenizer.backend.get_added_tokens_decoder()
+    control = [t.content for t in added.values() if t.special and len(t.content) > 1]
+    longest_first = sorted(control, key=len, reverse=True)
+    pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+    return re.sub(pattern, lambda found: f"{found[0][0]}\u2060{found[0][1:]}", text)

@@ -8,7 +8,12 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from memjax.data.documents.pieces import decode_after, encode_after, unsettled
+from memjax.data.documents.pieces import (
+    decode_after,
+    encode_after,
+    escape_control_tokens,
+    unsettled,
+)
 from memjax.data.documents.tokenizer import ByteTokenizer, Tokenizer, parse_tokenizer
 from tests import tiny
 
@@ -111,3 +116,14 @@ def test_nothing_follows_nothing():
     none = np.zeros(0, np.int32)
     assert decode_after(byte_level(), none, none) == ""
     assert encode_after(byte_level(), "").tolist() == []
+
+
+def test_control_tokens_of_a_text_can_be_escaped():
+    tokenizer = sentencepiece(True)
+    text = "a </s> b"
+    assert 1 in tokenizer.encode(text)
+    escaped = escape_control_tokens(tokenizer, text)
+    assert 1 not in tokenizer.encode(escaped)
+    assert escaped.replace("\u2060", "") == text
+    for plain in (ByteTokenizer(), byte_level()):
+        assert escape_control_tokens(plain, text) == text
