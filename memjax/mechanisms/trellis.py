@@ -19,7 +19,7 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,7 @@ from memjax_kernels import (
     trellis_step,
 )
 from memjax_kernels import trellis as trellis_op
+from memjax_kernels._src.trellis import functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,8 @@ class TrellisConfig(RecurrentConfig):
             `experiments/memories/recall.py` compares both on validation data.
         normalize_target: whether a_t has root mean square 1 over the slots. Without it
             is W_a x as in the paper, and may grow in training until gradients overflow.
+        readout: "linear", y = Ṽᵀ f(K̃ q) as in eq. 9; or "phi", y = φ(Ṽᵀ f(K̃ q)), as the
+            text of section 3.2 has it.
     """
 
     name: ClassVar[str] = "trellis"
@@ -89,12 +92,14 @@ class TrellisConfig(RecurrentConfig):
     shared_gates: bool = True
     step_size: float | None = None
     normalize_target: bool = True
+    readout: Literal["linear", "phi"] = "linear"
 
     def __post_init__(self):
         super().__post_init__()
         check_sizes(slots=self.slots, chunk_size=self.chunk_size)
         require_known("phi", self.phi, TRELLIS_PHIS)
         require_known("activation", self.activation, TRELLIS_ACTIVATIONS)
+        require_known("readout", self.readout, ("linear", "phi"))
         if self.step_size is not None:
             check_positive(step_size=self.step_size)
 
@@ -217,7 +222,7 @@ def step(
         phi=config.phi,
         activation=config.activation,
     )
-    return initialised(Memory(slots, open_chunk)), y
+    return initialised(Memory(slots, open_chunk)), _read(config, y)
 
 
 def apply(
@@ -256,7 +261,12 @@ def apply(
         reset=reset,
         implementation=config.implementation,
     )
-    return initialised(Memory(slots, open_chunk)), y
+    return initialised(Memory(slots, open_chunk)), _read(config, y)
+
+
+def _read(config, y):
+    """The readout, of what the second memory gives."""
+    return functions.apply(config.phi, y) if config.readout == "phi" else y
 
 
 def _initial(config, params, batch):

@@ -77,6 +77,7 @@ CONFIGS: dict[str, MechanismConfig] = {
         activation="softmax",
         forget=False,
         shared_gates=False,
+        readout="phi",
     ),
     "lattice": LatticeConfig(**SLOTS, chunk_size=4),
     "lattice_unnormalised": LatticeConfig(

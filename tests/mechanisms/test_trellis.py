@@ -1,5 +1,6 @@
 """Stability of the recurrence of Trellis under large targets."""
 
+import dataclasses
 import functools
 
 import jax
@@ -63,3 +64,21 @@ def test_large_targets_make_gradients_explode_unless_normalised():
 def test_outputs_do_not_depend_on_the_scale_of_targets():
     one, other = (outputs_and_gradient(scale)[0] for scale in (1.0, 100.0))
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_readout_is_of_phi_where_it_is_asked_for():
+    config = TrellisConfig(
+        8, num_heads=2, key_dim=4, value_dim=4, slots=4, chunk_size=2, phi="silu"
+    )
+    drawn = iter(jax.random.split(jax.random.key(0), 5))
+    q, k, v = (jax.random.normal(next(drawn), (1, 6, 2, 4)) for _ in range(3))
+    x = jax.random.normal(next(drawn), (1, 6, 8))
+
+    def outputs(readout):
+        cell = dataclasses.replace(config, readout=readout).cell()
+        params = cell.init_params(jax.random.key(1))
+        return cell.apply(params, None, q, k, v, x)[1]
+
+    linear, phi = jax.jit(lambda: (outputs("linear"), outputs("phi")))()
+    np.testing.assert_allclose(phi, jax.nn.silu(linear), rtol=1e-5, atol=1e-6)
+    assert np.abs(phi - linear).max() > 0.1 * np.abs(linear).max()

@@ -390,3 +390,14 @@ def test_missing_packages_are_named(monkeypatch):
         ImportError, match=r"tensorflow-datasets: pip install tensorflow-datasets"
     ):
         open_documents("tfds:name")
+
+
+def test_a_local_folder_is_streamed_by_datasets(tmp_path):
+    pytest.importorskip("datasets", reason="needs datasets")
+    (tmp_path / "data").mkdir()
+    for split, texts in (("train", ["a", None, "b", "c"]), ("validation", ["d"])):
+        file = tmp_path / "data" / f"{split}-00000-of-00001.parquet"
+        parquet.write_table(pyarrow.table({"text": texts}), file)
+    documents = open_documents(f"hf:{tmp_path}::train[:3]+validation")
+    found = [(d.split, d.text) for d in documents]
+    assert found == [("train", "a"), ("train", "b"), ("validation", "d")]
