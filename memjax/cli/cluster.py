@@ -1,18 +1,15 @@
 """Commands on several hosts: joining them, and the exit of a command among them."""
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import jax
 
 from memjax.cli.hosts import several_hosts
-from memjax.training.config import EXIT_PREEMPTED
-from memjax.training.distributed.multihost import catchable
+from memjax.leaving import EXIT_PREEMPTED
 
 #: Status codes that errors of JAX's runtime begin with; a save waits at a barrier.
 STATUS = (
@@ -31,21 +28,13 @@ STATUS = (
 def joined(distributed: str) -> Iterator[None]:
     """Joins the other hosts, for a command that trains.
 
-    A signal ends the command with exit code 75, as before the first step there is
-    nothing to save; a training loop handles signals while it runs. After an error of
-    JAX's runtime, which may be the first sign of a lost host, JAX's service gets the
-    time to end this process; otherwise the error is raised.
+    After an error of JAX's runtime, which may be the first sign of a lost host, JAX's
+    service gets the time to end this process; otherwise the error is raised.
 
     Args:
         distributed: "on", "off", or "auto": where the environment names several hosts.
     """
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        print(f"memjax: {name}; run the same command again", file=sys.stderr)
-        raise SystemExit(EXIT_PREEMPTED)
-
-    before = {number: signal.signal(number, stop) for number in catchable()}
     try:
         # Before the first JAX computation; joining waits for the other hosts.
         if distributed == "on" or (distributed == "auto" and several_hosts()):
@@ -56,9 +45,6 @@ def joined(distributed: str) -> Iterator[None]:
         if several and any(status in str(error) for status in STATUS):
             time.sleep(2 * heartbeat_seconds())
         raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def leave(code: int) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from memjax import leaving
 from memjax.cli import hosts
 from memjax.cli.help import quick_answer
 
@@ -25,7 +26,13 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 if hosts.is_supervised():
                     hosts.end_with_parent()
-                _imported().main(argv)
+                trains = argv[:1] in (["train"], ["finetune"])
+                with leaving.at_once(resumable=trains):
+                    _imported().main(argv)
+        except KeyboardInterrupt:
+            # Of the imports.
+            print("memjax: interrupted", file=sys.stderr)
+            sys.exit(leaving.EXIT_INTERRUPTED)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:

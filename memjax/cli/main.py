@@ -1,7 +1,8 @@
 """The commands train, finetune, aot, eval, generate, tell, ask, chat and more.
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
-everything saved (run the same command again to resume); 1 anything else.
+everything saved (run the same command again to resume); 130 Ctrl-C with nothing to
+save; 1 anything else. `memjax.cli.entry` handles signals.
 """
 
 import json
@@ -35,6 +36,7 @@ from memjax.data import RowConfig, Split, load_tokenizer, load_tokens
 from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.sources import check_source, splits_of
 from memjax.evaluation import plots, report
+from memjax.leaving import EXIT_INTERRUPTED
 from memjax.models.language_model.config import Dtype
 from memjax.status import Status, say, warnings_as_lines
 from memjax.training import pretrain as run
@@ -287,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
         code = 2
     except KeyboardInterrupt:
         print("memjax: interrupted", file=sys.stderr)
-        code = 130
+        code = EXIT_INTERRUPTED
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(
             error
@@ -308,7 +310,3 @@ def _one_line(message: str) -> str:
     """The message without line breaks, shortened."""
     words = " ".join(message.split())
     return words if len(words) <= MAX_MESSAGE else f"{words[:MAX_MESSAGE]}..."
-
-
-if __name__ == "__main__":
-    main()

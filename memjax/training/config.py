@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray
 from memjax.checks import check_sizes, require_known
 from memjax.config_io import AnyPath
 from memjax.data import TokenisedDocument, Tokenizer, load_tokenizer
+from memjax.leaving import EXIT_PREEMPTED
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.inputs import start_multiple
@@ -29,10 +30,6 @@ from memjax.training.step import (
     init_train_state,
     make_train_step,
 )
-
-#: Exit code of a run that a signal stopped after its state was saved: the
-#: `EX_TEMPFAIL` of sysexits.h. Running the same command again continues it.
-EXIT_PREEMPTED = 75
 
 #: Commands that train.
 Kind = Literal["train", "finetune"]

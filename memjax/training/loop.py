@@ -234,6 +234,7 @@ class _Loop:
         # Returns when the program is compiled and dispatched, and not when it is done.
         with self._reporter.phase("compiling"):
             metrics = self._next_step(batch)
+        self._signals.keep()
         self._reporter.message(f"compiled in {time.perf_counter() - start:.1f} s")
         return metrics
 

@@ -100,7 +100,7 @@ def main(tool: str, arguments: Sequence[str]) -> int:
         case "memjax":
             hosts = int(os.environ.get("SLURM_NTASKS", "1"))
             words = small(arguments, hosts * DEVICES)
-            return subprocess.call([sys.executable, "-m", "memjax.cli.main", *words])
+            return subprocess.call([sys.executable, "-m", "memjax.cli.entry", *words])
     return 0
 
 

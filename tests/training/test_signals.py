@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import pytest
 
+from memjax import leaving
+from memjax.cli import entry
 from memjax.cli import main as cli
 from memjax.training import pretrain
 from memjax.training.checkpoints.checkpoint import Checkpoints
@@ -41,11 +43,11 @@ def send_at(step: int, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
 def test_a_signal_saves_and_exits_75(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: list[int]
 ) -> None:
-    before = [signal.getsignal(number) for number in multihost.STOPPING]
+    before = [signal.getsignal(number) for number in leaving.STOPPING]
     send_at(7, monkeypatch, *numbers)
     assert toy_run.main(tmp_path, LOOP) == 75
     assert (tmp_path / "checkpoints" / "8" / "digests.json").exists()
-    assert [signal.getsignal(number) for number in multihost.STOPPING] == before
+    assert [signal.getsignal(number) for number in leaving.STOPPING] == before
 
 
 def test_interrupts_during_a_save_do_not_lose_it(
@@ -99,15 +101,34 @@ def test_signals_go_to_the_preemption_service(
     assert passed_on == [signal.SIGTERM] * 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_before_the_first_step_exits_75(
+@pytest.mark.parametrize(
+    "number,code", [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
+)
+def test_a_signal_before_the_first_step_ends_the_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     number: int,
+    code: int,
 ) -> None:
+    before = [signal.getsignal(n) for n in leaving.catchable()]
     monkeypatch.setattr(pretrain, "load_tokenizer", lambda _: send(number))
+    monkeypatch.setattr(cli, "enable_compilation_cache", lambda _: None)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["train", "elastic-tiny", "--run-dir", str(tmp_path)])
-    assert stopped.value.code == 75
-    assert "run the same command again" in capsys.readouterr().err
+        entry.main(["train", "elastic-tiny", "--run-dir", str(tmp_path)])
+    assert stopped.value.code == code
+    said = "interrupted" if code == 130 else "run the same command again"
+    assert said in capfd.readouterr().err
+    assert [signal.getsignal(n) for n in leaving.catchable()] == before
+
+
+def test_signals_save_once_a_step_is_made(tmp_path: Path) -> None:
+    with leaving.at_once(resumable=True):
+        with multihost.StopSignals() as signals:
+            with pytest.raises(SystemExit):
+                signal.raise_signal(signal.SIGTERM)
+            signals.keep()
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

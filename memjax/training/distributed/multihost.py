@@ -1,8 +1,8 @@
 """Agreement of several processes: shared decisions, and a stop at a common step.
 
 `StopSignals.should_stop()` is polled between training steps and between evaluation
-batches. A signal handler only sets a flag, so a signal that arrives while the first
-step compiles takes effect as soon as that step is done.
+batches. Before the first step there is nothing to save: where `memjax.leaving` is in
+force, a signal that arrives while that step compiles ends the program at once.
 
 With several processes the signal may reach only one of them. JAX's preemption service
 then makes all of them stop at the same poll, for which every process must poll equally
@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from memjax.leaving import Exit, catchable
 from memjax.training.resume import as_json, flatten
 
 logger = logging.getLogger(__name__)
@@ -96,30 +97,26 @@ def _difference(name: str, values: list[Any]) -> str:
     return f"{name} is {usual}, but {', '.join(others[:MOST_NAMED])}"
 
 
-#: Signals to save and stop, besides Ctrl-C: of the system, of a closed terminal, and
-#: of Slurm's `--signal=USR1`.
-STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-def catchable() -> tuple[signal.Signals, ...]:
-    """The signals to stop, without those that are ignored."""
-    # `nohup` starts a program with SIGHUP ignored.
-    given = (*STOPPING, signal.SIGINT)
-    return tuple(n for n in given if signal.getsignal(n) != signal.SIG_IGN)
-
-
 class StopSignals:
     """While entered, SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C make `should_stop()` true.
 
     A second Ctrl-C raises KeyboardInterrupt, for a run that does not reach its next
     step, but not after `should_stop()` returned true nor inside `protected`. Outside of
-    the main thread signals cannot be caught, which is warned of.
+    the main thread signals cannot be caught, which is warned of. Signals that end the
+    program at once, `memjax.leaving`, go on to do so until `keep`.
     """
 
     def __init__(self) -> None:
         self._stop_requested = self._interrupted = self._protected = False
         self._polls = 0
         self._before: dict[signal.Signals, Any] = {}
+        self._leaving: list[signal.Signals] = []
+
+    def keep(self) -> None:
+        """Called when there is something to save."""
+        for number in self._leaving:
+            self._catch(number, self._request_stop)
+        self._leaving = []
 
     def should_stop(self) -> bool:
         """Whether to save and stop now; called by all processes."""
@@ -147,7 +144,9 @@ class StopSignals:
             return self
         several = jax.process_count() > 1
         for number in catchable():
-            if not several:
+            if not several and isinstance(signal.getsignal(number), Exit):
+                self._leaving.append(number)
+            elif not several:
                 self._catch(number, self._request_stop)
             elif number != signal.SIGTERM:
                 # JAX's preemption service handles SIGTERM; the others are passed on to

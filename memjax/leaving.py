@@ -1,0 +1,124 @@
+"""Leaving a program at once on a signal, in one line, also while it compiles.
+
+Python handles a signal between two of its instructions, and native code, such as XLA's
+compiler, may take minutes to the next. A thread hears of every signal, and ends the
+program where Python has not handled it within a second.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+#: Exit codes: stopped by a signal, with nothing lost, and to be run again (the
+#: `EX_TEMPFAIL` of sysexits.h); by Ctrl-C.
+EXIT_PREEMPTED, EXIT_INTERRUPTED = os.EX_TEMPFAIL, 130
+#: Signals to stop, besides Ctrl-C: of the system, of a closed terminal, and of Slurm's
+#: `--signal=USR1`.
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+#: Seconds in which Python handles a signal; in which a program then ends by itself.
+HANDLED, ENDED = 1.0, 15.0
+
+
+def catchable() -> tuple[signal.Signals, ...]:
+    """The signals to stop, without those that are ignored."""
+    # `nohup` starts a program with SIGHUP ignored.
+    given = (*STOPPING, signal.SIGINT)
+    return tuple(n for n in given if signal.getsignal(n) != signal.SIG_IGN)
+
+
+class Exit:
+    """Handler that ends the program: KeyboardInterrupt for Ctrl-C, or SystemExit.
+
+    Args:
+        number: of the signal.
+        closed: set where the program needs no handler any more.
+    """
+
+    def __init__(self, number: signal.Signals, closed: threading.Event):
+        self._is_interrupt = number == signal.SIGINT
+        self._code = EXIT_INTERRUPTED if self._is_interrupt else EXIT_PREEMPTED
+        self._line = "interrupted"
+        if not self._is_interrupt:
+            self._line = f"{number.name}; run the same command again"
+        self._handled, self._closed = threading.Event(), closed
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Called by Python; further signals to a program that ends are ignored."""
+        again = self._handled.is_set()
+        self._handled.set()
+        if self._is_interrupt:
+            raise KeyboardInterrupt
+        if not again:
+            _say(self._line)
+            raise SystemExit(self._code)
+
+    def watch(self) -> None:
+        """Ends the program unless Python does."""
+        if not self._handled.wait(HANDLED):
+            _say(self._line)
+            os._exit(self._code)
+        if self._is_interrupt:
+            # A program that asks for lines, as a chat, may go on.
+            self._handled.clear()
+        elif not self._closed.wait(ENDED):
+            os._exit(self._code)
+
+
+@contextmanager
+def at_once(resumable: bool) -> Iterator[None]:
+    """Until the block ends, Ctrl-C ends the program at once, with exit code 130.
+
+    Other handlers that are set meanwhile are left to themselves.
+
+    Args:
+        resumable: so do `STOPPING`, with exit code 75.
+    """
+    numbers = [n for n in catchable() if resumable or n == signal.SIGINT]
+    closed = threading.Event()
+    before = {number: signal.signal(number, Exit(number, closed)) for number in numbers}
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+    hooks, sys.unraisablehook = sys.unraisablehook, _unraisable
+    try:
+        yield
+    finally:
+        closed.set()
+        sys.unraisablehook = hooks
+        signal.set_wakeup_fd(woken)
+        os.close(writer)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _watch(reader: int) -> None:
+    """In a thread: hears of signals, until the pipe is closed."""
+    while heard := os.read(reader, 1):
+        handler = signal.getsignal(heard[0])
+        if isinstance(handler, Exit):
+            threading.Thread(target=handler.watch, daemon=True).start()
+    os.close(reader)
+
+
+def _say(line: str) -> None:
+    # A status line is removed, and the cursor shown that it has hidden.
+    clean = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""
+    # Not by a stream, which a signal may have stopped in the middle of a line.
+    os.write(2, f"{clean}memjax: {line}\n".encode())
+
+
+def _unraisable(found: Any) -> None:
+    """Python drops exceptions of callbacks, as of JAX's garbage collection."""
+    if isinstance(found.exc_value, SystemExit):
+        os._exit(EXIT_PREEMPTED)
+    elif isinstance(found.exc_value, KeyboardInterrupt):
+        # Again, when the callback has returned.
+        threading.Timer(0.02, signal.raise_signal, (signal.SIGINT,)).start()
+    else:
+        sys.__unraisablehook__(found)

@@ -1,0 +1,77 @@
+"""Signals end a program at once, wherever it is."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+#: A program that says that it is ready, and its part that follows.
+BEGIN = """
+import gc, hashlib, sys, time
+from memjax.leaving import at_once
+def native():
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+def swallowing():
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("went on")
+        time.sleep(1.5)
+def in_a_callback():
+    gc.callbacks.append(lambda *_: time.sleep(0.2))
+    while True:
+        gc.collect()
+        time.sleep(0.1)
+try:
+    with at_once(resumable=True):
+        print("ready", flush=True)
+        {}()
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def run(part: str, number: signal.Signals) -> tuple[int, str, str, float]:
+    """Exit code, both outputs, and seconds from the signal to the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN.format(part)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(number)
+    start = time.monotonic()
+    output, errors = process.communicate(timeout=20)
+    return process.returncode, output, errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "number,code,line",
+    [
+        (signal.SIGTERM, 75, "memjax: SIGTERM; run the same command again\n"),
+        (signal.SIGINT, 130, "memjax: interrupted\n"),
+    ],
+)
+def test_native_code_does_not_hold_a_signal_up(
+    number: signal.Signals, code: int, line: str
+) -> None:
+    found, _, errors, seconds = run("native", number)
+    assert (found, errors) == (code, line)
+    assert seconds < 5
+
+
+def test_a_program_may_go_on_after_ctrl_c() -> None:
+    code, output, errors, _ = run("swallowing", signal.SIGINT)
+    assert (code, output, errors) == (0, "went on\n", "")
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_callback_swallows_no_signal(number: signal.Signals, code: int) -> None:
+    found, _, errors, _ = run("in_a_callback", number)
+    assert found == code
+    assert "Traceback" not in errors
