@@ -25,6 +25,7 @@ ALLOWED = {
         "memjax.aot.compile.main",
         "memjax.models.checkpoints.memory_state._write_tensors",
         "memjax.models.checkpoints.memory_state.write_memory",
+        "memjax.models.checkpoints.hf.peft.save_adapter",
         "memjax.models.checkpoints.hf.safetensors_write.write_folder",
         "memjax.models.checkpoints.hf.safetensors_write._name_shards",
         "memjax.models.checkpoints.hf.safetensors_write._write_tensors.flush",
