@@ -4,6 +4,7 @@ Shapes: T tokens of a text or a question.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,11 +17,15 @@ from memjax.config_io import from_record, to_record
 from memjax.conversation.answer import Answer, makers_sampling
 from memjax.conversation.backends import Decoding, backend_of
 from memjax.conversation.memory_folder import MemoryFolder
-from memjax.conversation.prompt_format import choose_format, stop_tokens, unread_closing
+from memjax.conversation.prompt_format import (
+    choose_format,
+    encode_part,
+    stop_tokens,
+    unread_closing,
+)
 from memjax.conversation.record import Entry, Record, owner_of, text_digest
 from memjax.conversation.streaming import answer_decoder, printer
 from memjax.data.documents.pieces import SEPARATOR, encode_after, unsettled
-from memjax.data.documents.tokenizer import encode_prompt
 from memjax.models import Sampling
 from memjax.models.base import Model
 from memjax.models.checkpoints.memory_state import load_memory, read_note, save_memory
@@ -177,15 +182,21 @@ class Conversation:
         """Number of the first tokens that have left the state: see `Model.reach`."""
         return max(0, self.tokens - (self.model.reach or self.tokens))
 
-    def undo(self) -> None:
-        """Restores the memory before the last text, turn or `forget`, and saves it.
+    def set_system(self, text: str) -> None:
+        """Sets the system message, "" for the template's own; saved with the next turn.
 
-        Raises ValueError without one since it was opened, or if it is undone.
+        Raises ValueError after the first answer, or on a template without one.
         """
+        if self.record.turns:
+            raise ValueError("the system message comes before the first question")
+        if text not in self._format.prompt("", system=text):
+            raise ValueError("the chat template leaves out the system message")
+        self.record = replace(self.record, system=text)
+
+    def undo(self) -> None:
+        """Restores and saves the memory before the last text, turn or `forget`."""
         if self._before is None:
-            raise ValueError(
-                "nothing can be undone: only the last change since the start is kept"
-            )
+            raise ValueError("undo takes back only the last change since the start")
         self._save(*self._before)
         self._before = None
 
@@ -309,8 +320,8 @@ class Conversation:
         tokenizer = self.tokenizer
         prompt = self._prompt(message, begin)
         self._require_room(len(prompt) + 1, "the question")
-        room = self.model.remaining(self._state)
-        limit = limit if room is None else min(limit, room - len(prompt))
+        if self.room is not None:
+            limit = min(limit, self.room - len(prompt))
         parts: list[str] = []
 
         def emit(part: str) -> None:
@@ -343,7 +354,8 @@ class Conversation:
         return answer, after, np.concatenate([prompt, ids]), closing
 
     def _prompt(self, message: str, begin: str) -> Int[np.ndarray, " T"]:
-        prompt = self._format.prompt(message, self.record.exchanges, not self.tokens)
+        turns, system = self.record.exchanges, self.record.system
+        prompt = self._format.prompt(message, turns, not self.tokens, system)
         # A word's token begins with the space before it.
         space = " " if begin and not prompt[-1:].isspace() else ""
         text = f"{prompt}{space}{begin.rstrip()}"
@@ -351,22 +363,11 @@ class Conversation:
 
     def _encode(self, text: str, begins: bool = False) -> Int[np.ndarray, " T"]:
         """A text's tokens, after the pending text."""
-        if self.tokens:
-            tokens = encode_after(self.tokenizer, self.record.pending + text)
-        elif begins:
-            # The text itself has the tokens that begin one.
-            tokens = self.tokenizer.encode(text)
-        else:
-            tokens = encode_prompt(self.tokenizer, text)
-        if len(tokens) < 2:
-            raise ValueError(
-                f"a text must have at least 2 tokens, got {len(tokens)} of {text!r}"
-            )
-        return tokens.astype(np.int32)
+        before = self.record.pending if self.tokens else None
+        return encode_part(self.tokenizer, text, before, begins)
 
     def _require_room(self, count: int, what: str) -> None:
-        room = self.model.remaining(self._state)
-        if room is not None and count > room:
+        if (room := self.room) is not None and count > room:
             raise ValueError(
                 f"{what} makes {count:,} tokens to read; the memory holds "
                 f"{self.tokens:,}, and full attention has room for {room:,} more"
@@ -374,8 +375,8 @@ class Conversation:
 
     def _extend(self, state, entries, pending):
         """Saves the memory with further entries, and continues from it."""
-        record = Record(self.record.owner, (*self.entries, *entries), pending)
-        self._commit(state, record)
+        entries = (*self.entries, *entries)
+        self._commit(state, replace(self.record, entries=entries, pending=pending))
 
     def _commit(self, state, record):
         """Saves a memory, and continues from it; `undo` returns to the one before."""
@@ -393,7 +394,6 @@ class Conversation:
 
     def _load(self, folder, owner):
         """Record and state of a saved memory."""
-        note = read_note(folder)
-        record: Record = from_record(Record, note, str(folder))
+        record: Record = from_record(Record, read_note(folder), str(folder))
         record.owner.require(owner, str(folder.parent))
         return record, load_memory(folder, self.model)

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from memjax.conversation.chat_template import render
 from memjax.data import Tokenizer
-from memjax.data.documents.tokenizer import JsonTokenizer
+from memjax.data.documents.pieces import encode_after
+from memjax.data.documents.tokenizer import JsonTokenizer, encode_prompt
 from memjax.models.checkpoints.text_interface import TextInterface
 
 #: Marks of the parts of a template; in no text that a person writes.
@@ -46,6 +48,7 @@ class PromptFormat(Protocol):
         question: str,
         turns: Sequence[tuple[str, str]] = (),
         begins: bool = True,
+        system: str = "",
     ) -> str:
         """The prompt of a question, after `closing` if there are turns.
 
@@ -53,6 +56,7 @@ class PromptFormat(Protocol):
             question: the text.
             turns: questions and answers before it.
             begins: whether the memory is empty.
+            system: message before the first question; "" for the template's own.
         """
         ...
 
@@ -70,9 +74,12 @@ class PlainFormat:
         question: str,
         turns: Sequence[tuple[str, str]] = (),
         begins: bool = True,
+        system: str = "",
     ) -> str:
         """The prompt of a question."""
-        return ("" if begins else "\n\n") + f"Question: {question}\nAnswer:"
+        head = "" if begins else "\n\n"
+        head += f"{system}\n\n" if system and not turns else ""
+        return f"{head}Question: {question}\nAnswer:"
 
 
 class ChatFormat:
@@ -105,14 +112,16 @@ class ChatFormat:
         question: str,
         turns: Sequence[tuple[str, str]] = (),
         begins: bool = True,
+        system: str = "",
     ) -> str:
         """The prompt with the head of the template, or what follows the last answer.
 
         The template sees all turns: some count them.
         """
         asked = _message("user", question)
+        head = [_message("system", system)] if system else []
         if not turns:
-            text = self._render(([asked], True))[0]
+            text = self._render(([*head, asked], True))[0]
             bos = self._tokens.get("bos_token", "")
             return text if begins else text.removeprefix(bos)
         before = [
@@ -121,7 +130,7 @@ class ChatFormat:
             for role, text in zip(("user", "assistant"), turn, strict=True)
         ]
         before[-1]["content"] += _ANSWERED
-        after = _after_answer(self._render(([*before, asked], True))[0])
+        after = _after_answer(self._render(([*head, *before, asked], True))[0])
         return after.removeprefix(self.closing)
 
     def _render(self, *conversations):
@@ -163,6 +172,33 @@ def stop_tokens(text: TextInterface, prompt_format: PromptFormat) -> tuple[int, 
         if first in known and known[first].special:
             return tuple(dict.fromkeys((*ends, first)))
     return ends
+
+
+def encode_part(
+    tokenizer: Tokenizer, text: str, before: str | None, begins_itself: bool
+) -> Int[np.ndarray, " T"]:
+    """Tokens of a text of a conversation.
+
+    Args:
+        tokenizer: of the model.
+        text: to be read.
+        before: what is still to be read before it; None in an empty memory.
+        begins_itself: whether it has the tokens that begin a text.
+
+    Raises:
+        ValueError: on a text of less than 2 tokens.
+    """
+    if before is not None:
+        tokens = encode_after(tokenizer, before + text)
+    elif begins_itself:
+        tokens = tokenizer.encode(text)
+    else:
+        tokens = encode_prompt(tokenizer, text)
+    if len(tokens) < 2:
+        raise ValueError(
+            f"a text must have at least 2 tokens, got {len(tokens)} of {text!r}"
+        )
+    return tokens.astype(np.int32)
 
 
 def unread_closing(tokenizer: Tokenizer, prompt_format: PromptFormat, last: int) -> str:

@@ -75,11 +75,13 @@ class Record:
         entries: texts and turns, in order.
         pending: text that is read with the next text or prompt, such as what closes an
             answer that was cut off.
+        system: message before the first question; "" for the template's own.
     """
 
     owner: Owner
     entries: tuple[Entry, ...] = ()
     pending: str = ""
+    system: str = ""
 
     @property
     def tokens(self) -> int:

@@ -133,7 +133,7 @@ def test_chat_tells_undoes_and_forgets(talk, monkeypatch, capsys, tmp_path):
         "undone; the memory has read 0 tokens",
     ]
     faults = [line for line in err if line.startswith("memjax: ")]
-    assert "before, as book.txt" in faults[0] and "only the last change" in faults[1]
+    assert "before, as book.txt" in faults[0] and "takes back only" in faults[1]
     assert "/again needs a message" in faults[2] and len(faults) == 3
     chat(talk, monkeypatch, capsys, tell, f"/tell --again {file}", "/forget", "/undo")
     assert talk.tokens == 20

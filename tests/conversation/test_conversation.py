@@ -121,7 +121,7 @@ def test_undo_restores_the_memory_before_a_turn_a_text_and_forget(tmp_path):
         talk.chat("Who?", limit=3)
         talk.undo()
         assert talk.record == told and talk.state is first
-        with pytest.raises(ValueError, match="only the last change"):
+        with pytest.raises(ValueError, match="takes back only the last"):
             talk.undo()
         talk.forget()
         assert (talk.tokens, talk.room) == (0, 1024)
@@ -130,6 +130,17 @@ def test_undo_restores_the_memory_before_a_turn_a_text_and_forget(tmp_path):
         saved = Conversation(llama(), TEXT, folder)
         assert saved.record == told
         same_bits(saved.state, first)
+
+
+def test_system_message_comes_before_the_first_question():
+    talk, plain = Conversation(llama(), TEXT), Conversation(llama(), TEXT)
+    talk.set_system("Be brief.")
+    for each in (talk, plain):
+        each.chat("Who?", limit=2)
+    assert talk.tokens - plain.tokens == len("Be brief.\n\n")
+    assert talk.record.system == "Be brief."
+    with pytest.raises(ValueError, match="before the first question"):
+        talk.set_system("Be long.")
 
 
 def test_texts_are_known_by_their_content():

@@ -57,6 +57,14 @@ def test_without_a_template_an_answer_is_a_paragraph():
     assert later == "\n\nQuestion: Who?\nAnswer:" and form.stop == ("\n",)
 
 
+def test_system_message_is_at_the_head_alone():
+    form = ChatFormat(CHATML)
+    first = form.prompt("Who?", system="Be brief.")
+    assert first.index("system") < first.index("Be brief.") < first.index("Who?")
+    later = form.prompt("Who?", TURNS, system="Be brief.")
+    assert later == form.prompt("Who?", TURNS)
+
+
 @pytest.mark.parametrize(
     "source,message",
     [

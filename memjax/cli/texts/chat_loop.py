@@ -14,6 +14,7 @@ from memjax.conversation import Conversation
 from memjax.status import Status, say, say_all
 
 HELP = """/tell FILE    reads a text file into the memory; /tell --again FILE once more
+/system TEXT  sets the system message, before the first question
 /again        answers the last message anew, with the next seed
 /undo         takes back the last turn, text or /forget
 /forget       empties the memory
@@ -45,7 +46,7 @@ class ChatLoop:
     def run(self) -> None:
         """Answers each message, up to the end or /quit."""
         open_block(self._talk)
-        say("commands  /tell FILE  /again  /undo  /forget  /help  /quit")
+        say("commands  /tell FILE  /system TEXT  /again  /undo  /forget  /help  /quit")
         show_last_turn(self._talk)
         while (line := read_line()) is not None:
             message = line.strip()
@@ -64,6 +65,7 @@ class ChatLoop:
         commands = {
             "/help": lambda: print(HELP),
             "/tell": lambda: self._tell(rest.strip()),
+            "/system": lambda: self._system(rest.strip()),
             "/again": self._again,
             "/undo": self._undo,
             "/forget": self._forget,
@@ -107,6 +109,10 @@ class ChatLoop:
         self._talk.forget()
         self._last = None
         print("the memory is empty; /undo brings it back")
+
+    def _system(self, text: str) -> None:
+        self._talk.set_system(text)
+        print("the system message is set" if text else "no system message of yours")
 
     def _tell(self, rest: str) -> None:
         again = rest.startswith("--again ")
