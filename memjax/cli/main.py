@@ -5,6 +5,7 @@ everything saved (run the same command again to resume); 130 Ctrl-C with nothing
 save; 1 anything else. `memjax.cli.entry` handles signals.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -130,13 +131,9 @@ def evaluate(
     if sampling is not None:
         found = run.with_sampling(found, sampling=sampling, decay=decay)
     own = data or DataConfig()
-    if source or column or join:
-        own = DataConfig(
-            source=source or own.source,
-            cache_dir=own.cache_dir,
-            column=column,
-            join=join,
-        )
+    if source:
+        own = DataConfig(source, cache_dir=own.cache_dir)
+    own = dataclasses.replace(own, column=column or own.column, join=join or own.join)
     with Status("reading documents"):
         sources = load_sources(own, opened.tokenizer, split)
     documents = [document for part in sources for document in part]

@@ -152,7 +152,7 @@ def beginning(tokenizer: Tokenizer) -> str:
     """The tokens that are put before each document, for people."""
     first = np.asarray(first_tokens(tokenizer), np.int32)
     if not first.size:
-        return "its own first token"
+        return "no added token"
     return f"{tokenizer.decode(first)}, which the tokenizer puts there"
 
 

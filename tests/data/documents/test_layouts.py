@@ -126,7 +126,7 @@ def test_hidden_files_are_no_documents(tmp_path):
 
 
 WIKITEXT = (
-    "\n = One = \n\n Text . \n\n = = Part = = \n\n More . \n"
+    "\n = One = \n\n Text . \n\n = = Part = = \n\n More . \n = no title = \n"
     "\n = Two = \n\n End = 1 . \n"
 )
 
