@@ -7,6 +7,7 @@ A save writes the next folder under a temporary name, syncs it to the disk, rena
 and only then removes the one before. A crash at any moment leaves one complete memory.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ _SAVED = re.compile(r"saved-(\d{6,})")
 # A save in progress, or the remains of one whose process was killed.
 _UNFINISHED = unfinished_of(r"saved-\d{6,}")
 Loaded = TypeVar("Loaded")
+
+logger = logging.getLogger(__name__)
 
 
 class MemoryFolder:
@@ -53,17 +56,37 @@ class MemoryFolder:
         return None if number is None else self._saved(number)
 
     def load(self, read: Callable[[Path], Loaded]) -> Loaded | None:
-        """Result of `read` for the newest save; None without one.
+        """Result of `read` for the newest save that it can read; None without one.
 
-        If another process replaces the save meanwhile, the new one is read.
+        If another process replaces the save meanwhile, the new one is read. A save that
+        cannot be read is reported where an older one can, which a kill may have left.
+
+        Raises:
+            ValueError, OSError: of `read` for the newest save; none can be read.
         """
-        while (folder := self.newest()) is not None:
+        while saves := self._numbers():
             try:
-                return read(folder)
+                return self._newest_readable(saves, read)
             except FileNotFoundError:
-                if self.newest() == folder:
+                if self._numbers() == saves:
                     raise
         return None
+
+    def _newest_readable(
+        self, saves: list[int], read: Callable[[Path], Loaded]
+    ) -> Loaded:
+        failure = None
+        for number in saves:
+            try:
+                found = read(self._saved(number))
+            except (ValueError, OSError) as error:
+                failure = failure or error
+                continue
+            if failure is not None:
+                logger.warning("%s is read instead: %s", self._saved(number), failure)
+            return found
+        assert failure is not None
+        raise failure
 
     def lock(self) -> None:
         """Locks the folder for this process, until `close`.
@@ -134,8 +157,12 @@ class MemoryFolder:
         return self.path / f"saved-{number:06}"
 
     def _newest_number(self) -> int | None:
+        return next(iter(self._numbers()), None)
+
+    def _numbers(self) -> list[int]:
+        """Of all saves, the newest first."""
         found = (_SAVED.fullmatch(name) for name in self._names())
-        return max((int(match[1]) for match in found if match), default=None)
+        return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def _is_own(name: str) -> bool:

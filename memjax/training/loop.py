@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 
 from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import Checkpoints
+from memjax.training.checkpoints.folder import DiskFullError
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.distributed.multihost import StopSignals, agreed, same_everywhere
 from memjax.training.monitoring.reporting import Profile, Reporter
@@ -36,6 +37,8 @@ from memjax.training.run_folder import RunFolder
 #: Steps whose metrics may still be on the device. Reading a metric this late
 #: never makes the device wait for the host.
 LAG = 2
+#: Seconds that a save waits for room on the disk, and between two tries.
+ROOM_SECONDS, RETRY_SECONDS = 600.0, 5.0
 
 
 def train(
@@ -88,7 +91,8 @@ def train(
             writer's package is missing, or its service refuses the run.
         CheckpointError: all checkpoints are damaged.
         NonFiniteError: `config.max_nan_steps` consecutive steps were skipped.
-        SaveError: a checkpoint could not be written; DiskFullError if the disk is full.
+        SaveError: a checkpoint could not be written; DiskFullError if the disk stays
+            full for ten minutes.
     """
     require_installed(config.writers)
     # Before resuming, which counts among the minutes.
@@ -184,7 +188,10 @@ class _Loop:
         with self._signals.protected():
             self._read_metrics(keep=0)
             self._save()
-            self._checkpoints.wait()
+            try:
+                self._checkpoints.wait()
+            except DiskFullError as error:
+                self._save_when_room(error)
         if reason == "data ended":
             raise ValueError(
                 f"the data ended after step {self._step}, before steps = "
@@ -215,7 +222,10 @@ class _Loop:
             self._queue_metrics(metrics)
             self._profile.stop_after(self._step, self._state)
             # A failed save ends the run at once, and not only when the next one is due.
-            self._checkpoints.check()
+            try:
+                self._checkpoints.check()
+            except DiskFullError as error:
+                self._save_when_room(error)
             self._save_if_due()
             if self._step < self._settings.config.steps and not self._evaluate_if_due():
                 return "preempted"
@@ -308,6 +318,31 @@ class _Loop:
 
     def _save(self) -> None:
         """Starts a checkpoint of this step, unless there is one."""
+        try:
+            self._start_save()
+        except DiskFullError as error:
+            self._save_when_room(error)
+
+    def _save_when_room(self, error: DiskFullError) -> None:
+        """Tries again for minutes: the steps since the last save are nowhere else."""
+        # The others wait for this process, and not for room.
+        if jax.process_count() > 1:
+            raise error
+        minutes = ROOM_SECONDS / 60
+        self._reporter.message(f"{error}; trying again for {minutes:.0f} minutes")
+        deadline = time.monotonic() + ROOM_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(RETRY_SECONDS)
+            self._saved = None
+            try:
+                self._start_save()
+                self._checkpoints.wait()
+                return
+            except DiskFullError as found:
+                error = found
+        raise error
+
+    def _start_save(self) -> None:
         # At step 0 there is nothing to lose: the run would start from the same state.
         if self._step in (self._saved, 0):
             return

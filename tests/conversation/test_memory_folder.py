@@ -161,3 +161,21 @@ def test_failed_save_leaves_the_memory_before(tmp_path, monkeypatch):
     assert turn_of(tmp_path / "memory") == 1
     save(memory, 3)
     assert turn_of(tmp_path / "memory") == 3
+
+
+def test_a_damaged_newest_memory_is_stepped_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        write_memory(tmp_path / f"saved-{number:06}", packed(number))
+    newest = tmp_path / "saved-000002" / RECORD
+    newest.write_text("[]")
+    assert turn_of(tmp_path) == 1
+    assert [r.getMessage().count("saved-00000") for r in caplog.records] == [2]
+    (tmp_path / "saved-000001" / RECORD).write_text("{}")
+    # Of several, the newest one's fault is raised.
+    with pytest.raises(ValueError, match="saved-000002"):
+        turn_of(tmp_path)
+    with MemoryFolder(tmp_path) as folder:
+        save(folder, 3)
+    assert turn_of(tmp_path) == 3

@@ -5,8 +5,8 @@
 Beside the fields of `LoopConfig` the JSON may hold: `sleep` (seconds a step takes),
 `size` (width of the model), `nan_steps` (steps whose batch has a NaN), `rate`
 (learning rate), `compile_sleep` and `evaluate_sleep` (seconds), `processes` and
-`process` and `port` (several processes), `batches` (where the data ends). At the end
-it writes the bytes of the state to `final.bin`.
+`process` and `port` (several processes), `batches` (where the data ends),
+`room_seconds` (that a program waits for a full disk). At the end it writes the bytes of the state to `final.bin`.
 """
 
 import functools
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax.buckets.bucket import as_path
+from memjax.training import loop as training_loop
 from memjax.training.config import LoopConfig
 from memjax.training.loop import train
 
@@ -145,4 +146,6 @@ def main(run_dir: Path, options: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+    given = json.loads(sys.argv[2])
+    training_loop.ROOM_SECONDS = given.get("room_seconds", training_loop.ROOM_SECONDS)
+    sys.exit(main(Path(sys.argv[1]), given))
