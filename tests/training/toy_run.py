@@ -6,7 +6,8 @@ Beside the fields of `LoopConfig` the JSON may hold: `sleep` (seconds a step tak
 `size` (width of the model), `nan_steps` (steps whose batch has a NaN), `rate`
 (learning rate), `compile_sleep` and `evaluate_sleep` (seconds), `processes` and
 `process` and `port` (several processes), `batches` (where the data ends),
-`room_seconds` (that a program waits for a full disk). At the end it writes the bytes of the state to `final.bin`.
+`room_seconds` (that a program waits for a full disk). At the end it writes the bytes of
+the state to `final.bin`.
 """
 
 import functools
