@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.memories import mqar
 from experiments.memories import notes as program
 from experiments.memories import notes_task as notes
 from memjax.models import LanguageModel
 
 TEXT = np.arange(5000, dtype=np.uint8)
 FIRST_NUMBER = notes.FIRST_NUMBER
+#: Of a training: both stages compile one program.
+SHORT = mqar.SMALL.scale._replace(layers=1, context_length=64, tokens_per_update=192)
 
 
 @pytest.fixture(name="test", scope="module")
@@ -104,10 +107,12 @@ def test_scores_are_means_over_seeds_beside_the_best_baseline(test):
 
 
 @pytest.mark.slow
-def test_the_program_runs_and_keeps_what_it_trained(tmp_path, capsys):
+def test_the_program_runs_and_keeps_what_it_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(program, "STAGES", (SHORT, SHORT))
+    monkeypatch.setattr(mqar, "SMALL", mqar.SMALL._replace(scale=SHORT))
     config = program.Config(
         models=("DeltaNet",),
-        updates=(2, 1),
+        updates=(1, 1),
         counts=(2,),
         distances=(64, 128),
         texts=1,
@@ -124,4 +129,4 @@ def test_the_program_runs_and_keeps_what_it_trained(tmp_path, capsys):
     program.main(config)
     assert "DeltaNet, seed 0" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="holds the result of other settings"):
-        program.main(dataclasses.replace(config, updates=(1, 1)))
+        program.main(dataclasses.replace(config, updates=(2, 1)))
