@@ -5,8 +5,10 @@ from typing import NamedTuple
 from memjax.models import Sampling
 from memjax.models.checkpoints.hf.generation_config import GenerationConfig
 
-#: Where the makers do not say how to draw.
-CHAT = Sampling(temperature=0.0)
+#: Where the makers do not say how to draw. Without the penalty SmolLM2-135M-Instruct
+#: repeats itself: of four answers of 80 tokens one is 94% repeated runs of four, and
+#: with it none has any.
+CHAT = Sampling(temperature=0.0, repetition_penalty=1.1)
 
 
 class Answer(NamedTuple):

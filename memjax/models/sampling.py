@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from memjax.checks import check_numbers
 
+#: Of a factor of logits, which would be infinite in float32.
+LARGEST = 1e30
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -47,11 +50,18 @@ class Sampling:
             raise ValueError(f"top_k must be an integer, got {self.top_k}")
         # NaN is in no range.
         for name, allowed, is_allowed in (
-            ("temperature", ">= 0", 0 <= self.temperature < np.inf),
+            ("temperature", ">= 0", self.temperature >= 0),
+            ("temperature", f"at most {LARGEST:g}", self.temperature <= LARGEST),
             ("top_k", ">= 0", self.top_k >= 0),
+            ("top_k", "below 2**31", self.top_k < 2**31),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1]", 0 <= self.min_p <= 1),
-            ("repetition_penalty", "> 0", 0 < self.repetition_penalty < np.inf),
+            ("repetition_penalty", "> 0", self.repetition_penalty > 0),
+            (
+                "repetition_penalty",
+                f"at most {LARGEST:g}",
+                self.repetition_penalty <= LARGEST,
+            ),
             ("presence_penalty", "in [-2, 2]", -2 <= self.presence_penalty <= 2),
         ):
             if not is_allowed:

@@ -303,6 +303,9 @@ def test_logits_that_are_nan_are_refused():
     [
         (dict(temperature=-0.1), "temperature must be >= 0, got -0.1"),
         (dict(temperature=float("nan")), "temperature must be >= 0, got nan"),
+        (dict(temperature=1e300), r"temperature must be at most 1e\+30, got 1e\+300"),
+        (dict(repetition_penalty=1e300), r"repetition_penalty must be at most 1e\+30"),
+        (dict(top_k=2**31), r"top_k must be below 2\*\*31, got 2147483648"),
         (dict(top_k=-1), "top_k must be >= 0, got -1"),
         (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
         (dict(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),

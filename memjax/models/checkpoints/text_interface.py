@@ -250,7 +250,10 @@ def _chat_template(
 ) -> str | None:
     """The template in a file of its own, or in `tokenizer_config.json`."""
     if CHAT_TEMPLATE in files:
-        return files[CHAT_TEMPLATE].decode()
+        try:
+            return files[CHAT_TEMPLATE].decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}/{CHAT_TEMPLATE} is not UTF-8") from error
     found = settings.get("chat_template")
     if isinstance(found, list):
         # Several by name, as one for tools; "default" is the plain one.

@@ -141,6 +141,12 @@ def test_what_is_not_followed_is_noted(folder):
     assert len(notes) == 3
 
 
+def test_template_that_is_not_text_is_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8"):
+        read_text_interface(folder, 31)
+
+
 def test_every_key_of_transformers_has_its_place():
     """`text_keys` against transformers' own attributes."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
