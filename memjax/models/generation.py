@@ -131,7 +131,8 @@ def generate(
     ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     sizes = (segment, least_segment)
     state, logits = _read_prompt(model, state, tokens, np.asarray(ends), sizes, donate)
-    seen = Seen.of(sampling, _read_tokens(tokens, ends, read_before), model.vocab_size)
+    read = _read_tokens(tokens, ends, read_before, model.vocab_size)
+    seen = Seen.of(sampling, read)
     if samples > 1:
         state, logits, seen = jax.tree.map(
             lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits, seen)
@@ -221,11 +222,14 @@ def _read_prompt(model, state, tokens, ends, sizes, donate):
     return state, logits
 
 
-def _read_tokens(tokens, ends, before):
-    """Tokens that were read, [B, _]; -1 behind the ends of the prompts."""
-    real = np.arange(tokens.shape[1]) < np.asarray(ends)[:, None]
-    known = np.broadcast_to(np.asarray(before, np.int32), (len(tokens), len(before)))
-    return np.concatenate([known, np.where(real, tokens, -1)], axis=1)
+def _read_tokens(tokens, ends, before, vocab_size):
+    """Whether each token was read, [B, V]."""
+    read = np.zeros((len(tokens), vocab_size), bool)
+    read[:, list(before)] = True
+    for row, prompt, end in zip(read, tokens, ends, strict=True):
+        row[prompt[:end]] = True
+    # On the host: each length of a prompt would be another program.
+    return jnp.asarray(read)
 
 
 def _draw_all(model, state, open_, settings, limit, stop, stop_when):

@@ -105,19 +105,11 @@ class Seen(NamedTuple):
     drawn: Bool[Array, "B V"]
 
     @classmethod
-    def of(
-        cls,
-        sampling: Sampling,
-        read: Int[np.ndarray, "B T"] | Int[Array, "B T"],
-        vocab_size: int,
-    ) -> "Seen | None":
-        """None without penalties. Tokens below 0 in `read` are left out."""
+    def of(cls, sampling: Sampling, read: Bool[Array, "B V"]) -> "Seen | None":
+        """With tokens of the prompt; None without penalties."""
         if sampling.repetition_penalty == 1 and sampling.presence_penalty == 0:
             return None
-        none = jnp.zeros((len(read), vocab_size), bool)
-        rows = jnp.arange(len(read), dtype=jnp.int32)[:, None]
-        places = jnp.where(read < 0, vocab_size, read)
-        return cls(none.at[rows, places].set(True, mode="drop"), none)
+        return cls(read, jnp.zeros_like(read))
 
     def after(self, tokens: Int[Array, " B"]) -> "Seen":
         """With tokens that were drawn."""

@@ -21,10 +21,15 @@ def rows(seed: int = 0) -> np.ndarray:
     return logits.astype(np.float32)
 
 
+def mask(tokens: np.ndarray, size: int = V) -> jax.Array:
+    """Whether each token is in a row."""
+    return jnp.asarray([np.isin(np.arange(size), row) for row in tokens])
+
+
 def filtered(settings: Sampling, logits: np.ndarray, read: np.ndarray) -> np.ndarray:
     """The logits that a token is drawn from."""
     arrays = Settings.of(settings)
-    seen, scores = Seen.of(settings, read, V), jnp.asarray(logits)
+    seen, scores = Seen.of(settings, mask(read)), jnp.asarray(logits)
     if seen is not None:
         scores = sampling._penalised(scores, arrays, seen)
     return np.asarray(sampling._likeliest(scores / arrays.temperature, arrays))
@@ -79,7 +84,7 @@ def test_of_tied_logits_top_p_keeps_the_fewest():
 def test_presence_penalty_counts_the_answer_alone():
     """As OpenAI and vLLM define it: once for each token that was drawn."""
     settings = Sampling(presence_penalty=0.5, repetition_penalty=2.0)
-    seen: Any = Seen.of(settings, np.array([[0, -1]]), 4)
+    seen: Any = Seen.of(settings, mask(np.array([[0]]), 4))
     seen = seen.after(jnp.array([2])).after(jnp.array([2]))
     logits = jnp.array([[1.0, 1.0, 1.0, -1.0]])
     found = sampling._penalised(logits, Settings.of(settings), seen)

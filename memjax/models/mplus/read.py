@@ -232,7 +232,8 @@ def generate(
 
     settings = Settings.of(sampling)
     places = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
-    known = jnp.where(places <= ends[:, None], prompt, -1)
+    # Padding is of no row.
+    known = jnp.where(places <= ends[:, None], prompt, logits.shape[-1])
 
     def sample_and_read(carry, key):
         cache, logits, seen = carry
@@ -241,7 +242,9 @@ def generate(
         return (cache, logits[:, 0], seen and seen.after(token)), token
 
     *keys, last = jax.random.split(key, count)
-    seen = Seen.of(sampling, known, logits.shape[-1])
+    read_before = jnp.zeros((len(prompt), logits.shape[-1]), bool)
+    rows = jnp.arange(len(prompt), dtype=jnp.int32)[:, None]
+    seen = Seen.of(sampling, read_before.at[rows, known].set(True, mode="drop"))
     carry = (cache, logits[:, -1], seen)
     tokens = jnp.zeros((0, prompt.shape[0]), jnp.int32)
     if keys:
