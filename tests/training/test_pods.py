@@ -3,39 +3,23 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.training import pod_run
-from tests.training.processes import Process, free_port, pod, toy_program
+from tests.training.processes import Process, free_port, pod
 
 pytestmark = pytest.mark.slow
 Devices = Callable[[int], Mapping[str, str]]
-
-
-@pytest.mark.parametrize(
-    ("count", "asked", "number"),
-    [(2, 0, signal.SIGTERM), (2, 1, signal.SIGHUP)],
-)
-def test_a_signal_to_any_process_saves_once_on_all(
-    tmp_path: Path, count: int, asked: int, number: signal.Signals
-) -> None:
-    # The service that agrees on a step takes seconds, and longer on a busy machine.
-    loop = {"steps": 2000, "save_every": 5000, "log_every": 1, "sleep": 0.05}
-    started = pod(toy_program, tmp_path, loop, count)
-    started[0].read_until("step 7/")
-    started[asked].signal(number)
-    ends = [process.finish() for process in started]
-    assert [code for code, _ in ends] == [75] * count, ends
-    [step] = re.findall(r"preempted at step (\d+), state saved", ends[0][1])
-    assert [p.name for p in tmp_path.glob("checkpoints/[0-9]*")] == [step]
-    assert (tmp_path / "checkpoints" / step / "digests.json").exists()
 
 
 @pytest.fixture(name="texts")
@@ -55,37 +39,47 @@ def losses(run_dir: Path) -> dict[int, float]:
     return dict(found)
 
 
-def test_killed_runs_resume_on_other_hosts_and_meshes(
+def test_stopped_and_killed_runs_resume_on_other_hosts_and_meshes(
     tmp_path: Path, texts: Path, with_devices: Devices
 ) -> None:
-    def started(name: str, processes: int, devices: int, **mesh: int) -> list[Process]:
-        options = {"texts": str(texts), "mesh": mesh}
-        environment = with_devices(devices)
-        return pod(pod_run.main, tmp_path / name, options, processes, environment)
+    common = {"texts": str(texts), "loop": {"steps": 24}}
 
-    [alone] = started("alone", 1, 1)
-    alone.require_end()
+    def alone(name: str, **loop: Any) -> None:
+        options = common | {"processes": 1, "loop": {"steps": 24, **loop}}
+        assert pod_run.main(tmp_path / name, options) == 0
+
+    def two(devices: int, **mesh: int) -> list[Process]:
+        options = common | {"mesh": mesh}
+        return pod(pod_run.main, tmp_path / "run", options, 2, with_devices(devices))
+
+    alone("alone", keep=8)
     expected = losses(tmp_path / "alone")
-    assert len(expected) == 40 and len(set(expected.values())) == 40
+    assert len(expected) == 24 and len(set(expected.values())) == 24
 
-    first = started("run", 2, 2, data=2, fsdp=2)
+    # What it was after 6 steps.
+    shutil.copytree(tmp_path / "alone", tmp_path / "run")
+    for later in (tmp_path / "run").glob("checkpoints/[0-9]*"):
+        if later.name not in ("3", "6"):
+            shutil.rmtree(later)
+    # Each host reads rows of its own.
+    first = two(2, data=2, fsdp=2)
     seen = first[0].read_until("step 11/")
+    assert "resumed at step 6" in seen
     first[1].signal(signal.SIGKILL)
     first[0].signal(signal.SIGKILL)
     for process in first:
         seen += process.finish()[1]
     done = max(map(int, re.findall(r"step (\d+)/", seen)))
-    # Others in number, and in what their devices share.
-    second = started("run", 4, 1, data=1, fsdp=2, tensor=2)
-    seen = second[0].read_until("step 20/")
+    # Both read the same.
+    second = two(1, data=1, tensor=2)
+    seen = second[0].read_until("step 18/")
     [step] = re.findall(r"resumed at step (\d+)", seen)
     # An interval of 3 steps, and those that were done while a save was written.
     assert done - 6 <= int(step) <= done
-    second[2].signal(signal.SIGTERM)
+    second[1].signal(signal.SIGTERM)
     for process in second:
         process.require_end(75)
-    [last] = started("run", 1, 1)
-    assert "resumed at step" in last.require_end()
+    alone("run")
     found = losses(tmp_path / "run")
     assert found.keys() == expected.keys()
     np.testing.assert_allclose([*found.values()], [*expected.values()], rtol=1e-5)
@@ -120,6 +114,7 @@ def command(
     """
     words = ["train", "transformer-tiny", "--run-dir", str(run_dir), *more]
     words += ["--data.context-length", "32", "--model.num-layers", "1"]
+    words += ["--data.batch-size", "2"]
     words += ["--loop.save-every", "5", "--loop.log-every", "1"]
     common = {
         "SLURM_JOB_ID": "1",
@@ -144,16 +139,6 @@ def command(
     ]
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if text in line:
-            return seen
-    raise AssertionError(f"ended without saying {text!r}:\n{seen}")
-
-
 def test_failure_of_one_host_ends_all(tmp_path: Path) -> None:
     # Its tokens can be written nowhere.
     broken = {"XDG_CACHE_HOME": "/proc/nope"}
@@ -166,37 +151,54 @@ def test_failure_of_one_host_ends_all(tmp_path: Path) -> None:
     assert "process 1 has ended" in errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-def test_a_lost_host_ends_the_others_with_one_line(tmp_path: Path, victim: int) -> None:
-    started = command(tmp_path, 2, "--loop.steps", "2000")
+def test_lost_hosts_and_signals_end_all_and_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
+    def started_until(step: int) -> list[subprocess.Popen[str]]:
+        pair = command(tmp_path, 2, "--loop.steps", "2000")
+        while last_step(tmp_path) < step:
+            assert all(process.poll() is None for process in pair)
+            time.sleep(0.05)
+        return pair
+
     # A save of step 5 that is still being written when step 10 is due is waited for.
-    read_until(started[0], "step 11/")
-    started[victim].kill()
-    survivor = started[1 - victim]
-    output, errors = survivor.communicate(timeout=100)
-    assert survivor.returncode == 75, errors
-    lines = [line for line in errors.splitlines() if line.startswith("memjax:")]
-    [line] = lines
-    assert line == errors.splitlines()[-1]
-    assert f"process {victim} has ended or is not reached any more" in line
-    assert "Traceback" not in errors and "stack trace" not in errors
-    started[victim].communicate()
-    if victim == 0:
-        return
-    done = max([11, *map(int, re.findall(r"step (\d+)/", output))])
-    first, second = command(tmp_path, 2, "--loop.steps", str(done + 1))
-    seen, errors = first.communicate(timeout=200)
-    second.communicate(timeout=100)
-    assert (first.returncode, second.returncode) == (0, 0), errors
-    [step] = re.findall(r"resumed at step (\d+)", seen)
-    assert done - 10 <= int(step) <= done
+    started = started_until(11)
+    started[1].kill()
+    require_one_line(started, lost=1)
+    done = last_step(tmp_path)
 
-
-def test_a_signal_to_a_command_on_several_hosts_is_passed_on(tmp_path: Path) -> None:
-    started = command(tmp_path, 2, "--loop.steps", "2000")
-    read_until(started[0], "step 3/")
-    started[1].send_signal(signal.SIGTERM)
-    output, _ = started[0].communicate(timeout=100)
+    started = started_until(done + 1)
+    # To one of them, of whom the other hears.
+    started[0].send_signal(signal.SIGHUP)
+    _, said = started[0].communicate(timeout=100)
     started[1].communicate(timeout=100)
-    assert [process.returncode for process in started] == [75, 75]
-    assert "preempted at step" in output
+    assert [process.returncode for process in started] == [75, 75], said
+    [step] = re.findall(r"resumed at step (\d+)", said)
+    assert done - 10 <= int(step) <= done
+    [step] = re.findall(r"preempted at step (\d+), state saved", said)
+    newest = max(tmp_path.glob("checkpoints/[0-9]*"), key=lambda p: int(p.name))
+    assert newest.name == step and (newest / "digests.json").exists()
+
+    # From the first the others hear of losses.
+    started = started_until(int(step) + 1)
+    started[0].kill()
+    require_one_line(started, lost=0)
+
+
+def last_step(run_dir: Path) -> int:
+    """The newest step on record."""
+    file = run_dir / "metrics.jsonl"
+    steps = re.findall(r'"step": (\d+)', file.read_text()) if file.exists() else []
+    return int(steps[-1]) if steps else 0
+
+
+def require_one_line(started: list[subprocess.Popen[str]], lost: int) -> None:
+    """The other process ends with one line of what is wrong."""
+    survivor = started[1 - lost]
+    _, errors = survivor.communicate(timeout=100)
+    started[lost].communicate()
+    assert survivor.returncode == 75, errors
+    [line] = [line for line in errors.splitlines() if line.startswith("memjax:")]
+    assert line == errors.splitlines()[-1]
+    assert f"process {lost} has ended or is not reached any more" in line
+    assert "Traceback" not in errors and "stack trace" not in errors
