@@ -4,7 +4,7 @@ To compile an update takes seconds.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +19,17 @@ def _count(state: TrainState, _: Any) -> tuple[TrainState, dict[str, float]]:
 
 
 @contextlib.contextmanager
-def idle_updates() -> Iterator[None]:
-    """Runs that are trained here end as they began, after all their steps."""
+def idle_updates(idle: Callable[[Any], bool] = lambda run: True) -> Iterator[None]:
+    """Runs that are trained here, if `idle`, end as they began, after all steps."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (pretrain, finetune):
-            patch.setattr(module, "_programs", _idle(module._programs))
+            patch.setattr(module, "_programs", _idle(module._programs, idle))
         yield
 
 
-def _idle(programs: Any) -> Any:
-    return lambda *arguments: (programs(*arguments)[0], _count)
+def _idle(programs: Any, idle: Callable[[Any], bool]) -> Any:
+    def made(run: Any, *more: Any) -> Any:
+        create, update = programs(run, *more)
+        return create, _count if idle(run) else update
+
+    return made
