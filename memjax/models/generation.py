@@ -112,11 +112,8 @@ def generate(
     if vocab_size is not None:
         check_sizes(vocab_size=vocab_size)
     # One that cannot be drawn would never end a text.
-    stop = np.ravel(stop_tokens) if np.size(stop_tokens) else np.zeros(0, int)
-    if stop.dtype.kind not in "iu" or np.any((stop < 0) | (stop >= model.vocab_size)):
-        raise ValueError(
-            f"stop_tokens must be in [0, {model.vocab_size}), got {short(stop_tokens)}"
-        )
+    stop = _known_tokens(model, "stop_tokens", stop_tokens)
+    known = _known_tokens(model, "read_before", read_before)
     tokens = np.asarray(prompt)
     if state is None:
         state, donate = model.init_state(len(tokens), capacity=1), True
@@ -131,7 +128,7 @@ def generate(
     ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     sizes = (segment, least_segment)
     state, logits = _read_prompt(model, state, tokens, np.asarray(ends), sizes, donate)
-    read = _read_tokens(tokens, ends, read_before, model.vocab_size)
+    read = _read_tokens(tokens, ends, known, model.vocab_size)
     seen = Seen.of(sampling, read)
     if samples > 1:
         state, logits, seen = jax.tree.map(
@@ -222,10 +219,22 @@ def _read_prompt(model, state, tokens, ends, sizes, donate):
     return state, logits
 
 
+def _known_tokens(model, name, tokens):
+    """The tokens as an array; ValueError unless they are of the model."""
+    found = np.ravel(tokens) if np.size(tokens) else np.zeros(0, int)
+    if found.dtype.kind not in "iu" or np.any(
+        (found < 0) | (found >= model.vocab_size)
+    ):
+        raise ValueError(
+            f"{name} must be in [0, {model.vocab_size}), got {short(tokens)}"
+        )
+    return found
+
+
 def _read_tokens(tokens, ends, before, vocab_size):
     """Whether each token was read, [B, V]."""
     read = np.zeros((len(tokens), vocab_size), bool)
-    read[:, list(before)] = True
+    read[:, before] = True
     for row, prompt, end in zip(read, tokens, ends, strict=True):
         row[prompt[:end]] = True
     # On the host: each length of a prompt would be another program.

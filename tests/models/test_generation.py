@@ -278,6 +278,7 @@ def test_greedy_is_argmax():
         (dict(prompt=np.full((B, 2), -1)), r"tokens in \[0, 17\), got -1"),
         (dict(count=0), "max_new_tokens must be at least 1, got 0"),
         (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(read_before=[V]), r"read_before must be in \[0, 17\), got \[17\]"),
         (dict(vocab_size=0), "vocab_size must be at least 1, got 0"),
         (dict(samples=0), "samples must be at least 1, got 0"),
         (dict(lengths=[1, 2, 3]), r"lengths must be integers \[2\]"),

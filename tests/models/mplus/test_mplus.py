@@ -422,6 +422,14 @@ def test_greedy_generation_equals_argmax_of_read(injected):
     np.testing.assert_array_equal(answer, np.argmax(logits[:, 3:], axis=-1))
     one = model.generate(state, prompt, 1, key=jax.random.key(0), sampling=GREEDY)
     np.testing.assert_array_equal(one, answer[:, :1])
+    # Tokens of prompt and answer count.
+    penalty = Sampling(0.0, repetition_penalty=9.0, presence_penalty=0.5)
+    answer = model.generate(state, prompt, 1, key=jax.random.key(0), sampling=penalty)
+    scores = np.array(logits[:, 3])
+    for row, known in zip(scores, np.asarray(prompt), strict=True):
+        known = np.unique(known)
+        row[known] = np.where(row[known] > 0, row[known] / 9, row[known] * 9)
+    np.testing.assert_array_equal(answer[:, 0], scores.argmax(axis=-1))
 
 
 @pytest.mark.slow
