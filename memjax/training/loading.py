@@ -38,12 +38,14 @@ class Loaded:
         origin: source of the model, or of its backbone: a path, or
             "owner/name@commit" of the hub; empty if a run began with random parameters.
         run: the configuration of the run that trained it; None without one.
+        license: its name, as the model's card or GGUF file gives it; None if unknown.
     """
 
     model: Any
     text: TextInterface
     origin: str
     run: Run | None = None
+    license: str | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -113,14 +115,14 @@ def load(
     }
     loader = next((load for key, load in loaders.items() if key in config), None)
     if loader is None:
-        model, text, origin = read_pretrained(
+        model, text, origin, terms = read_pretrained(
             found,
             dtype=dtype,
             param_dtype=param_dtype,
             with_tokenizer=with_tokenizer,
             progress=progress,
         )
-        return Loaded(model, text, origin)
+        return Loaded(model, text, origin, license=terms)
     _require_none(f"the memory model {found.origin}", param_dtype=param_dtype)
     hub.fetch_weights(found)
     model = loader(found.path, dtype=dtype or "float32")

@@ -95,7 +95,9 @@ def test_transformers_refuses_a_memory(tmp_path):
 
 
 def test_model_card_names_origin_and_training(tmp_path):
-    tiny.llama().save(tmp_path / "a", TEXT, origin="owner/name@abc")
+    card = "---\ntags: [a]\nlicense: apache-2.0\n---\nlicense: none\n"
+    origin = "owner/name@abc"
+    tiny.llama().save(tmp_path / "a", TEXT, origin=origin, readme=card)
     (tmp_path / "a" / "eval-test.json").write_text(
         '{"split": "test", "perplexity": {"all": '
         '{"perplexity": 7.25, "beyond_window": null}}}'
@@ -104,6 +106,7 @@ def test_model_card_names_origin_and_training(tmp_path):
     card = model_card(opened, tmp_path / "a", "hmt", ["export", "a b", "c"])
     for line in (
         "base_model: owner/name\n",
+        "license: apache-2.0\n",
         "- made from: `owner/name@abc`",
         "- exported by: `memjax export 'a b' c`",
         "| test | all | 7.250 |  |",

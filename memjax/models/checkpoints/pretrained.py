@@ -40,8 +40,10 @@ def read_pretrained(
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
     progress: Progress = unseen,
-) -> tuple[LanguageModel, TextInterface, str]:
-    """Model, text interface and origin of a model without a memory; see `memjax.load`.
+) -> tuple[LanguageModel, TextInterface, str, str | None]:
+    """Model, text interface, origin and licence of a model without a memory.
+
+    See `memjax.load`.
 
     Raises:
         ValueError: naming file, tensor, what was expected and found, if the files are
@@ -63,7 +65,8 @@ def read_pretrained(
             found.path, model.vocab_size, with_tokenizer=with_tokenizer
         )
     made_from = checkpoint.config.get(own_format.ORIGIN)
-    return model, text, str(made_from) if made_from else found.origin
+    origin = str(made_from) if made_from else found.origin
+    return model, text, origin, checkpoint.license
 
 
 def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:

@@ -51,6 +51,8 @@ def model_card(
 def _front_matter(opened: Loaded, model_type: str) -> str:
     """YAML metadata for the hub."""
     lines = ["---", "library_name: memjax", f"tags: [{model_type}]"]
+    if opened.license is not None:
+        lines.append(f"license: {opened.license}")
     # Of a model of the hub: its name without the commit.
     name, at, _ = opened.origin.partition("@")
     if at:

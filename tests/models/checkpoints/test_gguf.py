@@ -441,5 +441,12 @@ def test_template_and_sampling_are_kept(llama):
         checkpoint.text_interface()
 
 
+def test_the_licence_is_that_of_the_metadata(llama):
+    checkpoint = GGUFCheckpoint(llama())
+    assert checkpoint.license is None
+    checkpoint._file.metadata["general.license"] = "apache-2.0"
+    assert checkpoint.license == "apache-2.0"
+
+
 def test_a_file_without_vocabulary_has_no_tokenizer(llama):
     assert GGUFCheckpoint(llama()).text_interface().tokenizer is None

@@ -76,6 +76,12 @@ class GGUFCheckpoint:
         self.shapes = {hf: shapes[own] for hf, own in self._names.items()}
         self.config = read_config(self._file, self.shapes)
 
+    @property
+    def license(self) -> str | None:
+        """The licence's name; None without one."""
+        found = self._file.metadata.get("general.license")
+        return found if re.fullmatch(r"[\w.-]+", str(found or "")) else None
+
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """The tensor of a Hugging Face name, dequantised."""
         tensor = self._file.read(self._names[name])

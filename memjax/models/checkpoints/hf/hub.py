@@ -16,6 +16,7 @@ from memjax.config_io import AnyPath
 from memjax.data.documents.tokens import default_cache_dir
 from memjax.models.checkpoints.gguf.parts import part_names
 from memjax.models.checkpoints.hf.safetensors_folder import (
+    CARD,
     CHAT_TEMPLATES,
     CONFIG,
     INDEX,
@@ -29,7 +30,10 @@ HUB_ID = re.compile(
 )
 #: Files of a LoRA of PEFT, which `peft` reads.
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-DESCRIPTION = (CONFIG, ADAPTER_CONFIG, INDEX, *TEXT_FILES, f"{CHAT_TEMPLATES}/*.jinja")
+DESCRIPTION = (
+    *(CONFIG, ADAPTER_CONFIG, INDEX, CARD),
+    *(*TEXT_FILES, f"{CHAT_TEMPLATES}/*.jinja"),
+)
 
 
 class Location(NamedTuple):

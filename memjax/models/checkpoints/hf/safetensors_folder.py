@@ -4,6 +4,7 @@ Folders are not trusted: nothing in one is executed, pickled weights are
 refused, and every name, path and number format is checked before a tensor is used.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,6 +31,7 @@ TEXT_FILES = (
     # Read by transformers beside tokenizer.json.
     *("added_tokens.json", "vocab.json", "merges.txt"),
 )
+CARD = "README.md"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -53,6 +55,14 @@ class SafetensorsFolder:
         self._files = list(_open_files(path, others))
         self._file_of = {name: file for file in self._files for name in file.shapes}
         self.shapes = {n: file.shapes[n] for n, file in self._file_of.items()}
+
+    @property
+    def license(self) -> str | None:
+        """The licence's name at the head of the model card; None without one."""
+        card = (read_inside(self.path, CARD) or b"").decode(errors="replace")
+        head = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
+        found = head and re.search(r"^license: *([\w.-]+) *$", head[1], re.MULTILINE)
+        return found[1] if found else None
 
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """One tensor in float32."""
