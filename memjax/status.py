@@ -184,7 +184,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """Bytes in the unit that keeps the number short."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while count >= 1024 and len(units) > 1:

@@ -27,6 +27,9 @@ SETTLED_SECONDS = 2.0
 # "train", "c4-train.00000-of-01024", "wiki_valid2": a split, and perhaps a number.
 _SPLIT_STEM = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.]?\d[-_.\w]*)?")
 
+# What describes a data set, in its folder, and is no text of it.
+_CARDS = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+
 
 class _File(NamedTuple):
     """A regular file or an object of a bucket.
@@ -68,9 +71,9 @@ def files_source(
 
     A `.txt` or `.md` file is one document; a `.jsonl` or `.json` file has objects, one
     a line or in an array, and a `.parquet` file rows. All but parquet may be compressed
-    as `.gz` or `.zst`. Hidden files and folders and the `README.md` of the folder are
-    left out, and so are files of other kinds, which are counted in the notes. Buckets
-    are read in place.
+    as `.gz` or `.zst`. Hidden files and folders are left out; so are the data set's
+    `README.md` and `dataset_info.json`, and files of other kinds, which the notes name.
+    Buckets are read in place.
 
     Names of files or folders give the splits, as on the Hugging Face hub:
     `train.jsonl`, `data/train-00000-of-00003.parquet`, `validation/a.txt`. Without such
@@ -133,8 +136,8 @@ def _readable_files(root: AnyPath) -> tuple[list[_File], list[str]]:
         for file in _files(root)
         if not any(part.startswith(".") for part in file.parts)
     ]
-    # Of a data set, and no text of it.
-    present = [f for f in seen if [p.lower() for p in f.parts] != ["readme.md"]]
+    cards = [f for f in seen if len(f.parts) == 1 and f.parts[0].lower() in _CARDS]
+    present = [file for file in seen if file not in cards]
     files = [file for file in present if kind_of(file.path)]
     if not files:
         raise ValueError(f"path={str(root)!r} holds no file ending in {_endings()}")
@@ -144,8 +147,7 @@ def _readable_files(root: AnyPath) -> tuple[list[_File], list[str]]:
         if not kind_of(file.path)
     )
     named = [f"{count:,} x {suffix}" for suffix, count in sorted(other.items())]
-    if len(present) < len(seen):
-        named.append("README.md")
+    named += [file.parts[0] for file in cards]
     return files, [f"left out: {', '.join(named)}"] if named else []
 
 

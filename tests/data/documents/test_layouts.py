@@ -60,6 +60,7 @@ PILE = {
     "val.jsonl.zst": zstd(lines("c")),
     "test.jsonl.zst": zstd(lines("d")),
     "README.md": b"# The card",
+    "dataset_infos.json": b'{"default": {}}',
 }
 C4 = {
     "en/c4-train.00000-of-00002.json.gz": gzip.compress(lines("a")),
@@ -88,7 +89,7 @@ def test_notes_say_what_is_read_for_which_split_and_what_is_not(tmp_path):
         "train is train/",
         "validation is val.jsonl.zst",
         "test is test.jsonl.zst",
-        "left out: 2 x .pdf, 1 x .raw, README.md",
+        "left out: 2 x .pdf, 1 x .raw, README.md, dataset_infos.json",
     )
 
 

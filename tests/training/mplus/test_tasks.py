@@ -396,7 +396,7 @@ def test_without_a_store_only_one_chunk_has_a_gradient(chunks, reached):
 
 
 def test_a_document_longer_than_the_pool_is_read_by_what_the_pool_holds():
-    model, batch = small(0), small_batch(0, 5)
+    model, batch = small(0), jax.tree.map(jnp.asarray, small_batch(0, 5))
 
     @jax.jit
     def losses():
