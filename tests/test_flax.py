@@ -215,6 +215,12 @@ def test_a_layer_is_split_merged_and_printed(name, x):
     assert "Memory" in table and f"Total Parameters: {total:,}" in table
 
 
+def test_a_layer_is_printed_by_its_config():
+    config = CONFIGS["trellis"]
+    layer = Memory(config, key=jax.random.key(0))
+    assert " ".join(repr(layer).split()) == f"Memory(config={config!r})"
+
+
 @pytest.mark.parametrize("name", rows(MODELS, ("language model",)))
 def test_a_model_is_printed(name, tokens):
     whole = model(name)

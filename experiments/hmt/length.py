@@ -62,6 +62,7 @@ from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 from memjax.models.base import Model
+from memjax.status import say
 from memjax.training import StepConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
@@ -124,7 +125,7 @@ def main(config: Config) -> None:
     }
     for row in study.rows:
         if row.name in wanted:
-            print(f"row: {row.name}", flush=True)
+            say(f"row: {row.name}")
             finished[row.name] = study.measure(row)
             report(study, finished)
 

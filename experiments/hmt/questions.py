@@ -52,6 +52,7 @@ from memjax.data import (
 from memjax.models import LanguageModel
 from memjax.models.base import Model
 from memjax.models.language_model.windowed import limit_attention
+from memjax.status import say
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
 
@@ -191,7 +192,7 @@ def _training_source(
     before = load_tokens(setting.source, tokenizer, "train")[0].tokens
     texts = [_filled(entry, np.asarray(before), length, tokenizer) for entry in inputs]
     lines = [json.dumps({"text": text}) for text in texts if text is not None]
-    print(f"{len(lines)} of {len(inputs)} inputs to train on, {length} tokens each")
+    say(f"{len(lines)} of {len(inputs)} inputs to train on, {length} tokens each")
     name = f"questions-{TRAIN_CONTEXTS}-{length}-{tokenizer.digest[:8]}"
     folder = setting.run_dir / name / "train"
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +229,7 @@ def _query(
         perplexity = evaluation.answer_perplexity(answers)
         row = {"perplexity": perplexity, "exact": float(answers.exact.mean())}
         found[name] = {"all": row}
-        print(f"{name}: {row}", flush=True)
+        say(f"{name}: {row}")
     return {"models": found}
 
 

@@ -16,6 +16,7 @@ from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import TokenLosses
 from memjax.evaluation.provenance import device_name
 from memjax.models.base import Model
+from memjax.status import Status, say
 
 #: Kinds of documents that are scored; the corpus has manuals for training alone.
 KINDS = ("proofs", "code", "prose")
@@ -82,7 +83,8 @@ def score_once(
             continue
         score = score or prepare()
         wall, cpu = time.monotonic(), time.process_time()
-        losses = score(text)
+        with Status(f"scoring {text.name}"):
+            losses = score(text)
         seconds, cpu_seconds = time.monotonic() - wall, time.process_time() - cpu
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
@@ -90,7 +92,7 @@ def score_once(
             cost: Any = dict(seconds=seconds, cpu_seconds=cpu_seconds)
             np.savez(stream, nll=losses.nll[0], device=device_name(), **cost)
         partial.replace(file)
-        print(f"  {text.name}: {seconds:.0f} s", flush=True)
+        say(f"  {text.name}: {seconds:.0f} s")
     found = [np.load(file) for file in files]
     return Scored(
         join_losses(texts, [x["nll"] for x in found]),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from memjax.buckets.writing import write_atomically
+from memjax.status import say
 from memjax.training import Outcome
 
 #: In the folder of a training its cost so far, in that of a run its numbers.
@@ -86,7 +87,7 @@ def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Sp
     before = spent(folder)
     if before.finished:
         return before
-    print(f"training {what or folder.name}, in {folder}", flush=True)
+    say(f"training {what or folder.name}, in {folder}")
     wall, cpu = time.monotonic(), time.process_time()
     outcome = train()
     found = Spent(
@@ -124,7 +125,7 @@ def choose_rate(
     losses = []
     for rate in rates:
         losses.append(validation_loss(rate))
-        print(f"{file.stem}, rate {rate:g}: {losses[-1]:.4f} in validation", flush=True)
+        say(f"{file.stem}, rate {rate:g}: {losses[-1]:.4f} in validation")
     best = min(range(len(losses)), key=lambda i: (math.isnan(losses[i]), losses[i]))
     found = asked | {"validation": losses, "rate": rates[best]}
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,7 @@ def run_all(
             file = folder / SCORE
             is_new = not file.is_file()
             if is_new:
-                print(f"{row}, seed {seed}", flush=True)
+                say(f"{row}, seed {seed}")
             run = (row, seed, folder)
             numbers = once(file, lambda run=run: measure(*run), identity(row, seed))
             found.append({"name": row, "seed": seed} | numbers)

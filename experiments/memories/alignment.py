@@ -41,6 +41,7 @@ from memjax.models.language_model.retrofit import MemoryName, MemoryOptions
 from memjax.models.language_model.teacher import Moments, measure_moments
 from memjax.models.language_model.windowed import limit_layer
 from memjax.nnx.params import as_arrays
+from memjax.status import say
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.distillation import (
@@ -185,7 +186,7 @@ def prepare(config: Config) -> Data:
         return teacher_outputs(nnx.merge(graph, variables), model.config, text[None])
 
     def read(texts: Sequence[Int[np.ndarray, " T"]]) -> list[TeacherOutput]:
-        print(f"reading {len(texts)} texts", flush=True)
+        say(f"reading {len(texts)} texts")
         return [taught(variables, jnp.asarray(text)) for text in texts]
 
     return Data(
@@ -336,7 +337,7 @@ def main(config: Config) -> None:
             settings(config) | {"only": [name]},
             {"documents": data.kinds, **found},
         )
-        print(f"{name} has its result", flush=True)
+        say(f"{name} has its result")
         write(config.output)
 
 

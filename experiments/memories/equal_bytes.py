@@ -36,6 +36,7 @@ from memjax.data import TokenisedDocument, Tokenizer
 from memjax.data.tasks.questions import QuestionInput
 from memjax.evaluation.sensitivity import most_sensitive
 from memjax.models.adapters import merge_lora
+from memjax.status import say
 from memjax.training.finetune import finetune
 from memjax.training.finetune.stage import Model
 
@@ -153,7 +154,7 @@ def main(config: Config) -> None:
         )
         setup = make_setup(config, loaded.model)
         for name, seed in missing:
-            print(f"{name}, seed {seed}", flush=True)
+            say(f"{name}, seed {seed}")
             run_row(
                 name, config, setup._replace(seed=seed), path, loaded.tokenizer, test
             )
@@ -217,7 +218,7 @@ def run_row(
         model = row.scored(model, setup)
     size = measure.state_bytes(model, config.longest)
     wide = measure.state_bytes(wide_window(setup.backbone, setup), config.longest)
-    print(f"{name}: {size:,} bytes of state, the wide window {wide:,}", flush=True)
+    say(f"{name}: {size:,} bytes of state, the wide window {wide:,}")
     digest = hashlib.sha256()
     for text in test:
         digest.update(text.name.encode() + np.asarray(text.tokens).tobytes())

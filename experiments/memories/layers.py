@@ -25,6 +25,7 @@ from memjax.data import TokenisedDocument
 from memjax.evaluation.sensitivity import layer_sensitivity
 from memjax.evaluation.statistics import standard_error
 from memjax.models import LanguageModel
+from memjax.status import say
 from memjax.training.finetune import finetune
 
 
@@ -59,7 +60,7 @@ def rises(
     for text in texts:
         tokens = np.asarray(text.tokens)[None]
         found.append(layer_sensitivity(model, tokens, config.window, config.sinks))
-        print(text.name, flush=True)
+        say(text.name)
     of = np.asarray([text.kind for text in texts])
     masks = {"all": np.ones(len(of), bool)} | {
         kind: of == kind for kind in dict.fromkeys(of)

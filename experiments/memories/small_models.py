@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -19,13 +20,14 @@ from memjax.data.batches.batch import Batch
 from memjax.mechanisms import AttentionConfig, MechanismConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import Size
+from memjax.status import Status
 from memjax.training import OptimizerConfig
 from memjax.training import pretrain as run
 from memjax.training.optimizer import make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 #: Updates of one call, between which an interrupt is heard.
-PIECE = 100
+PIECE = 25
 
 
 class Scale(NamedTuple):
@@ -142,9 +144,12 @@ def train(
     began = time.monotonic()
     create, advance = _programs(scale, model, draw)
     state, skipped = create(jax.random.key(seed), start), 0
-    for first in range(0, scale.steps, PIECE):
-        state, more = advance(state, seed, min(PIECE, scale.steps - first))
-        skipped += int(more)
+    with Status("compiling, and training", "updates") as status:
+        for first in range(0, scale.steps, PIECE):
+            count = min(PIECE, scale.steps - first)
+            state, (more, loss) = advance(state, seed, count)
+            skipped += int(more)
+            status(first + count, scale.steps, f"loss {float(loss):.4f}")
     if skipped:
         raise FloatingPointError(f"{skipped} updates were not finite, and skipped")
     return nnx.merge(structure(model), state.params), time.monotonic() - began
@@ -170,10 +175,11 @@ def _programs(
     @functools.partial(jax.jit, donate_argnums=0)
     def advance(state, seed, updates):
         def once(_, carry):
-            state, skipped = carry
+            state, (skipped, _) = carry
             state, metrics = update(state, draw(seed, state.step))
-            return state, skipped + (metrics["finite"] == 0)
+            return state, (skipped + (metrics["finite"] == 0), metrics["loss"])
 
-        return jax.lax.fori_loop(0, updates, once, (state, 0))
+        # The loss of the last update.
+        return jax.lax.fori_loop(0, updates, once, (state, (0, jnp.float32(0))))
 
     return create, advance

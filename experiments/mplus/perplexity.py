@@ -40,6 +40,7 @@ from memjax.models import LanguageModel
 from memjax.models.language_model.windowed import limit_attention, set_capacity
 from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.model import MPlus
+from memjax.status import say
 
 STAGES = {"stage2": "MemoryLLM, stage 2", "stage3": "M+, stage 3"}
 #: Tokens of a chunk, which is one or more of the memories', so that every token is
@@ -97,7 +98,7 @@ def main(config: Config) -> None:
     for name, row in rows.items():
         nats[name] = score(row, tokens)
         curve = " ".join(f"{x:.2f}" for x in np.exp(nats[name].mean(axis=1)))
-        print(f"{name}: {curve}", flush=True)
+        say(f"{name}: {curve}")
     write_report(
         config.output,
         "does a text's memory lower the perplexity of what follows?",

@@ -64,6 +64,7 @@ from memjax.evaluation import plots
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.provenance import device_name, version
 from memjax.models.mplus.build import add_mplus
+from memjax.status import say
 from memjax.training.finetune import finetune
 
 QUESTION = "what does a model still know that was injected many tokens ago?"
@@ -204,7 +205,7 @@ class Study:
                 self.config.output, QUESTION, settings(self.config), contents
             )
             shares = " ".join(f"{accuracy(right(x))['accuracy']:.2f}" for x in marks)
-            print(f"{key}: {shares} of {len(marks[0])}", flush=True)
+            say(f"{key}: {shares} of {len(marks[0])}")
 
     def build(self, name: str, seed: int | None) -> tuple[dict[str, Any], Method]:
         """A row without its answers, and its method; trained first if it is not yet."""

@@ -1,6 +1,10 @@
 """A mechanism as a layer of a flax model."""
 
+from collections.abc import Generator
+from typing import Any
+
 from flax import nnx
+from flax.nnx import reprlib
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.config import MechanismConfig, require_config
@@ -45,9 +49,14 @@ class Memory(nnx.Module):
                 configuration.
         """
         require_config("config", config)
-        self.mechanism = config.build()
+        self.config, self.mechanism = config, config.build()
         params = self.mechanism.init_params(params_key(key, rngs))
         self.params = nnx.data(as_params(params))
+
+    def __nnx_repr__(self) -> Generator[Any, None, None]:
+        """Its configuration; the mechanism repeats that for each function."""
+        yield reprlib.Object(type(self), same_line=True)
+        yield reprlib.Attr("config", self.config)
 
     def init_state(self, batch: int) -> PyTree:
         """The empty memory of `batch` sequences; every leaf has the batch first."""

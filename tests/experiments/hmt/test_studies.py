@@ -72,7 +72,7 @@ def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
     with idle_updates(lambda run: run.config.optimizer.learning_rate == 1e-2):
         length.main(config)
     report = json.loads((tmp_path / "result.json").read_text())
-    assert "training" in capsys.readouterr().out
+    assert "training" in capsys.readouterr().err
     assert report["scored_from"] == SEGMENT // 2 and rows.RMT in report["missing"]
     assert set(report["perplexity"]) == {"all", "code", "manuals", "proofs", "prose"}
     # Two updates teach next to nothing of 4,096 tokens.
@@ -99,7 +99,7 @@ def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(length.Study, "scorer", None)
     length.main(dataclasses.replace(config, only=(rows.APART,)))
     same = json.loads((tmp_path / "result.json").read_text())
-    assert "training" not in capsys.readouterr().out
+    assert "training" not in capsys.readouterr().err
     assert same["perplexity"] == report["perplexity"]
     assert same["gains"] == report["gains"]
 

@@ -46,7 +46,7 @@ def test_memories_are_aligned_and_compared(small, tmp_path, capsys):
     together.unlink()
     alignment.main(config)
     # Nothing is read or aligned again.
-    assert "texts" not in capsys.readouterr().out
+    assert "texts" not in capsys.readouterr().err
     assert json.loads(together.read_text())["summary"] == found["summary"]
 
 

@@ -60,7 +60,7 @@ def test_recall_chooses_a_rate_on_validation_and_resumes(tiny, tmp_path, capsys)
     assert set(report["accuracy"]) == {"48", "64"}
     capsys.readouterr()
     recall.main(config)
-    assert "seed 1\n" not in capsys.readouterr().out
+    assert "seed 1\n" not in capsys.readouterr().err
     with pytest.raises(ValueError, match="holds the result of other settings"):
         recall.main(dataclasses.replace(config, test_rows=3))
 

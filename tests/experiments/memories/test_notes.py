@@ -125,8 +125,8 @@ def test_the_program_runs_and_keeps_what_it_trained(tmp_path, capsys, monkeypatc
     sizes = [row["parameters"] for row in [*result["models"].values()][:2]]
     assert abs(sizes[0] - sizes[1]) < 100
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
-    assert "DeltaNet, seed 0" in capsys.readouterr().out
+    assert "DeltaNet, seed 0" in capsys.readouterr().err
     program.main(config)
-    assert "DeltaNet, seed 0" not in capsys.readouterr().out
+    assert "DeltaNet, seed 0" not in capsys.readouterr().err
     with pytest.raises(ValueError, match="holds the result of other settings"):
         program.main(dataclasses.replace(config, updates=(2, 1)))
