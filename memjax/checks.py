@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
@@ -20,6 +21,20 @@ def short(value: Any) -> str:
     except (RecursionError, ValueError):  # nested too deeply, or a number too long
         text = f"a value of type {type(value).__name__}"
     return _cut(text)
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with control characters escaped: a terminal would obey them.
+
+    Args:
+        text: of any origin.
+        keep: control characters that stay.
+    """
+    escape = ("Cc", "Cs", "Zl", "Zp")
+    return "".join(
+        repr(c)[1:-1] if unicodedata.category(c) in escape and c not in keep else c
+        for c in text
+    )
 
 
 def listed(names: Iterable[Any]) -> str:

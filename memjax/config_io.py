@@ -117,7 +117,11 @@ def from_record(kind: type, record: Any, where: str = "config") -> Any:
         name: _convert(hints[name], value, f"{where}.{name}", allowed[name])
         for name, value in record.items()
     }
-    return kind(**values)
+    try:
+        return kind(**values)
+    # Of the class's own checks, which know no file.
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def completed(kind: type, record: Any, where: str = "checkpoint") -> dict[str, Any]:

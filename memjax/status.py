@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from memjax.checks import printable
+
 #: Seconds between lines without a terminal.
 PAUSE = 30.0
 #: Characters of the bar, and at most of the work's name.
@@ -48,6 +50,7 @@ class Status:
         done: int = 0,
         quiet: bool = False,
     ):
+        what = printable(what)
         self._what = what if len(what) <= NAME else f"...{what[3 - NAME :]}"
         self._unit, self._quiet, self._bar = unit, quiet, None
         # What knows its total says itself how it begins.
@@ -128,7 +131,7 @@ def say(text: str, indent: int = 0) -> None:
 
     On a terminal it is broken between words, with `indent` spaces before the rest.
     """
-    console = Console(stderr=True)
+    text, console = printable(text, keep="\n"), Console(stderr=True)
     if console.is_terminal:
         # A full line would be followed by an empty one.
         width = max(console.width - 1, 20)

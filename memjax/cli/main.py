@@ -22,6 +22,7 @@ from rich.table import Table
 from memjax import evaluation
 from memjax.buckets.bucket import as_path
 from memjax.buckets.writing import write_atomically
+from memjax.checks import printable
 from memjax.cli import aot as cli_aot
 from memjax.cli import checkpoints as cli_interop
 from memjax.cli import cluster, config_files, help
@@ -305,5 +306,5 @@ def main(argv: list[str] | None = None) -> None:
 
 def _one_line(message: str) -> str:
     """The message without line breaks, shortened."""
-    words = " ".join(message.split())
+    words = printable(" ".join(message.split()))
     return words if len(words) <= MAX_MESSAGE else f"{words[:MAX_MESSAGE]}..."

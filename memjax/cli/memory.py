@@ -1,13 +1,13 @@
 """The command `memjax memory`: saved memories, without their model."""
 
 import shutil
-import unicodedata
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from memjax.buckets.writing import atomic_folder
+from memjax.checks import printable
 from memjax.config_io import from_record
 from memjax.conversation import MemoryFolder, Record
 from memjax.models.checkpoints.memory_state import RECORD, TENSORS, read_note
@@ -69,11 +69,7 @@ def _show(saved: MemoryFolder, record: Record) -> None:
 
 def _escaped(text: str) -> str:
     """The text in one line, without control characters, and cut if it is long."""
-    cut = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-    return "".join(
-        repr(c)[1:-1] if unicodedata.category(c)[0] in "CZ" and c != " " else c
-        for c in cut
-    )
+    return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}...")
 
 
 def _copy(saved: MemoryFolder, destination: Path) -> None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from memjax.checks import short
 from memjax.models.base import Model
 from memjax.models.checkpoints.text_interface import TextInterface
 
@@ -64,6 +65,11 @@ class Entry:
     tokens: int
     ended: bool = True
     digest: str = ""
+
+    def __post_init__(self):
+        # Records are read from folders that are not trusted.
+        if not 0 <= self.tokens < 2**53:
+            raise ValueError(f"tokens must be in [0, 2**53), got {short(self.tokens)}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from memjax.checks import printable
 from memjax.cli.texts.opening import described
 from memjax.cli.texts.rows import read_text, require_said
 from memjax.conversation import Conversation
@@ -130,7 +131,8 @@ def tell_one(talk: Conversation, file: Path, text: str) -> None:
     before = talk.lost
     with Status(f"reading {file.name}", "tokens") as status:
         count = talk.inject(text, name=file.name, progress=status)
-    print(f"{file}: {count:,} tokens; the memory has read {talk.tokens:,}", flush=True)
+    name = printable(str(file))
+    print(f"{name}: {count:,} tokens; the memory has read {talk.tokens:,}", flush=True)
     notice(talk, before)
 
 
@@ -192,7 +194,8 @@ def show_last_turn(talk: Conversation) -> None:
     """Prints the last turn of a conversation that continues."""
     for entry in talk.entries[-2:]:
         if entry.role != "text":
-            print(f"{PROMPT if entry.role == 'user' else ''}{entry.text}")
+            text = printable(entry.text, keep="\n\t")
+            print(f"{PROMPT if entry.role == 'user' else ''}{text}")
 
 
 def read_line() -> str | None:
