@@ -42,3 +42,8 @@ def test_a_disk_that_stays_full_stops_the_run(small_disk: Path) -> None:
     assert "no room for a checkpoint in" in output.splitlines()[-1]
     steps = sorted(int(p.name) for p in small_disk.glob("run/checkpoints/[0-9]*"))
     assert steps and steps[0] == 10
+    # With fewer to keep there is room, and the same command goes on.
+    last = steps[-1]
+    start(small_disk / "run", options | {"steps": last + 50, "keep": 1}).require_end()
+    left = [p.name for p in small_disk.glob("run/checkpoints/[0-9]*")]
+    assert left == [str(last + 50)]
