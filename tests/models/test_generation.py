@@ -312,7 +312,7 @@ def test_logits_that_are_nan_are_refused():
         (dict(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
         (dict(min_p=1.1), r"min_p must be in \[0, 1\], got 1.1"),
         (dict(repetition_penalty=0.0), "repetition_penalty must be > 0, got 0.0"),
-        (dict(presence_penalty=3), r"presence_penalty must be in \[-2, 2\], got 3"),
+        (dict(presence_penalty=3.0), r"presence_penalty must be in \[-2, 2\], got 3"),
     ],
 )
 def test_invalid_sampling_is_refused(wrong, message):

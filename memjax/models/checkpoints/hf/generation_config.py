@@ -68,8 +68,9 @@ class GenerationConfig:
                 raise _refusal(name, value, "must be a number")
             given[name] = value
         try:
-            return Sampling(**given)
-        except ValueError as error:
+            numbers = {n: v if n == "top_k" else float(v) for n, v in given.items()}
+            return Sampling(**numbers)
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"generation_config.json: {error}{_ADVICE}") from error
 
 
