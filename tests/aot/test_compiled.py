@@ -6,9 +6,11 @@ import re
 
 import pytest
 
+from memjax.aot import compile as compile_step
 from memjax.aot import libtpu
 from memjax.aot.compile import Request, compiled
 from memjax.aot.report import report
+from memjax.aot.steps import build, device_bytes
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
 from memjax.models import preset
@@ -43,8 +45,8 @@ def layer(family):
     return dataclasses.replace(config, num_layers=1, mechanisms=tuple(mechanisms))
 
 
-def training(family, rows=4, fsdp=4):
-    data = DataConfig(context_length=128, batch_size=rows)
+def training(family, rows=4, fsdp=4, context=128):
+    data = DataConfig(context_length=context, batch_size=rows)
     return RunConfig(model=layer(family), data=data, mesh=MeshConfig(fsdp=fsdp))
 
 
@@ -120,21 +122,28 @@ def test_store_on_the_host_takes_no_device_memory():
     run = finetuning("mplus")
     stage = run.config
     assert isinstance(stage, MPlusStage)
-    memory = dataclasses.replace(stage.memory, store_memory="host")
-    stage = dataclasses.replace(stage, memory=memory)
-    hosted = dataclasses.replace(run, config=stage)
-    here, there = (
-        compiled(Request(given, "decode", CHIPS), cycles=False).facts
-        for given in (run, hosted)
-    )
-    size = here["arguments"]["memory"] - there["arguments"]["memory"]
-    assert here["host_arguments"] == 0 < there["host_arguments"] == size
-    assert there["argument_bytes"] <= here["argument_bytes"] - size
+
+    # More than all else together, whose tiles have padding.
+    sizes = dataclasses.replace(stage.memory, store_size=2**14)
+
+    def stored(where):
+        memory = dataclasses.replace(sizes, store_memory=where)
+        placed = dataclasses.replace(stage, memory=memory)
+        return dataclasses.replace(run, config=placed)
+
+    there = compiled(Request(stored("host"), "decode", CHIPS), cycles=False).facts
+    mesh = make_mesh(MESH, libtpu.devices_of(CHIPS))
+    here = build(stored("device"), "decode", mesh).parts
+    size = device_bytes(here["memory"]) - there["arguments"]["memory"]
+    assert device_bytes(here, host=True) == 0 < there["host_arguments"] == size
+    assert there["argument_bytes"] < size
 
 
 def test_needed_memory_of_a_step_that_is_too_large():
-    # 33 million tokens: the compiler refuses before it schedules anything.
-    request = Request(training("transformer", rows=2**18), "train", CHIPS)
+    # 17 million tokens: the compiler refuses before it schedules anything. Rows of few
+    # tokens would take longer to read than the step to compile.
+    run = training("transformer", rows=2**12, context=2**12)
+    request = Request(run, "train", CHIPS)
     found = report(request, compiled(request, cycles=False))
     assert not found["fits"] and found["memory"]["largest"] == "temporaries"
     assert found["memory"]["total"] > found["memory"]["capacity"] > 15 * 2**30
@@ -156,19 +165,25 @@ def test_slices_exchange_only_gradients():
     assert between["bytes"] <= 4 * found["memory"]["parts"]["parameters"]
 
 
+def test_an_unknown_topology_is_refused():
+    request = Request(training("transformer"), "train", "v5e:3x5")
+    with pytest.raises(ValueError, match="none that libtpu describes"):
+        compiled(request, cycles=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"topology": "v5e:3x5"}, "none that libtpu describes"),
         ({"run": training("transformer", rows=6)}, "batch_size=6 does not divide"),
         ({"run": training("transformer", fsdp=3)}, "does not fit 4 devices"),
         ({"slices": 2}, "mesh.slices=1 must be 2"),
     ],
 )
-def test_steps_that_cannot_be_compiled_are_refused(changes, message):
+def test_steps_that_cannot_be_compiled_are_refused(changes, message, tmp_path):
+    """In this process: to start another takes seconds."""
     request = Request(training("transformer"), "train", CHIPS)
     with pytest.raises(ValueError, match=message):
-        compiled(dataclasses.replace(request, **changes), cycles=False)
+        compile_step._facts(dataclasses.replace(request, **changes), tmp_path)
 
 
 @pytest.mark.parametrize(("slices", "data"), [(1, 1), (2, 2)])
