@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
@@ -40,12 +40,10 @@ def with_gradients(form, window, tokens):
 KERNEL = functools.partial(causal_attention, interpret=INTERPRETER)
 
 
-@pytest.mark.slow
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(
-    time=st.sampled_from([128, 384, 640, 1024]),
-    heads=st.sampled_from([2, 4]),
-    window=st.sampled_from([None, 1, 100, 256, 600]),
+@pytest.mark.parametrize(
+    ("time", "heads", "window"),
+    # Three blocks; the last sees a part of the first; a token sees itself.
+    [(384, 4, None), (384, 2, 200), (128, 2, 1)],
 )
 def test_outputs_and_gradients_are_those_of_softmax_attention(time, heads, window):
     tokens = draw(time, heads)
@@ -70,7 +68,6 @@ def test_bfloat16_error_is_no_larger_than_xla():
         assert error(ours) < 2 * error(xla)
 
 
-@pytest.mark.slow
 def test_scores_far_from_zero_do_not_overflow():
     q, k, v, _ = draw(256, 2)
     y = KERNEL(100 * q, 100 * k, v)

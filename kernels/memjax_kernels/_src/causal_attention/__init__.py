@@ -10,6 +10,7 @@ Shapes: B batch, T time, H heads, K channels of a head.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -65,7 +66,9 @@ def causal_attention(
         ValueError: on arrays that `unsupported` refuses, or of different shapes.
     """
     arguments.check_shapes(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H K"))
-    if reason := unsupported(q, k):
+    # Interpreted, float32 shows what rounding hides.
+    dtype = jnp.bfloat16 if interpret else q.dtype
+    if reason := unsupported(jax.ShapeDtypeStruct(q.shape, dtype), k):
         raise ValueError(f"causal_attention cannot run: {reason}")
     if window is not None:
         arguments.check_sizes(window=window)
