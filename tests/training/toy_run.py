@@ -111,6 +111,8 @@ def main(run_dir: Path, options: dict[str, Any]) -> int:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         address = f"127.0.0.1:{options['port']}"
         jax.distributed.initialize(address, options["processes"], options["process"])
+    if "room_seconds" in options:
+        training_loop.ROOM_SECONDS = options["room_seconds"]
     rate, size = options.get("rate", 0.05), options.get("size", 16)
     loop = {name: options[name] for name in LOOP_FIELDS if name in options}
     for name in {"profile", "writers"} & {*loop}:
@@ -147,6 +149,4 @@ def main(run_dir: Path, options: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[2])
-    training_loop.ROOM_SECONDS = given.get("room_seconds", training_loop.ROOM_SECONDS)
-    sys.exit(main(Path(sys.argv[1]), given))
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
