@@ -27,6 +27,7 @@ from memjax.evaluation.provenance import version
 from memjax.models import ModelConfig
 from memjax.models.checkpoints import own_format, own_model
 from memjax.models.checkpoints.hf.config import from_hf_config
+from memjax.status import Status
 from memjax.training.config import RunConfig
 from memjax.training.config import presets as train_presets
 from memjax.training.finetune.run import AnyStage, FinetuneRun
@@ -85,10 +86,12 @@ def aot(
     for name, run in _runs(config, backbone).items():
         for step in what:
             request = Request(run, step, topology, slices)
-            found = report(request, compiled(request, cycles))
+            label = " ".join(filter(None, (name, step)))
+            with Status(f"compiling {label} for {topology}"):
+                found = report(request, compiled(request, cycles))
             if search is not None:
                 found["search"] = _search(request, search)
-            results[" ".join(filter(None, (name, step)))] = found
+            results[label] = found
             _show(results)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +153,8 @@ def _search(request: Request, name: str) -> dict[str, Any]:
         data = dataclasses.replace(run.data, **{field: units * unit})
         changed = dataclasses.replace(run, data=data)
         asked = dataclasses.replace(request, run=changed)
-        memory = report(asked, compiled(asked, False))
+        with Status(f"compiling {name} {units * unit:,}"):
+            memory = report(asked, compiled(asked, False))
         print(f"{name} {units * unit:,}: {'fits' if memory['fits'] else 'too large'}")
         size = memory["memory"]
         return Probe(memory["fits"], size["total"], size["capacity"])

@@ -215,7 +215,9 @@ def data(
     for split in splits:
         if split not in found:
             continue
-        for document in load_tokens(source, counted, split, rows=rows):
+        with Status(f"reading {split} documents"):
+            documents = load_tokens(source, counted, split, rows=rows)
+        for document in documents:
             size = f"{len(document.tokens):,}"
             table.add_row(document.name, document.kind, split, size)
     Console().print(table)
