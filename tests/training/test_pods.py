@@ -169,7 +169,7 @@ def test_lost_hosts_and_signals_end_all_and_the_same_command_goes_on(
 
     started = started_until(done + 1)
     # To one of them, of whom the other hears.
-    started[0].send_signal(signal.SIGHUP)
+    started[0].send_signal(signal.SIGTERM)
     _, said = started[0].communicate(timeout=100)
     started[1].communicate(timeout=100)
     assert [process.returncode for process in started] == [75, 75], said
