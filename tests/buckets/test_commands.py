@@ -32,6 +32,8 @@ def _words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.slow
+# Runs in both stores are in test_runs.py.
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_run_is_trained_scored_continued_and_exported(
     url: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
