@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from memjax_kernels import trellis_init_state
@@ -26,8 +26,7 @@ from tests.kernels.trellis.against_xla import (
 )
 
 # A failure is not made smaller: each size compiles anew.
-WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
-CHUNK_SIZES = st.sampled_from([1, 2, 4, 8, 16, 64])
+WITHOUT_SHRINKING = (Phase.reuse, Phase.generate)
 EXACT = functools.partial(products.multiply, dtype=jnp.dtype("float32"))
 
 
@@ -74,7 +73,7 @@ def chunks(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None, phases=WITHOUT_SHRINKING)
+@settings(max_examples=2, deadline=None, phases=WITHOUT_SHRINKING)
 @given(chunks())
 def test_packed_chunk_and_gradient_equal_unpacked(drawn):
     sizes, seed, phi, activation, shared = drawn
@@ -160,29 +159,20 @@ def test_block_diagonal_and_its_inverse(dtype):
     np.testing.assert_array_equal(packs.diagonal_blocks(wide, 3), x)
 
 
-@st.composite
-def calls(draw):
-    """Sizes (B, T, H, K, V, M, C), each element's place in its chunk, and its reset."""
-    b, t, c = draw(st.integers(1, 2)), draw(st.integers(1, 80)), draw(CHUNK_SIZES)
-    heads = draw(st.sampled_from([(2, 64, 64, 64), (4, 32, 64, 32), (3, 16, 24, 8)]))
-
-    def each(most):
-        return st.lists(st.integers(0, most), min_size=b, max_size=b)
-
-    return (b, t, *heads, c), draw(each(c - 1)), draw(each(t - 1))
-
-
 @pytest.mark.slow
-@settings(max_examples=2, deadline=None, derandomize=True, phases=WITHOUT_SHRINKING)
-# Open chunks, another width of values, two groups of heads.
-@example(((2, 40, 4, 64, 128, 64, 16), [0, 5], [16, 27]))
-# Four chunks in a block, of two batch elements.
-@example(((2, 22, 4, 64, 64, 64, 4), [0, 3], [8, 1]))
-# Single tokens, of packs of more heads than fill the lanes of keys.
-@example(((2, 19, 8, 64, 32, 64, 1), [0, 0], [3, 7]))
-@given(calls())
-def test_values_and_gradients_agree_with_xla(call):
-    (b, t, h, k, v, m, c), place, resets = call
+@pytest.mark.parametrize(
+    ("sizes", "place", "resets"),
+    [
+        # Open chunks, another width of values, two groups of heads.
+        ((2, 40, 4, 64, 128, 64, 16), [0, 5], [16, 27]),
+        # Four chunks in a block, of two batch elements.
+        ((2, 22, 2, 64, 64, 64, 4), [0, 3], [8, 1]),
+        # Single tokens, of packs of more heads than fill the lanes of keys.
+        ((2, 19, 8, 64, 32, 64, 1), [0, 0], [3, 7]),
+    ],
+)
+def test_values_and_gradients_agree_with_xla(sizes, place, resets):
+    b, t, h, k, v, m, c = sizes
     tokens = draw(b, t, h, k, v, m)
     state = open_state((b, h, m, k, v, c), place)
     empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
@@ -193,10 +183,9 @@ def test_values_and_gradients_agree_with_xla(call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("c", [1, 2, 8])
-def test_small_chunks_from_an_empty_memory_agree_with_xla(c):
-    """The last chunk is not complete, and blocks have chunks without tokens."""
-    b, t, h, d = 2, 2 * c + c // 2 + 1, 4, 64
+def test_small_chunks_from_an_empty_memory_agree_with_xla():
+    """The last chunk is not complete, and a block has a chunk without tokens."""
+    b, t, h, d, c = 2, 21, 2, 64, 8
     tokens = draw(b, t, h, d, d, d, gates=())
     empty = perturbed(trellis_init_state(b, h, d, d, d, c), 2)
     reset = jnp.zeros((b, t), bool).at[1, c].set(True)
@@ -205,7 +194,7 @@ def test_small_chunks_from_an_empty_memory_agree_with_xla(c):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("c,t", [(64, 100), (4, 30)])
+@pytest.mark.parametrize("c,t", [(16, 24), (8, 20)])
 def test_bfloat16_error_is_no_larger_than_xla(c, t):
     b, h, d = 1, 2, 64
     low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=())
