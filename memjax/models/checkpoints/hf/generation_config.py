@@ -68,7 +68,10 @@ class GenerationConfig:
                 raise _refusal(name, value, "must be a number")
             given[name] = value
         try:
-            numbers = {n: v if n == "top_k" else float(v) for n, v in given.items()}
+            numbers: dict[str, Any] = {
+                name: value if name == "top_k" else float(value)
+                for name, value in given.items()
+            }
             return Sampling(**numbers)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"generation_config.json: {error}{_ADVICE}") from error
