@@ -20,7 +20,7 @@ def test_phase_is_one_line_and_progress_has_amount_and_time_left(capsys, monkeyp
     assert capsys.readouterr() == ("", "scoring ...\n")
     monkeypatch.setattr(status, "PAUSE", 0.0)
     with Status("scoring", "tokens") as progress:
-        progress(1000, 4000, "loss 1.5", left=75)
+        progress(1000, 4000, "loss 1.5", left=75.0)
         progress(4000, 4000)
     assert capsys.readouterr().err.splitlines() == [
         "scoring ...",
