@@ -5,6 +5,7 @@ compiler, may take minutes to the next. A thread hears of every signal, and ends
 program where Python has not handled it within a second.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -67,6 +68,13 @@ class Exit:
             self._handled.clear()
         elif not self._closed.wait(ENDED):
             os._exit(self._code)
+
+
+def end_with_parent() -> None:
+    """On Linux, a parent that is killed takes this process with it."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
                 sys.exit(hosts.supervise(command))
             else:
                 if hosts.is_supervised():
-                    hosts.end_with_parent()
+                    leaving.end_with_parent()
                 trains = argv[:1] in (["train"], ["finetune"])
                 with leaving.at_once(resumable=trains):
                     _imported().main(argv)

@@ -5,7 +5,6 @@ with a stack trace and an exit code of its own. So the command runs in a child, 
 parent makes one line of that. tests/training/test_pods.py holds the phrases of JAX.
 """
 
-import ctypes
 import os
 import select
 import signal
@@ -76,13 +75,6 @@ def supervise(command: Sequence[str]) -> int:
         return os.EX_TEMPFAIL
     os.write(2, held)
     return code if code >= 0 else 128 - code
-
-
-def end_with_parent() -> None:
-    """On Linux, a parent that is killed takes this process with it."""
-    if sys.platform == "linux":
-        # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _relay(child: subprocess.Popen[bytes]) -> bytes:

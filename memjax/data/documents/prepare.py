@@ -40,6 +40,7 @@ from memjax.data.documents.prepared import COLUMNS, MANIFEST, VERSION, index_fil
 from memjax.data.documents.token_file import TokenisedDocument
 from memjax.data.documents.tokenizer import Tokenizer, load_tokenizer
 from memjax.data.documents.tokens import default_cache_dir, tokenise
+from memjax.leaving import end_with_parent
 
 #: File with the plan of a preparation, written first.
 PLAN = "preparing.json"
@@ -257,6 +258,11 @@ def _in_order(
 
 def _begin_worker(name: str) -> None:
     global _tokenizer
+    end_with_parent()
+    parent = multiprocessing.parent_process()
+    # It may have ended while this process imported.
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
     _tokenizer = load_tokenizer(name)
 
 

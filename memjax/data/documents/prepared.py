@@ -20,6 +20,7 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from memjax.buckets.local_copies import cached_files
+from memjax.checks import short
 from memjax.config_io import AnyPath, parse_json, read_json
 from memjax.data.documents.documents import Split
 from memjax.data.documents.record_tokens import RecordTokens
@@ -87,6 +88,8 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
             "memjax data prepare is done"
         )
     manifest = read_json(file)
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{file} must be an object, got {short(manifest)}")
     if manifest.get("version") != VERSION:
         raise ValueError(
             f"{file} is of version {manifest.get('version')}, this memjax reads "
@@ -97,7 +100,11 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
 
 def _reader(files: list[str], dtype: np.dtype) -> Callable[[int], np.ndarray]:
     """A cached function that decodes record i of all files."""
-    source = ArrayRecordDataSource(files)
+    try:
+        source = ArrayRecordDataSource(files)
+    except RuntimeError as error:
+        folder = Path(files[0]).parent
+        raise ValueError(f"{folder}: damaged records: {short(error)}") from error
 
     @functools.lru_cache(maxsize=CACHED_RECORDS)
     def record(i: int) -> np.ndarray:

@@ -17,6 +17,7 @@ from memjax.data import (
     streamed_batches,
 )
 from memjax.data.documents import prepare as prepare_module
+from memjax.data.documents import prepared
 from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.record_tokens import RecordTokens
 
@@ -229,3 +230,9 @@ def test_a_text_without_a_token_is_named(source, tmp_path, monkeypatch):
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="workers must be"):
         PrepareConfig(workers=0)
+
+
+def test_a_manifest_that_is_no_object_is_refused(tmp_path):
+    (tmp_path / prepared.MANIFEST).write_text("[1]")
+    with pytest.raises(ValueError, match=r"manifest.json must be an object, got \[1\]"):
+        prepared.read_manifest(tmp_path)
