@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -95,36 +93,26 @@ def both(form, reset, *arguments):
     return jax.jit(pull)(*arguments)
 
 
-@st.composite
-def segments(draw):
-    heads, key = draw(st.sampled_from([(2, 64), (4, 32), (1, 128)]))
-    value = draw(st.sampled_from([128 // heads, 256 // heads]))
-    length = draw(st.integers(64, 150))
-    places = draw(st.lists(st.integers(0, length - 1), max_size=3))
-    return (heads, key, value, length), places, draw(st.integers(0, 2**16))
-
-
 @pytest.mark.slow
-@OF_OPS
-# A failure is not made smaller: each size compiles anew.
-@settings(
-    max_examples=2,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+@pytest.mark.parametrize(
+    ("name", "heads", "key", "value"),
+    [
+        ("ssd", 4, 32, 64),
+        ("gla", 1, 128, 128),
+        ("gated_delta_rule", 4, 32, 32),
+        ("gated_slots", 2, 64, 128),
+    ],
 )
-@given(segments())
-def test_values_and_gradients_agree_with_xla(name, drawn):
-    (heads, key, value, length), places, seed = drawn
-    arguments = draw(name, seed, 2, length, heads, key, value)
-    reset = jnp.zeros((2, length), bool)
-    for place in places:
-        reset = reset.at[place % 2, place].set(True)
+def test_values_and_gradients_agree_with_xla(name, heads, key, value):
+    """Two chunks and a part of one; documents begin inside, and where a chunk does."""
+    arguments = draw(name, 0, 2, 130, heads, key, value)
+    reset = jnp.zeros((2, 130), bool).at[0, 37].set(True).at[1, 64].set(True)
     kernels, chunks, _ = OPS[name]
     close(both(kernels, reset, *arguments), both(chunks, reset, *arguments), 3e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ssd", "gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["gla", "gated_delta_rule"])
 def test_gates_of_minus_infinity_clear_memory_and_gradient(name, monkeypatch):
     """Two groups of packs; mild gates behind strong ones keep their digits."""
     monkeypatch.setattr(pack_blocks, "PACKS", 1)
@@ -156,12 +144,12 @@ def test_ops_without_log_gates_agree_with_xla(kernels, op, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "alike"), [*((name, False) for name in OPS), ("gated_delta_rule", True)]
+    ("name", "alike"), [(name, name == "gated_delta_rule") for name in OPS]
 )
 def test_bfloat16_error_is_no_larger_than_xla(name, alike):
     """Keys that are all alike leave the delta rule the hardest systems."""
     kernels, chunks, place = OPS[name]
-    low = list(draw(name, 3, 1, 100, 2, 64, 64, jnp.bfloat16))
+    low = list(draw(name, 3, 1, 70, 2, 64, 64, jnp.bfloat16))
     if alike:
         k = low[1][:, :1] + 0.3 * low[1]
         low[1] = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
