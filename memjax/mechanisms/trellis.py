@@ -56,7 +56,7 @@ from memjax_kernels import (
     trellis_step,
 )
 from memjax_kernels import trellis as trellis_op
-from memjax_kernels._src.trellis import functions
+from memjax_kernels._src.trellis.functions import apply as phi_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +266,7 @@ def apply(
 
 def _read(config, y):
     """The readout, of what the second memory gives."""
-    return functions.apply(config.phi, y) if config.readout == "phi" else y
+    return phi_of(config.phi, y) if config.readout == "phi" else y
 
 
 def _initial(config, params, batch):

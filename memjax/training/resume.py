@@ -135,7 +135,8 @@ def schedule_change(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list
     for record in map(flatten, (stored, given)):
         # Fine-tuning has its stage in a field of its own.
         prefix = "config." if "config.loop.steps" in record else ""
-        if f"{prefix}optimizer.learning_rate" not in record:
+        # Records that are no run's have neither.
+        if not {f"{prefix}optimizer.learning_rate", f"{prefix}loop.steps"} <= {*record}:
             return []
         own = record.get(f"{prefix}optimizer.schedule_steps")
         ends.append(own or record[f"{prefix}loop.steps"])

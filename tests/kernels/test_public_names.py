@@ -13,7 +13,7 @@ OPS = (*LINEAR, "gated_slots", "ttt_linear", "trellis", "lattice")
 #: Modules below `_src` that memjax imports; names of ops come from `memjax_kernels`.
 SHARED = {
     *("causal_attention", "causal_attention.blocks"),
-    *("cached_attention", "hippo", "lattice.sphere"),
+    *("cached_attention", "hippo", "lattice.sphere", "trellis.functions"),
     *("common", "common.cpu", "common.packs.tiles", "common.partition"),
 }
 

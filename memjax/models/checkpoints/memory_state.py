@@ -120,7 +120,7 @@ def write_memory(folder: Path | str, packed: PackedMemory) -> None:
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
 
 
-def _on_disk(folder: Path | str) -> Path:
+def _on_disk(folder: Any) -> Path:
     if not isinstance(folder, str | Path) or is_bucket(folder):
         raise ValueError(f"folder must be on a disk, got {short(folder)}")
     return Path(folder)

@@ -91,7 +91,7 @@ def test_segments_in_groups(model, expected, monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (dict(reread=-1, segment=4), "reread must be >= 0, got -1"),
+        (dict(reread=-1, segment=4), "reread must be at least 0, got -1"),
         (dict(reread=4, segment=0), "segment must be at least 1, got 0"),
         (dict(reread=60, segment=5), r"reread \+ segment must be at most 64.*60 \+ 5"),
     ],

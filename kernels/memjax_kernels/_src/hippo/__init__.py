@@ -212,7 +212,7 @@ def _look_up_or_compute(absorb, covered, features, state, start, *rest):
     )
 
 
-def check_counts(name: str, count: Array | None, batch: int, most: float) -> None:
+def check_counts(name: str, count: Array | None, batch: int, most: float | int) -> None:
     """Raises ValueError unless counts are integers [B], known ones in [0, most]."""
     if count is None:
         return
@@ -222,7 +222,7 @@ def check_counts(name: str, count: Array | None, batch: int, most: float) -> Non
             f"{name} must be integers of shape [B] = [{batch}], "
             f"got {count.dtype}{list(count.shape)}"
         )
-    arguments.check_range(name, count, 0, most)
+    arguments.check_range(name, count, 0.0, float(most))
 
 
 def _check(features, reconstruction, state, start, count, bank, implementation):

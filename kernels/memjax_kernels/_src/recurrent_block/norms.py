@@ -31,7 +31,7 @@ def rms_norm_heads(
     """Each head divided by its rms, times a scale that the heads share; float32."""
     high = x.astype(jnp.float32)
     high = _divide_by_root(high, _head_squares(high) / x.shape[-1] + epsilon)
-    every_head = jnp.tile(scale, x.shape[-2])
+    every_head = jnp.tile(scale.astype(jnp.float32), x.shape[-2])
     return scale_channels(_flat(high), every_head).reshape(x.shape)
 
 
