@@ -106,7 +106,7 @@ def test_endless_line_is_refused(monkeypatch):
     monkeypatch.setattr(chat_loop, "LONGEST_LINE", 9)
     monkeypatch.setattr("sys.stdin", io.StringIO("123456789\n1234567890"))
     with pytest.raises(ValueError, match="at most 9 characters"):
-        [*iter(chat_loop.read_line, None)]
+        list(iter(chat_loop.read_line, None))
 
 
 @pytest.fixture(name="talk")

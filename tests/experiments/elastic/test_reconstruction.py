@@ -9,8 +9,7 @@ from experiments.lab.results import load
 
 
 def test_bounds_of_the_paper_hold():
-    exact = [case for case in TABLE_12 if case.method == "zoh" and case.order < 512]
-    for case in exact:
+    for case in (x for x in TABLE_12 if x.method == "zoh" and x.order < 512):
         assert reconstruction.measure(case, seeds=10)["mse_median"] <= case.paper, case
     for row in load("elastic/reconstruction")["rows"]:
         assert row["mse_median"] <= row["paper"]
@@ -21,8 +20,7 @@ def test_approximations_approach_zero_order_hold(method):
     def error(tokens: int) -> float:
         t = (np.arange(tokens) + 0.5) / tokens
         signal = np.sin(2 * np.pi * t)[:, None]
-        apart = compress(signal, 6, method) - compress(signal, 6, "zoh")
-        return np.abs(apart).max()
+        return np.abs(compress(signal, 6, method) - compress(signal, 6, "zoh")).max()
 
     assert error(400) < 0.6 * error(200) < 0.4 * error(100)
 
