@@ -169,6 +169,8 @@ def read_text_interface(
             notes.append(f"{name}: {key}={short(value)} is not followed")
     if tokenizer is not None:
         notes += tokenizer.notes
+        if lacking := _lacking(settings, tokenizer, vocab_size):
+            notes.append(f"tokens that {TOKENIZER} does not have: {listed(lacking)}")
     return TextInterface(
         tokenizer,
         _chat_template(files, settings, str(folder)),
@@ -243,6 +245,18 @@ def _special_tokens(
         elif name in text_keys.SPECIAL_TOKENS and value is not None:
             raise ValueError(f"{where}: {name} must be text, got {short(value)}")
     return found
+
+
+def _lacking(settings: Mapping[str, Any], known: JsonTokenizer, size: int) -> list[str]:
+    """Tokens of `added_tokens_decoder`, ids below `size`, that are not `known`."""
+    added = settings.get("added_tokens_decoder")
+    lacking = []
+    for number, record in added.items() if isinstance(added, dict) else ():
+        text = record.get("content") if isinstance(record, dict) else None
+        inside = number.isdecimal() and int(number[:9]) < size
+        if inside and isinstance(text, str) and known.backend.token_to_id(text) is None:
+            lacking.append(text)
+    return lacking
 
 
 def _chat_template(

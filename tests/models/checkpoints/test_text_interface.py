@@ -139,10 +139,20 @@ def test_what_is_not_followed_is_noted(folder):
     record = json.loads((folder / "tokenizer.json").read_text())
     record["model"]["dropout"] = 0.5
     (folder / "tokenizer.json").write_text(json.dumps(record))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {"30": {"content": "<tool>"}, "31": {"content": "<image>"}}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"added_tokens_decoder": added})
+    )
     notes = read_text_interface(folder, 31).notes
-    for part in ("no token of the model: 99", "stop_strings=['x']", "dropout of 0.5"):
+    for part in (
+        "no token of the model: 99",
+        "stop_strings=['x']",
+        "dropout of 0.5",
+        "tokens that tokenizer.json does not have: '<tool>'",
+    ):
         assert sum(part in note for note in notes) == 1
-    assert len(notes) == 3
+    assert len(notes) == 4
 
 
 def test_template_that_is_not_text_is_named(folder):
