@@ -17,7 +17,7 @@ from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
 from tests import tiny
 from tests.buckets.stores import Store
-from tests.cli.commands import ELASTIC, SIZES, command, refused
+from tests.cli.commands import ELASTIC, SIZES, command, refused, run
 from tests.training.finetune.backbone import backbone_run
 from tests.training.idle import idle_updates
 
@@ -44,9 +44,9 @@ def test_run_is_trained_scored_continued_and_exported(
     code, out, err = command("train", "--run-dir", url, *words)
     assert (code, err) == (0, [])
     assert f"finished at step 2; run folder {url}" in out
-    code, out, err = command("train", "--run-dir", url, *words, "--loop.steps", "3")
-    assert (code, err) == (0, [])
-    assert "resumed at step 2" in out and f"wrote {url}/curves.png" in out
+    code, out, err = run("train", "--run-dir", url, *words, "--loop.steps", "3")
+    assert code == 0 and f"wrote {url}/curves.png" in out
+    assert any("resumed at step 2" in line for line in err)
     code, out, err = command("eval", url, "--split", "train")
     assert (code, err) == (0, [])
     bucket = Bucket(url)

@@ -68,7 +68,7 @@ def hippo(**options):
         (lambda: hippo(start=jnp.array([4])), r"start must be integers of shape \[B\]"),
         (lambda: ops.heads_first(X[0]), r"x must have shape \[B, T, H, K\]"),
         # Values.
-        (lambda: hippo(count=jnp.array([9, 0])), r"count must lie in \[0, 2\]"),
+        (lambda: hippo(count=jnp.array([9, 0])), r"count must lie in \[0.0, 2.0\]"),
         (lambda: hippo(start=jnp.array([-4, 4])), "start must lie in"),
         (lambda: lattice_step(ONE), "g must be given if and only if forget is"),
         (lambda: lattice_step(-ONE, forget="l1"), "forget='l1' .*chunk_size=1 only"),

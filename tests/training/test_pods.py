@@ -42,19 +42,19 @@ def losses(run_dir: Path) -> dict[int, float]:
 def test_stopped_and_killed_runs_resume_on_other_hosts_and_meshes(
     tmp_path: Path, texts: Path, with_devices: Devices
 ) -> None:
-    common = {"texts": str(texts), "loop": {"steps": 24}}
+    common = {"texts": str(texts), "loop": {"steps": 48}}
 
     def alone(name: str, **loop: Any) -> None:
-        options = common | {"processes": 1, "loop": {"steps": 24, **loop}}
+        options = common | {"processes": 1, "loop": {"steps": 48, **loop}}
         assert pod_run.main(tmp_path / name, options) == 0
 
     def two(devices: int, **mesh: int) -> list[Process]:
         options = common | {"mesh": mesh}
         return pod(pod_run.main, tmp_path / "run", options, 2, with_devices(devices))
 
-    alone("alone", keep=8)
+    alone("alone", keep=16)
     expected = losses(tmp_path / "alone")
-    assert len(expected) == 24 and len(set(expected.values())) == 24
+    assert len(expected) == 48 and len(set(expected.values())) == 48
 
     # What it was after 6 steps.
     shutil.copytree(tmp_path / "alone", tmp_path / "run")

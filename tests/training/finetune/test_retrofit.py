@@ -131,7 +131,7 @@ def test_resumed_retrofit_keeps_its_chosen_layers(trained, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(command)
     assert stop.value.code == 0 and file.stat().st_mtime_ns == before
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "layers      0 (" in said and "FLOPs a step" in said
     # Another window would have other layers, and another run.
     with pytest.raises(SystemExit) as stop:
