@@ -81,7 +81,16 @@ def plain_step(name: str, **options: Any) -> Callable[..., Any]:
 
 
 def _lattice_step(
-    q, k, v, gamma, g, state, *, variant="dec", normalize=True, forget=None
+    q,
+    k,
+    v,
+    gamma,
+    g,
+    state,
+    *,
+    variant: Any = "dec",
+    normalize=True,
+    forget: Any = None,
 ):
     """Without the checks: the kernel takes g always, and l1 in chunks."""
     return advance(q, k, v, gamma, g, state, Rule(variant, normalize, forget))
