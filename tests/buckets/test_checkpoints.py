@@ -70,7 +70,8 @@ def damage(bucket: Bucket, how: str) -> str:
     largest = max(names, key=lambda n: bucket.entries()[n].size)
     content = bucket.read(largest)
     if how == "changed":
-        bucket.write(largest, content[:-1] + bytes([content[-1] ^ 1]))
+        # Not the last: the server of the tests drops a line break there.
+        bucket.write(largest, content[:9] + bytes([content[9] ^ 1]) + content[10:])
         return "differs from what was written (checksum)"
     if how == "cut":
         bucket.write(largest, content[:-1])
