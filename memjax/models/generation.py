@@ -128,8 +128,10 @@ def generate(
     ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     sizes = (segment, least_segment)
     state, logits = _read_prompt(model, state, tokens, np.asarray(ends), sizes, donate)
-    read = _read_tokens(tokens, ends, known, model.vocab_size)
-    seen = Seen.of(sampling, read)
+    seen = None
+    if sampling.penalises:
+        read = _read_tokens(tokens, ends, known, model.vocab_size)
+        seen = Seen.of(sampling, read)
     if samples > 1:
         state, logits, seen = jax.tree.map(
             lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits, seen)

@@ -68,6 +68,11 @@ class Sampling:
                 value = getattr(self, name)
                 raise ValueError(f"{name} must be {allowed}, got {value}")
 
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens that were read or drawn matter to the next."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
+
 
 class Settings(NamedTuple):
     """`Sampling` as arrays, one program for all values, and the tokenizer's size."""
@@ -107,7 +112,7 @@ class Seen(NamedTuple):
     @classmethod
     def of(cls, sampling: Sampling, read: Bool[Array, "B V"]) -> "Seen | None":
         """With tokens of the prompt; None without penalties."""
-        if sampling.repetition_penalty == 1 and sampling.presence_penalty == 0:
+        if not sampling.penalises:
             return None
         return cls(read, jnp.zeros_like(read))
 
