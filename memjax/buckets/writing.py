@@ -1,8 +1,8 @@
 """Writing to folders that somebody else may have filled.
 
-A name in such a folder can be a link to any file, a pipe or a device. What is opened
-there is a regular file without another name; what is written whole is written under a
-new random name and moved, which replaces a link and not its target.
+A name in such a folder can be a link to any file, a pipe or a device. Only regular
+files with one name are opened. Whole files are written under a new random name and then
+moved, which replaces a link and not its target.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def makers_sampling(generation: GenerationConfig) -> Sampling:
-    """How a model's makers draw from it, or else `CHAT`.
+    """Sampling settings of the model's makers, else `CHAT`.
 
     Raises:
         ValueError: on a setting that cannot be followed.

@@ -14,7 +14,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 def answer_decoder(
     tokenizer: Tokenizer, prompt: np.ndarray, begin: str
 ) -> Callable[[np.ndarray], str]:
-    """The text of an answer's tokens, which goes on from `begin`, behind a prompt."""
+    """A decoder of answer tokens to the text that continues the prompt and `begin`."""
 
     def decode(row: np.ndarray) -> str:
         text = decode_after(tokenizer, prompt, row)

@@ -217,7 +217,7 @@ def read_line() -> str | None:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; a second time it ends the program."""
+    """A flag for Ctrl-C; a second Ctrl-C ends the program."""
     pressed = False
 
     def press(number: int, frame: FrameType | None) -> None:

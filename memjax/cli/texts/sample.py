@@ -1,4 +1,4 @@
-"""What a trained model writes, and the command that goes on with it."""
+"""A sample of a trained model, and the command to generate more."""
 
 import shlex
 
@@ -11,7 +11,7 @@ from memjax.status import Status
 from memjax.training.config import RunConfig
 from memjax.training.run_data import load_split
 
-#: Tokens of the text that the sample goes on from.
+#: Tokens of the prompt of a sample.
 PROMPT = 16
 
 

@@ -72,7 +72,7 @@ class Source(NamedTuple):
         has_splits: whether the documents of `read` have splits of the source.
         version: hexadecimal, differs when the documents do; None if unknown before
             they are read.
-        notes: what is read for which split, and what is left out, for people.
+        notes: files of each split and files left out, as lines of the header.
     """
 
     read: Callable[[Split | None], Iterator[Document]]

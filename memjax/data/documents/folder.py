@@ -27,7 +27,7 @@ SETTLED_SECONDS = 2.0
 # "train", "c4-train.00000-of-01024", "wiki_valid2": a split, and perhaps a number.
 _SPLIT_STEM = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.]?\d[-_.\w]*)?")
 
-# What describes a data set, in its folder, and is no text of it.
+# Descriptions of a data set: no documents.
 _CARDS = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 
@@ -208,7 +208,7 @@ def _prefix(name: str) -> str:
 
 
 def _split_notes(places: dict[str, _Place]) -> list[str]:
-    """What is read for which split."""
+    """Lines that name the files of each split."""
     named = collections.Counter(
         (place.split, "/".join((*place.within, place.name)))
         for place in places.values()

@@ -21,7 +21,7 @@ _FORMS = ("embedded", "PATH", "folder:PATH", "tfds:NAME", "hf:NAME", "prepared:F
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """How the rows of a source become documents.
+    """Settings that turn rows of a source into documents.
 
     Attributes:
         column: key or column with the text; None takes the first present of "text",

@@ -87,7 +87,7 @@ def huggingface_source(name: str, text_key: str | None = None) -> Source:
 
 
 def _version(folder: Path, *settings: str | None) -> str | None:
-    """A digest of a folder's files and of what is read of them."""
+    """Digest of a folder's files and of the settings of reading."""
     files = files_version(folder)
     if files is None:
         return None

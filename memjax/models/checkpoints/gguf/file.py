@@ -83,7 +83,7 @@ class GGUFFile:
         self.records = _read_records(cursor, tensors, _alignment(self.metadata, path))
 
     def is_precise(self, name: str) -> bool:
-        """Whether a tensor is more precise than bfloat16; quantized ones are not."""
+        """True for floats more precise than bfloat16, False for quantized tensors."""
         return self.records[name].format.name in ("F64", "F32", "F16")
 
     def read(self, name: str) -> Float32[np.ndarray, "..."]:
