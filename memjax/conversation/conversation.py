@@ -70,7 +70,6 @@ class Conversation:
         assert text.tokenizer is not None
         self.model, self.memory = model, memory
         self.tokenizer, self.generation = text.tokenizer, text.generation
-        self.notes = text.notes
         self._format = choose_format(text, template)
         self._ends = stop_tokens(text, self._format)
         self._backend = backend_of(model)

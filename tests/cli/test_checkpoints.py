@@ -99,19 +99,29 @@ def test_folder_of_another_program_is_generated_from_and_scored(tmp_path):
     folder, texts = tmp_path / "model", tmp_path / "texts"
     text = TextInterface(tiny.tokenizer(), generation=GenerationConfig((0,)))
     tiny.llama().save(folder, text, origin="owner/name@abc")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"of_another": 1}))
+    (folder / "generation_config.json").write_text('{"stop_strings": ["x"]}')
+    said = [
+        "not read of config.json: of_another",
+        "generation_config.json: stop_strings=['x'] is not followed",
+    ]
+    reported = [f"warning: {folder}: {line}" for line in said]
     words = ["generate", folder, "--prompt", "abc", "--tokens", "3"]
     code, out, err = command(*words, "--temperature", "0")
-    assert (code, err) == (0, []) and out.startswith("abc") and len(out) > 4
+    assert (code, err) == (0, reported) and out.startswith("abc") and len(out) > 4
     texts.mkdir()
     for i in range(4):
         (texts / f"{i}.txt").write_text("abcdefgh" * 3)
     words = ["eval", folder, "--source", f"folder:{texts}", "--segment", "8"]
     words += ["--split", "train", "--output", tmp_path / "scores"]
     code, out, err = command(*words)
-    assert (code, err) == (0, []) and (tmp_path / "scores/eval-train.png").exists()
+    assert (code, err) == (0, reported)
+    assert (tmp_path / "scores/eval-train.png").exists()
     scores = json.loads((tmp_path / "scores/eval-train.json").read_text())
     assert 1 < scores["perplexity"]["all"]["perplexity"] < 1e4
-    assert command("export", folder, tmp_path / "b", "--backbone-only")[0] == 0
+    code, _, err = command("export", folder, tmp_path / "b", "--backbone-only")
+    assert (code, err) == (0, reported)
     card = (tmp_path / "b" / "README.md").read_text()
     assert "base_model: owner/name" in card and "--backbone-only" in card
     assert memjax.load(tmp_path / "b").origin == "owner/name@abc"

@@ -171,8 +171,6 @@ def notice(talk: Conversation, before: int, limit: int = 0) -> None:
 
 def open_block(talk: Conversation) -> None:
     """Model, memory, and the room that is left, on stderr."""
-    for note in talk.notes:
-        say(f"notice: {note}", 8)
     turns, path = talk.record.turns, talk.memory and talk.memory.path
     held = f"{talk.tokens:,} tokens read, {turns} answer{'s' * (turns != 1)}"
     if talk.room is not None:

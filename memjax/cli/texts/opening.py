@@ -14,8 +14,6 @@ def load(name: str, dtype: Dtype | None = None) -> memjax.Loaded:
     with Status(f"loading {name}", "tensors") as status:
         loaded = memjax.load(name, dtype=dtype, progress=status)
     say(described(name, loaded.model))
-    for note in loaded.text.notes:
-        say(f"notice: {note}")
     return loaded
 
 

@@ -27,6 +27,8 @@ from memjax.buckets.bucket import as_path
 from memjax.checks import SHOWN_CHARACTERS, short
 from memjax.config_io import parse_json, read_bounded
 
+logger = logging.getLogger(__name__)
+
 SHIPPED_FILE = "bpe4k.json.xz"
 PANIC = "PanicException"
 #: Reads a tokenizer, and encodes the characters of Unicode's first plane.
@@ -88,14 +90,12 @@ class JsonTokenizer:
         digest: SHA-256 of `serialised`.
         serialised: content of its `tokenizer.json`.
         backend: the library's tokenizer.
-        notes: what the file says and is not done, each in a line.
     """
 
     vocab_size: int
     digest: str
     serialised: bytes = dataclasses.field(repr=False, compare=False)
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " T"]:
         """Returns the ids of `text`.
@@ -231,12 +231,13 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
     # Truncation and padding of a file would lose or add tokens.
     backend.no_truncation()
     backend.no_padding()
-    notes = ()
     model: Any = backend.model
     if dropout := getattr(model, "dropout", None):
         # One text would have other tokens each time.
         model.dropout = None
-        notes = (f"{name}: a dropout of {dropout} is for training, and left out",)
+        logger.warning(
+            "%s: a dropout of %s is for training, and left out", name, dropout
+        )
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise ValueError(f"tokenizer={name!r} has an empty vocabulary")
@@ -245,7 +246,6 @@ def parse_tokenizer(serialised: bytes, name: str) -> JsonTokenizer:
         digest=hashlib.sha256(serialised).hexdigest(),
         serialised=serialised,
         backend=backend,
-        notes=notes,
     )
 
 

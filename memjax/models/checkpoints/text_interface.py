@@ -7,6 +7,7 @@ of a Hugging Face folder are written again as they came.
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
     read_inside,
 )
 
+logger = logging.getLogger(__name__)
+
 ID_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -44,7 +47,6 @@ class TextInterface:
         source: files that all of it was read from, by name, which `files` gives again;
             without them it makes new ones.
         config_ids: token ids of the `config.json` that was read.
-        notes: what the files say and is not done here, each in a line.
     """
 
     tokenizer: Tokenizer | None = None
@@ -59,7 +61,6 @@ class TextInterface:
     config_ids: Mapping[str, Any] = dataclasses.field(
         default_factory=dict, compare=False
     )
-    notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def template_tokens(self) -> Mapping[str, str]:
         """Texts of the special tokens, by their names."""
@@ -119,6 +120,8 @@ def read_text_interface(
 ) -> TextInterface:
     """Reads the text interface of a Hugging Face folder.
 
+    What the files say and is not followed here is a warning of `logging` each.
+
     Args:
         folder: has `config.json`.
         vocab_size: of the model.
@@ -168,9 +171,11 @@ def read_text_interface(
         for key, value in text_keys.effective(found, neutral).items():
             notes.append(f"{name}: {key}={short(value)} is not followed")
     if tokenizer is not None:
-        notes += tokenizer.notes
-        if lacking := _lacking(settings, tokenizer, vocab_size):
-            notes.append(f"tokens that {TOKENIZER} does not have: {listed(lacking)}")
+        if lacking := _lacking(settings, tokens, tokenizer, vocab_size, folder):
+            where = f"not in {TOKENIZER}, or otherwise, and not added"
+            notes.append(f"{TOKENIZER_CONFIG}: tokens {where}: {listed(lacking)}")
+    for note in notes:
+        logger.warning("%s: %s", folder, note)
     return TextInterface(
         tokenizer,
         _chat_template(files, settings, str(folder)),
@@ -183,7 +188,6 @@ def read_text_interface(
         special_tokens=tokens or None,
         source=files,
         config_ids={name: config[name] for name in ID_NAMES if name in config},
-        notes=tuple(notes),
     )
 
 
@@ -201,11 +205,14 @@ def fitting_tokenizer(serialised: bytes, vocab_size: int, where: str) -> JsonTok
     tokenizer = parse_tokenizer(serialised, where)
     if tokenizer.vocab_size <= vocab_size:
         return tokenizer
-    record = json.loads(serialised)
-    listed = record.get("added_tokens") or []
-    kept = [t for t in listed if t["id"] < vocab_size or not t.get("special")]
-    if len(kept) < len(listed):
+    # Without a dropout, which is reported once.
+    record = json.loads(tokenizer.backend.to_str())
+    added = record.get("added_tokens") or []
+    kept = [t for t in added if t["id"] < vocab_size or not t.get("special")]
+    if len(kept) < len(added):
         record["added_tokens"] = kept
+        lost = listed(t["content"] for t in added if t not in kept)
+        logger.warning("%s: tokens beyond the vocabulary are left out: %s", where, lost)
         tokenizer = parse_tokenizer(_json(record), where)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -247,16 +254,40 @@ def _special_tokens(
     return found
 
 
-def _lacking(settings: Mapping[str, Any], known: JsonTokenizer, size: int) -> list[str]:
-    """Tokens of `added_tokens_decoder`, ids below `size`, that are not `known`."""
-    added = settings.get("added_tokens_decoder")
+def _lacking(
+    settings: Mapping[str, Any],
+    named: Mapping[str, str],
+    tokenizer: JsonTokenizer,
+    size: int,
+    folder: AnyPath,
+) -> list[str]:
+    """Tokens of `tokenizer_config.json` that the tokenizer lacks, or finds otherwise.
+
+    Of `added_tokens_decoder`, ids below `size`, and of the `named` ones. transformers
+    adds them, with ids of its own.
+    """
+    added = settings.get("added_tokens_decoder") or {}
+    known = tokenizer.backend.get_added_tokens_decoder().values()
+    found = {token.content: _flags(token.__getstate__()) for token in known}
     lacking = []
-    for number, record in added.items() if isinstance(added, dict) else ():
+    for number, record in added.items() if isinstance(added, dict) else [("", added)]:
         text = record.get("content") if isinstance(record, dict) else None
-        inside = number.isdecimal() and int(number[:9]) < size
-        if inside and isinstance(text, str) and known.backend.token_to_id(text) is None:
+        if not (number.isdecimal() and isinstance(text, str)):
+            raise ValueError(
+                f"{folder}: added_tokens_decoder must hold ids and tokens, got "
+                f"{short(record)}"
+            )
+        if int(number[:9]) < size and found.get(text) != _flags(record):
             lacking.append(text)
-    return lacking
+    absent = [t for t in named.values() if tokenizer.backend.token_to_id(t) is None]
+    return list(dict.fromkeys([*lacking, *absent]))
+
+
+def _flags(token: Mapping[str, Any]) -> list[bool]:
+    """How a token is found in a text."""
+    normalized = token.get("normalized", not token.get("special"))
+    others = [token.get(flag) for flag in ("lstrip", "rstrip", "single_word")]
+    return [bool(flag) for flag in (normalized, *others)]
 
 
 def _chat_template(

@@ -4,6 +4,7 @@ import re
 import shutil
 import struct
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +18,10 @@ from memjax.models.checkpoints.gguf.file import GGUFFile
 from memjax.models.checkpoints.gguf.known_keys import (
     GENERAL,
     ONLY,
+    SAMPLING,
     USED,
     WITHOUT_EFFECT,
+    check_keys,
 )
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
@@ -313,7 +316,9 @@ def test_every_entry_of_the_library_is_known():
     for group in (gguf.Keys.General, gguf.Keys.Split, gguf.Keys.Tokenizer):
         keys = [key for name, key in vars(group).items() if name.isupper()]
         unknown |= {key for key in keys if not GENERAL.fullmatch(key)}
-    assert all(key.startswith("general.sampling.") for key in unknown)
+    steps = {name for key, (_, more) in SAMPLING.items() for name in (key, *more)}
+    # The order of the steps has no value that says nothing.
+    assert unknown == steps | {gguf.Keys.General.SAMPLING_SEQUENCE}
     for name, key in vars(gguf.Keys.Rope).items():
         if name.isupper() and key.removeprefix("{arch}.") not in known:
             assert name in ("DIMENSION_COUNT_SWA", "DIMENSION_SECTIONS")
@@ -326,6 +331,21 @@ def test_entries_that_are_not_read_are_reported_in_one_line(llama, caplog):
     (record,) = caplog.records
     unread = "not read of its metadata: 'llama.ssm.inner_size'; 'llama.of_another'"
     assert record.getMessage().endswith(unread)
+
+
+def test_steps_of_sampling_that_are_not_built_are_reported(caplog):
+    def check(**sampling):
+        keys = {f"general.sampling.{key}": value for key, value in sampling.items()}
+        check_keys({"general.architecture": "llama"} | keys, "x")
+
+    off: dict[str, Any] = {"temp": 0.5, "penalty_repeat": 1.0, "penalty_last_n": 64}
+    off |= {"xtc_probability": 0.0, "xtc_threshold": 1.0, "mirostat_tau": 5.0}
+    check(**off)
+    assert not caplog.records
+    check(**off | {"penalty_repeat": 1.1, "mirostat": 2, "sequence": "kt"})
+    names = ("penalty_repeat", "penalty_last_n", "mirostat_tau", "mirostat", "sequence")
+    keys = "; ".join(f"'general.sampling.{name}'" for name in names)
+    assert caplog.messages == [f"x: not read of its metadata: {keys}"]
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

@@ -132,7 +132,7 @@ def test_makers_sampling_is_that_of_transformers(record, expected):
         assert config.sampling == expected
 
 
-def test_what_is_not_followed_is_noted(folder):
+def test_what_is_not_followed_is_reported_once(folder, caplog):
     (folder / "generation_config.json").write_text(
         '{"eos_token_id": [0, 99], "stop_strings": ["x"], "num_return_sequences": 1}'
     )
@@ -140,19 +140,33 @@ def test_what_is_not_followed_is_noted(folder):
     record["model"]["dropout"] = 0.5
     (folder / "tokenizer.json").write_text(json.dumps(record))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    added = {"30": {"content": "<tool>"}, "31": {"content": "<image>"}}
+    end = {"content": "<end>", "special": True}
+    # Token 31 has no parameters.
+    added = {"0": end, "30": {"content": "<tool>"}, "31": {"content": "<image>"}}
+    added["29"] = end | {"lstrip": True}
+    settings |= {"cls_token": "<cls>"}
     (folder / "tokenizer_config.json").write_text(
         json.dumps(settings | {"added_tokens_decoder": added})
     )
-    notes = read_text_interface(folder, 31).notes
+    memjax.load(folder)
+    notes = caplog.messages
     for part in (
         "no token of the model: 99",
         "stop_strings=['x']",
         "dropout of 0.5",
-        "tokens that tokenizer.json does not have: '<tool>'",
+        "tokens not in tokenizer.json, or otherwise, and not added: "
+        "'<tool>', '<end>', '<cls>'",
     ):
         assert sum(part in note for note in notes) == 1
     assert len(notes) == 4
+
+
+@pytest.mark.parametrize("added", [["<tool>"], {"x": {"content": "a"}}, {"1": "a"}])
+def test_added_tokens_that_are_none_are_named(folder, added):
+    record = json.dumps({"added_tokens_decoder": added})
+    (folder / "tokenizer_config.json").write_text(record)
+    with pytest.raises(ValueError, match="added_tokens_decoder must hold"):
+        read_text_interface(folder, 31)
 
 
 def test_template_that_is_not_text_is_named(folder):

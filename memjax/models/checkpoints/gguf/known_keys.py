@@ -65,6 +65,16 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "rope.scaling.alpha": (0, 1),
     "use_parallel_residual": (False,),
 }
+#: Steps of llama.cpp's sampler that are not built here, the value that turns each off,
+#: and the settings that are without effect then.
+SAMPLING: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "general.sampling.penalty_repeat": (1, ("general.sampling.penalty_last_n",)),
+    "general.sampling.xtc_probability": (0, ("general.sampling.xtc_threshold",)),
+    "general.sampling.mirostat": (
+        0,
+        ("general.sampling.mirostat_tau", "general.sampling.mirostat_eta"),
+    ),
+}
 WITHOUT_EFFECT = {"pooling_type", "rope.scaling.finetuned", "tensor_data_layout"}
 #: Of no architecture: used, or about the file, other tasks and other vocabularies.
 GENERAL = re.compile(
@@ -92,11 +102,11 @@ def check_keys(metadata: Mapping[str, Any], where: str) -> None:
         ValueError: for an entry of `ONLY` with another value.
     """
     prefix = f"{metadata['general.architecture']}."
-    unread = []
+    unread, off = [], _turned_off(metadata)
     for key, value in metadata.items():
         own = key.removeprefix(prefix)
         if own == key:
-            known = GENERAL.fullmatch(key) is not None
+            known = key in off or GENERAL.fullmatch(key) is not None
         elif own in ONLY:
             if not any(np.array_equal(value, allowed) for allowed in ONLY[own]):
                 raise ValueError(
@@ -109,3 +119,12 @@ def check_keys(metadata: Mapping[str, Any], where: str) -> None:
             unread.append(short(key))
     if unread:
         logger.warning("%s: not read of its metadata: %s", where, joined(unread))
+
+
+def _turned_off(metadata: Mapping[str, Any]) -> set[str]:
+    """The settings of steps of `SAMPLING` that are turned off."""
+    off = set()
+    for key, (neutral, others) in SAMPLING.items():
+        if metadata.get(key, neutral) == neutral:
+            off |= {key, *others}
+    return off
