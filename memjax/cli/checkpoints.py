@@ -14,11 +14,12 @@ from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf.peft import save_adapter
+from memjax.models.checkpoints.license import described
 from memjax.models.hmt import saving as hmt_saving
 from memjax.models.language_model.config import Dtype
 from memjax.models.mplus.checkpoints import saving as mplus_saving
-from memjax.status import Status
-from memjax.training.finetune.model_card import model_card
+from memjax.status import Status, say
+from memjax.training.finetune.model_card import ADAPTER, model_card
 
 #: Programs that load a folder, by its model type; transformers loads the others.
 READERS = {
@@ -52,10 +53,12 @@ def import_model(
         written_here(place) as folder,
     ):
         loaded = memjax.load(source, with_tokenizer=tokenizer, progress=progress)
+        command = ["import", source, str(place)]
+        card = model_card(loaded, None, loaded.model.model_type, command)
         written = loaded.model.save(
-            folder, loaded.text, origin=loaded.origin, dtype=dtype
+            folder, loaded.text, origin=loaded.origin, readme=card, dtype=dtype
         )
-    return _report(written, place)
+    return _report(written, place, loaded)
 
 
 def export_model(
@@ -83,13 +86,16 @@ def export_model(
     if adapter_only and (backbone_only or dtype != "float32"):
         raise ValueError("--adapter-only takes neither --backbone-only nor --dtype")
     opened = opening.load(source)
+    command = ["export", source, str(place)]
     if adapter_only:
+        card = model_card(opened, None, ADAPTER, [*command, "--adapter-only"])
         with written_here(place) as folder:
-            save_adapter(opened.model.backbone, folder, base=opened.origin)
-        print(f"wrote {place}: PEFT and memjax load it onto {opened.origin}")
+            model, base = opened.model.backbone, opened.origin
+            save_adapter(model, folder, base=base, readme=card)
+        print(f"wrote {place}: PEFT and memjax load it onto {base}")
+        _say_license(opened)
         return 0
     model = opened.model.plain() if backbone_only else opened.model
-    command = ["export", source, str(place)]
     command += ["--backbone-only"] if backbone_only else []
     # The scores of a run are those of the model with its memory.
     run_dir = None if backbone_only or opened.run is None else as_path(source)
@@ -98,7 +104,7 @@ def export_model(
         model.save(folder, opened.text, origin=opened.origin, readme=card, dtype=dtype)
     if not isinstance(opened.text.tokenizer, JsonTokenizer):
         print("no tokenizer.json: the model has none")
-    return _report(model.model_type, place)
+    return _report(model.model_type, place, opened)
 
 
 def _require_empty(destination: AnyPath) -> None:
@@ -108,7 +114,13 @@ def _require_empty(destination: AnyPath) -> None:
         raise ValueError(f"{destination} must be empty, it has {names[0]}")
 
 
-def _report(written: str, folder: AnyPath) -> int:
+def _report(written: str, folder: AnyPath, loaded: memjax.Loaded) -> int:
     readers = READERS.get(written, "memjax and transformers load it")
     print(f"wrote {folder} ({written}): {readers}")
+    _say_license(loaded)
     return 0
+
+
+def _say_license(loaded: memjax.Loaded) -> None:
+    if loaded.origin and not loaded.license:
+        say(f"notice: licence {described(loaded.license)}", 8)

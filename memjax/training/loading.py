@@ -8,6 +8,7 @@ Nothing that is read is executed.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from memjax.buckets.bucket import as_path
@@ -18,6 +19,7 @@ from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf import hub, peft
 from memjax.models.checkpoints.hf.fields import read_entry
 from memjax.models.checkpoints.hf.safetensors_folder import CONFIG, read_model_config
+from memjax.models.checkpoints.license import read_license
 from memjax.models.checkpoints.pretrained import Progress, read_pretrained, unseen
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt import checkpoint as hmt_checkpoint
@@ -38,14 +40,15 @@ class Loaded:
         origin: source of the model, or of its backbone: a path, or
             "owner/name@commit" of the hub; empty if a run began with random parameters.
         run: the configuration of the run that trained it; None without one.
-        license: its name, as the model's card or GGUF file gives it; None if unknown.
+        license: `license`, `license_name` and `license_link`, as the card or the GGUF
+            file of the model, or of its backbone, gives them; empty if unknown.
     """
 
     model: Any
     text: TextInterface
     origin: str
     run: Run | None = None
-    license: str | None = None
+    license: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -100,7 +103,9 @@ def load(
         _require_none(f"the run {path}", base=base)
         _require_none(f"the run {path}", dtype=dtype, param_dtype=param_dtype)
         run, model = load_model(path)
-        return Loaded(model, run.text(later_stage(path) or path), run.origin, run)
+        folder = later_stage(path) or path
+        terms = read_license(folder)
+        return Loaded(model, run.text(folder), run.origin, run, terms)
     found = hub.locate(name)
     if hub.is_adapter(found.path):
         options: Any = {"dtype": dtype, "param_dtype": param_dtype}
@@ -129,7 +134,8 @@ def load(
     text = read_text_interface(
         found.path, model.vocab_size, with_tokenizer=with_tokenizer
     )
-    return Loaded(model, text, str(config.get(own_format.ORIGIN) or found.origin))
+    origin = str(config.get(own_format.ORIGIN) or found.origin)
+    return Loaded(model, text, origin, license=read_license(found.path))
 
 
 def _load_adapter(
@@ -164,7 +170,8 @@ def _load_adapter(
             source={**text.source, **own.source},
             config_ids=text.config_ids,
         )
-    return Loaded(model, text, base.origin)
+    terms = read_license(found.path) or base.license
+    return Loaded(model, text, base.origin, license=terms)
 
 
 def _require_none(model: str, **options: AnyPath | str | None) -> None:

@@ -65,6 +65,7 @@ def test_export_writes_the_adapter_alone(tmp_path):
     save_adapter(model, tmp_path / "a", base=str(LLAMA))
     words = ("export", tmp_path / "a", tmp_path / "b", "--adapter-only")
     assert command(*words)[0] == 0
+    assert "library_name: peft" in (tmp_path / "b" / "README.md").read_text()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         one, other = ((tmp_path / folder / name).read_bytes() for folder in "ab")
         assert one == other

@@ -10,14 +10,15 @@ import pytest
 
 import memjax
 from memjax.models import HMTConfig, MPlusConfig, ReReadWindow, add_hmt, add_mplus
+from memjax.models.checkpoints.license import read_license
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.hmt.model import HMT
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.models.mplus.model import MPlus
 from memjax.training.finetune import finetune, hmt_presets
-from memjax.training.finetune.model_card import model_card
+from memjax.training.finetune.model_card import ADAPTER, model_card
 from memjax.training.finetune.run import read_run
-from memjax.training.finetune.start import starting_point
+from memjax.training.finetune.start import StoredText, starting_point
 from memjax.training.run_folder import RunFolder, record_config
 from tests import tiny
 
@@ -108,12 +109,45 @@ def test_model_card_names_origin_and_training(tmp_path):
         "base_model: owner/name\n",
         "license: apache-2.0\n",
         "- made from: `owner/name@abc`",
+        "- licence: apache-2.0\n",
         "- exported by: `memjax export 'a b' c`",
         "| test | all | 7.250 |  |",
         "load_hmt",
     ):
         assert line in card, card
     assert "Scores" not in model_card(opened, None, "llama", [])
+    unknown = model_card(dataclasses.replace(opened, license={}), None, ADAPTER, [])
+    assert "license:" not in unknown and "- licence: unknown: the files" in unknown
+
+
+@pytest.mark.parametrize(
+    "head,expected",
+    [
+        ("license:\n- mit", {"license": "mit"}),
+        (
+            'license: other\nlicense_name: "a b"\nlicense_link: LICENSE',
+            {"license": "other", "license_name": "a b", "license_link": "LICENSE"},
+        ),
+        ("license: [mit, gpl]", {}),
+    ],
+)
+def test_licence_is_carried_on(head, expected, tmp_path):
+    """By memory models, runs, and their texts of it."""
+    card = f"---\n{head}\n---\n"
+    tiny.llama().save(tmp_path / "a", TEXT, readme=card)
+    (tmp_path / "a" / "LICENSE").write_text("You may.")
+    loaded = memjax.load(tmp_path / "a")
+    assert loaded.license == expected
+    card = model_card(loaded, None, "hmt", [])
+    build("hmt").save(tmp_path / "b", loaded.text, readme=card)
+    again = memjax.load(tmp_path / "b")
+    assert again.license == expected
+    stored = StoredText("tokenizer.json", again.text, tiny.tokenizer(), again.license)
+    (tmp_path / "run").mkdir()
+    for name, content in stored.files().items():
+        (tmp_path / "run" / name).write_bytes(content)
+    assert read_license(tmp_path / "run") == expected
+    assert (tmp_path / "run" / "LICENSE").read_text() == "You may."
 
 
 @pytest.mark.slow  # Fast tests are also run with all annotations checked.

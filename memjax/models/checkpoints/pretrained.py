@@ -21,6 +21,7 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
     require_no_pickle,
 )
 from memjax.models.checkpoints.hf.safetensors_write import SAVED_DTYPES
+from memjax.models.checkpoints.license import read_license
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
@@ -40,7 +41,7 @@ def read_pretrained(
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
     progress: Progress = unseen,
-) -> tuple[LanguageModel, TextInterface, str, str | None]:
+) -> tuple[LanguageModel, TextInterface, str, dict[str, str]]:
     """Model, text interface, origin and licence of a model without a memory.
 
     See `memjax.load`.
@@ -60,13 +61,15 @@ def read_pretrained(
     model = _build(checkpoint, dtype, param_dtype, progress)
     if isinstance(checkpoint, GGUFCheckpoint):
         text = checkpoint.text_interface(with_tokenizer=with_tokenizer)
+        terms = checkpoint.license
     else:
         text = read_text_interface(
             found.path, model.vocab_size, with_tokenizer=with_tokenizer
         )
+        terms = read_license(found.path)
     made_from = checkpoint.config.get(own_format.ORIGIN)
     origin = str(made_from) if made_from else found.origin
-    return model, text, origin, checkpoint.license
+    return model, text, origin, terms
 
 
 def _open(path: Path) -> SafetensorsFolder | GGUFCheckpoint:

@@ -22,6 +22,7 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATES,
     CONFIG,
     GENERATION,
+    LICENSES,
     SPECIAL_TOKENS_MAP,
     TEXT_FILES,
     TOKENIZER,
@@ -44,8 +45,8 @@ class TextInterface:
         generation: see `GenerationConfig`.
         special_tokens: texts by the names that a template has for them, such as
             "bos_token"; None is those of `generation`.
-        source: files that all of it was read from, by name, which `files` gives again;
-            without them it makes new ones.
+        source: files that all of it was read from, by name, and texts of licences,
+            which `files` gives again; without them it makes new ones.
         config_ids: token ids of the `config.json` that was read.
     """
 
@@ -223,11 +224,12 @@ def fitting_tokenizer(serialised: bytes, vocab_size: int, where: str) -> JsonTok
 
 
 def _text_files(folder: AnyPath) -> list[str]:
-    """Names of the files of `TEXT_FILES` and of further templates."""
+    """Names of the files of `TEXT_FILES`, of licences and of further templates."""
     further = folder / CHAT_TEMPLATES
     inside = sorted(further.iterdir()) if further.is_dir() else []
     names = [f"{CHAT_TEMPLATES}/{file.name}" for file in inside]
-    return [*TEXT_FILES, *(name for name in names if name.endswith(".jinja"))]
+    names = [name for name in names if name.endswith(".jinja")]
+    return [*TEXT_FILES, *LICENSES, *names]
 
 
 def _special_tokens(

@@ -4,11 +4,15 @@ import shlex
 
 from memjax.config_io import AnyPath, read_json
 from memjax.models.checkpoints import own_format
+from memjax.models.checkpoints.license import card_entries, described
 from memjax.training.finetune.run import later_stage
 from memjax.training.launch import Run
 from memjax.training.loading import Loaded
 
+#: Kind of the card of a LoRA alone.
+ADAPTER = "lora"
 KINDS = {
+    ADAPTER: "A LoRA of PEFT, which memjax loads as well.",
     "hmt": "A language model with HMT memory (a memory vector for every segment).",
     "memoryllm": "A language model with M+ memory (memory tokens in every layer).",
     "memjax": "A language model of memjax with recurrent or memory layers.",
@@ -50,9 +54,9 @@ def model_card(
 
 def _front_matter(opened: Loaded, model_type: str) -> str:
     """YAML metadata for the hub."""
-    lines = ["---", "library_name: memjax", f"tags: [{model_type}]"]
-    if opened.license is not None:
-        lines.append(f"license: {opened.license}")
+    library = "peft" if model_type == ADAPTER else "memjax"
+    lines = ["---", f"library_name: {library}", f"tags: [{model_type}]"]
+    lines += card_entries(opened.license)
     # Of a model of the hub: its name without the commit.
     name, at, _ = opened.origin.partition("@")
     if at:
@@ -64,6 +68,7 @@ def _making(opened: Loaded, command: list[str]) -> list[str]:
     lines = []
     if opened.origin:
         lines.append(f"- made from: `{own_format.public_name(opened.origin)}`")
+        lines.append(f"- licence: {described(opened.license)}")
     run = opened.run
     if run is not None:
         lines.append(f"- trained: {run.memory_name}, {_training(run)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import jax
@@ -13,6 +14,8 @@ from memjax.config_io import AnyPath
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel
 from memjax.models.adapters import merge_lora
+from memjax.models.checkpoints.hf.safetensors_folder import CARD
+from memjax.models.checkpoints.license import card_entries, described, read_license
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.training import loading
 from memjax.training.finetune.run import (
@@ -35,15 +38,21 @@ class StoredText(NamedTuple):
         name: of the tokenizer: "bytes", "bpe4k", or the folder's own "tokenizer.json".
         text: tokenizer, chat template and sampling.
         tokenizer: that of `text`.
+        license: see `memjax.Loaded`.
     """
 
     name: str
     text: TextInterface
     tokenizer: Tokenizer
+    license: Mapping[str, str]
 
     def files(self) -> dict[str, bytes]:
-        """Files for the run's folder; none for an embedded tokenizer."""
-        return {} if self.name in SHIPPED else self.text.files()
+        """Files for the run's folder: a card, and no embedded tokenizer."""
+        head = ["---", *card_entries(self.license), "---"] if self.license else []
+        line = f"A run of memjax. Licence: {described(self.license)}.\n"
+        return ({} if self.name in SHIPPED else self.text.files()) | {
+            CARD: "\n".join([*head, line]).encode()
+        }
 
 
 class Backbone(NamedTuple):
@@ -82,7 +91,7 @@ def load_backbone(name: AnyPath | str) -> Backbone:
             f"backbone={str(name)!r} has no tokenizer: put its tokenizer.json beside it"
         )
     named = opened.run.data.tokenizer if opened.run else TOKENIZER_FILE
-    stored = StoredText(_kept_name(named), opened.text, tokenizer)
+    stored = StoredText(_kept_name(named), opened.text, tokenizer, opened.license)
     model = merge_lora(model.backbone)
     return Backbone(model, stored, digest(model), opened.origin)
 
@@ -157,9 +166,10 @@ def _after(
     _, trained = load(start)
     if backbone is not None:
         _check_same_backbone(before, trained, where, backbone)
-    text = before.text(later_stage(start) or start)
+    folder = later_stage(start) or start
+    text, terms = before.text(folder), read_license(folder)
     name = _kept_name(before.tokenizer)
-    stored = StoredText(name, text, cast(Tokenizer, text.tokenizer))
+    stored = StoredText(name, text, cast(Tokenizer, text.tokenizer), terms)
     described = dataclasses.replace(
         # So that a continuation refuses a start that was trained further meanwhile.
         before,

@@ -463,9 +463,10 @@ def test_template_and_sampling_are_kept(llama):
 
 def test_the_licence_is_that_of_the_metadata(llama):
     checkpoint = GGUFCheckpoint(llama())
-    assert checkpoint.license is None
-    checkpoint._file.metadata["general.license"] = "apache-2.0"
-    assert checkpoint.license == "apache-2.0"
+    assert checkpoint.license == {}
+    checkpoint._file.metadata["general.license"] = "other"
+    checkpoint._file.metadata["general.license.name"] = "Llama 3.2"
+    assert checkpoint.license == {"license": "other", "license_name": "Llama 3.2"}
 
 
 def test_a_file_without_vocabulary_has_no_tokenizer(llama):

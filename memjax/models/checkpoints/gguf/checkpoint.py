@@ -25,6 +25,7 @@ from memjax.models.checkpoints.gguf.known_keys import check_keys
 from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.hf.generation_config import GenerationConfig
 from memjax.models.checkpoints.hf.safetensors_file import BFLOAT16
+from memjax.models.checkpoints.license import license_of_metadata
 from memjax.models.checkpoints.text_interface import TextInterface, fitting_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,9 @@ class GGUFCheckpoint:
         self.config = read_config(self._file, self.shapes)
 
     @property
-    def license(self) -> str | None:
-        """The licence's name; None without one."""
-        found = self._file.metadata.get("general.license")
-        return found if re.fullmatch(r"[\w.-]+", str(found or "")) else None
+    def license(self) -> dict[str, str]:
+        """See `license.py`."""
+        return license_of_metadata(self._file.metadata)
 
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """The tensor of a Hugging Face name, dequantised."""

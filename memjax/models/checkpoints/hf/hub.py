@@ -20,6 +20,7 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATES,
     CONFIG,
     INDEX,
+    LICENSES,
     SINGLE,
     TEXT_FILES,
     read_index,
@@ -31,7 +32,7 @@ HUB_ID = re.compile(
 #: Files of a LoRA of PEFT, which `peft` reads.
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
 DESCRIPTION = (
-    *(CONFIG, ADAPTER_CONFIG, INDEX, CARD),
+    *(CONFIG, ADAPTER_CONFIG, INDEX, CARD, *LICENSES),
     *(*TEXT_FILES, f"{CHAT_TEMPLATES}/*.jinja"),
 )
 

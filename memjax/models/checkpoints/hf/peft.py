@@ -27,7 +27,11 @@ from memjax.models.checkpoints.hf.safetensors_file import (
     SafetensorsFile,
     read_object,
 )
-from memjax.models.checkpoints.hf.safetensors_folder import inside, require_no_pickle
+from memjax.models.checkpoints.hf.safetensors_folder import (
+    CARD,
+    inside,
+    require_no_pickle,
+)
 from memjax.models.checkpoints.hf.safetensors_write import atomic_folder
 from memjax.models.checkpoints.hf.tensor_names import tensor_names, to_stored
 from memjax.models.checkpoints.own_format import require_tensors
@@ -130,7 +134,9 @@ def load_adapter(base: LanguageModel, folder: Path) -> LanguageModel:
     return model
 
 
-def save_adapter(model: LanguageModel, folder: Path | str, *, base: str) -> None:
+def save_adapter(
+    model: LanguageModel, folder: Path | str, *, base: str, readme: str | None = None
+) -> None:
     """Writes the adapters of `add_lora` as a folder that PEFT loads.
 
     Args:
@@ -138,6 +144,7 @@ def save_adapter(model: LanguageModel, folder: Path | str, *, base: str) -> None
         folder: must not exist, or be empty; it appears whole or not at all.
         base: the model that they change: a name on the hub, with the commit behind an
             "@" if it is known, or a folder.
+        readme: the model card, `README.md`; None is none.
 
     Raises:
         ValueError: if the model has no adapters, or PEFT could not express them; if
@@ -175,6 +182,8 @@ def save_adapter(model: LanguageModel, folder: Path | str, *, base: str) -> None
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
         tensors = {n: np.ascontiguousarray(x) for n, x in tensors.items()}
         save_file(tensors, temporary / ADAPTER, {"format": "pt"})
+        if readme is not None:
+            (temporary / CARD).write_text(readme, encoding="utf-8")
 
 
 def _modules(model: LanguageModel) -> dict[str, Module]:

@@ -4,7 +4,6 @@ Folders are not trusted: nothing in one is executed, pickled weights are
 refused, and every name, path and number format is checked before a tensor is used.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,6 +31,11 @@ TEXT_FILES = (
     *("added_tokens.json", "vocab.json", "merges.txt"),
 )
 CARD = "README.md"
+#: Texts of licences, which are written on with a model.
+LICENSES = (
+    *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md"),
+    "USE_POLICY.md",
+)
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -55,14 +59,6 @@ class SafetensorsFolder:
         self._files = list(_open_files(path, others))
         self._file_of = {name: file for file in self._files for name in file.shapes}
         self.shapes = {n: file.shapes[n] for n, file in self._file_of.items()}
-
-    @property
-    def license(self) -> str | None:
-        """The licence's name at the head of the model card; None without one."""
-        card = (read_inside(self.path, CARD) or b"").decode(errors="replace")
-        head = re.match(r"---\n(.*?)\n---", card, re.DOTALL)
-        found = head and re.search(r"^license: *([\w.-]+) *$", head[1], re.MULTILINE)
-        return found[1] if found else None
 
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """One tensor in float32."""
