@@ -224,7 +224,7 @@ def _query(
     found = {}
     for name, model in models.items():
         answers = evaluation.score_answers(
-            model, inputs, segment=training.TOGETHER * segment, batch_size=4
+            model, inputs, tokens_per_call=training.TOGETHER * segment, batch_size=4
         )
         perplexity = evaluation.answer_perplexity(answers)
         row = {"perplexity": perplexity, "exact": float(answers.exact.mean())}

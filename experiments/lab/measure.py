@@ -59,7 +59,9 @@ def score_text(
     """The function that scores one text with a model, a segment at a time."""
 
     def score(text: TokenisedDocument) -> TokenLosses:
-        return evaluation.token_losses(model, [text], segment=segment, batch_size=1)
+        return evaluation.token_losses(
+            model, [text], tokens_per_call=segment, batch_size=1
+        )
 
     return score
 

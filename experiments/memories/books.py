@@ -137,7 +137,7 @@ def main(config: Config) -> None:
             model,
             test,
             context_length=config.context_length,
-            segment=config.context_length,
+            tokens_per_call=config.context_length,
             batch_size=8,
         )
         return {

@@ -255,7 +255,9 @@ def score(
     essay = essay_words(config.corpus)
 
     def ask(inputs: Sequence[QuestionInput]) -> dict[str, Any]:
-        found = evaluation.score_answers(model, inputs, segment=SEGMENT, batch_size=2)
+        found = evaluation.score_answers(
+            model, inputs, tokens_per_call=SEGMENT, batch_size=2
+        )
         return {
             "questions": len(inputs),
             "right": float(found.exact.mean()),

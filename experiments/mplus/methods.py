@@ -272,7 +272,7 @@ def _continue(model, state, prompt, count, chunk) -> np.ndarray:
     """Greedy continuation of a prompt."""
     key = jax.random.key(0)
     return generate(
-        model, state, prompt, count, key=key, sampling=GREEDY, segment=chunk
+        model, state, prompt, count, key=key, sampling=GREEDY, tokens_per_call=chunk
     ).tokens
 
 

@@ -156,7 +156,7 @@ def by_memory(method: LatentMemory, tokens: Tokens) -> Targets:
 def by_backbone(model: LanguageModel, tokens: Tokens) -> Targets:
     """All tokens are read."""
     texts = [TokenisedDocument("", "", row) for row in tokens]
-    found = token_losses(model, texts, segment=CHUNK, batch_size=len(texts))
+    found = token_losses(model, texts, tokens_per_call=CHUNK, batch_size=len(texts))
     return found.nll[:, -SCORED:]
 
 

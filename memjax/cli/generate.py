@@ -87,9 +87,12 @@ def generate_text(
         # A prompt from a file is not printed.
         _stream(opened, texts[0], prompt and texts[0], stop, settings | {"key": key})
         return 0
-    with Status("generating", "prompts") as status:
+    # Of a single prompt, which may be long, how much is read.
+    single = len(texts) == 1
+    with Status("generating", "tokens read" if single else "prompts") as status:
         for i, text in enumerate(texts):
             own = settings | {"key": jax.random.fold_in(key, i), "samples": n}
+            own |= {"progress": status} if single else {}
             for j, row in enumerate(_rows(opened, text, stop, own)):
                 if sys.stdout.isatty():
                     status.stop()
@@ -98,7 +101,8 @@ def generate_text(
                 else:
                     print(rows.BETWEEN if i or j else "", end="")
                     print(f"{text if prompt or prompts else ''}{row.text}", flush=True)
-            status(i + 1, len(texts))
+            if not single:
+                status(i + 1, len(texts))
     return 0
 
 
@@ -106,7 +110,7 @@ def _stream(opened, text, shown, stop, settings):
     """Prints the tokens of one answer as they are drawn."""
     tokenizer, parts = opened.tokenizer, []
     ends = opened.text.generation.eos_ids
-    with Status("compiling, and reading the prompt") as status:
+    with Status("compiling, and reading the prompt", "tokens") as status:
 
         def write(part: str) -> None:
             status.stop()
@@ -118,7 +122,7 @@ def _stream(opened, text, shown, stop, settings):
         prompt = encode_prompt(tokenizer, text)
         decode = functools.partial(decode_after, tokenizer, prompt)
         shower = printer(decode, stop, limit, ends, write)
-        _generate(opened, prompt, settings, shower)
+        _generate(opened, prompt, settings | {"progress": status}, shower)
     print()
     rows.require_said("".join(parts))
 

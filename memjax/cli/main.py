@@ -95,7 +95,7 @@ def evaluate(
     column: str | None = None,
     join: str | None = None,
     context_length: int = 0,
-    segment: int = 0,
+    tokens_per_call: int = 0,
     batch_size: int = 8,
     sampling: Literal["uniform", "exponential"] | None = None,
     decay: float = 0.98,
@@ -118,8 +118,8 @@ def evaluate(
         join: joins rows of `source` to documents, as --data.join of `memjax train`.
         context_length: cut documents into texts of this length, each read with an empty
             memory; 0 reads every document as one stream.
-        segment: tokens per call; 0 is the training context, or the window of a model
-            without a run.
+        tokens_per_call: 0 is the training context, or the window of a model without a
+            run.
         batch_size: texts per batch.
         sampling: sampling points of Elastic Memory; None as in training.
         decay: of the exponential sampling.
@@ -144,7 +144,8 @@ def evaluate(
             found,
             documents,
             context_length=context_length,
-            segment=segment or (data.context_length if data else found.window),
+            tokens_per_call=tokens_per_call
+            or (data.context_length if data else found.window),
             batch_size=batch_size,
             progress=progress,
         )

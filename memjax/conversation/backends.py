@@ -19,13 +19,13 @@ from memjax.models.mplus.model import MPlus
 from memjax.models.mplus.reader import MemoryReader
 
 #: Tokens per call of a prompt, padded: one program reads prompts of all lengths.
-PROMPT_SEGMENT = 64
+PROMPT_PER_CALL = 64
 #: M+ reads a prompt in one call, padded to a power of two that is at least this.
 MIN_PROMPT = 128
 #: Turns for which a cache is enlarged at once: each size is another program.
 TURNS_AHEAD = 3
 #: Tokens per call of a text.
-TEXT_SEGMENT = 1024
+TEXT_PER_CALL = 1024
 
 
 class Decoding(NamedTuple):
@@ -96,8 +96,8 @@ class StateBackend:
     def __init__(self, model: Model):
         self._model = model
         # Whole windows are the fastest.
-        window = min(model.window, TEXT_SEGMENT)
-        self._segment = TEXT_SEGMENT // window * window
+        window = min(model.window, TEXT_PER_CALL)
+        self._tokens_per_call = TEXT_PER_CALL // window * window
 
     def read(
         self,
@@ -107,11 +107,13 @@ class StateBackend:
     ) -> PyTree:
         """The memory after a text."""
         # Enlarges the cache once.
-        state, size = self._model.reserve(state, len(tokens)), self._segment
+        state, size = self._model.reserve(state, len(tokens)), self._tokens_per_call
         for start in range(0, len(tokens), size):
             part = tokens[None, start : start + size]
             # The caller still holds the first state.
-            state = read_text(self._model, state, part, segment=size, donate=start > 0)
+            state = read_text(
+                self._model, state, part, tokens_per_call=size, donate=start > 0
+            )
             progress(start + part.shape[1])
         return state
 
@@ -124,8 +126,8 @@ class StateBackend:
             self._model,
             state,
             prompt[None],
-            segment=PROMPT_SEGMENT,
-            least_segment=PROMPT_SEGMENT,
+            tokens_per_call=PROMPT_PER_CALL,
+            least_per_call=PROMPT_PER_CALL,
             **decoding._asdict(),
         )
         return drawn.state, Drawn(drawn.tokens[0], drawn.log_probs[0])

@@ -36,21 +36,25 @@ class AnswerScores(NamedTuple):
 
 
 def score_answers(
-    model: Model, inputs: Sequence[QuestionInput], *, segment: int, batch_size: int = 4
+    model: Model,
+    inputs: Sequence[QuestionInput],
+    *,
+    tokens_per_call: int,
+    batch_size: int = 4,
 ) -> AnswerScores:
     """Scores the answer of each input, read from an empty memory.
 
     Args:
         model: any model, `(state, tokens) -> (state, logits)`.
         inputs: of `multi_context`; aligned to the model's segments if it reads ahead.
-        segment: tokens per call; for a model with segments a multiple of theirs.
+        tokens_per_call: of a model with segments a multiple of theirs.
         batch_size: inputs per batch, padded to the longest.
 
     Raises:
         ValueError: if there is no input, an answer is empty or has no token before it,
             or a size is below 1.
     """
-    _check(inputs, segment, batch_size)
+    _check(inputs, tokens_per_call, batch_size)
     order = sorted(range(len(inputs)), key=lambda i: len(inputs[i].tokens))
     longest = max(len(entry.tokens) - entry.answer for entry in inputs)
     nll, mask = np.zeros((2, len(inputs), longest), np.float32)
@@ -60,12 +64,12 @@ def score_answers(
         rows = order[first : first + batch_size]
         # The last batch is filled by repeating its last input.
         batch = [inputs[row] for row in (rows + rows[-1:] * batch_size)[:batch_size]]
-        tokens, places, targets, real = _batch(batch, segment, longest)
+        tokens, places, targets, real = _batch(batch, tokens_per_call, longest)
         state = model.init_state(batch_size, tokens.shape[1])
         seen = np.zeros((batch_size, longest, model.width), np.float32)
         state, seen = commit_state(params, (state, jnp.asarray(seen)))
-        for start in range(0, tokens.shape[1], segment):
-            part = jnp.asarray(tokens[:, start : start + segment])
+        for start in range(0, tokens.shape[1], tokens_per_call):
+            part = jnp.asarray(tokens[:, start : start + tokens_per_call])
             positions = places - start
             state, seen = _read_segment(graph, params, state, part, positions, seen)
         scores, likeliest = _score(graph, params, seen, jnp.asarray(targets))
@@ -107,9 +111,10 @@ def _score(graph, params, seen, targets):
     return nll, jnp.argmax(logits, axis=-1) == targets
 
 
-def _batch(batch: Sequence[QuestionInput], segment: int, longest: int):
+def _batch(batch: Sequence[QuestionInput], tokens_per_call: int, longest: int):
     """Tokens padded to whole segments, and positions, targets, mask of the answers."""
-    length = -(-max(len(entry.tokens) for entry in batch) // segment) * segment
+    most = max(len(entry.tokens) for entry in batch)
+    length = -(-most // tokens_per_call) * tokens_per_call
     tokens = np.zeros((len(batch), length), np.int32)
     places = np.full((len(batch), longest), -1, np.int32)
     targets = np.zeros((len(batch), longest), np.int32)
@@ -122,8 +127,9 @@ def _batch(batch: Sequence[QuestionInput], segment: int, longest: int):
     return tokens, places, targets, (places >= 0).astype(np.float32)
 
 
-def _check(inputs, segment, batch_size):
-    for name, value in (("segment", segment), ("batch_size", batch_size)):
+def _check(inputs, tokens_per_call, batch_size):
+    sizes = {"tokens_per_call": tokens_per_call, "batch_size": batch_size}
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not inputs:

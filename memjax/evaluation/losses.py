@@ -1,4 +1,4 @@
-"""Token losses and perplexity of long texts, with the memory carried between segments.
+"""Token losses and perplexity of long texts, with the memory carried between calls.
 
 The loss of a token is that of the logits computed before it was read.
 """
@@ -40,27 +40,28 @@ def token_losses(
     documents: Sequence[TokenisedDocument],
     *,
     context_length: int = 0,
-    segment: int = 1024,
+    tokens_per_call: int = 1024,
     batch_size: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TokenLosses:
-    """Loss of every token of the documents, read segment by segment.
+    """Loss of every token of the documents, read in calls.
 
     Args:
         model: any model, `(state, tokens) -> (state, logits)`.
         documents: whole texts.
         context_length: maximum tokens of the texts that documents are cut into, each
             read from an empty memory; 0 does not cut documents.
-        segment: tokens per call; a multiple of the model's window is fast.
+        tokens_per_call: tokens per call; a multiple of the model's window is fast.
         batch_size: texts per batch.
-        should_stop: polled between segments; the losses so far are returned.
-        progress: called after each segment with targets done and in total.
+        should_stop: polled between calls; the losses so far are returned.
+        progress: called after each call with targets done and in total.
 
     Raises:
         ValueError: if there is no target, or a size is out of range.
     """
-    for name, value in (("segment", segment), ("batch_size", batch_size)):
+    sizes = {"tokens_per_call": tokens_per_call, "batch_size": batch_size}
+    for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if context_length < 0:
@@ -82,16 +83,17 @@ def token_losses(
         rows = order[first : first + batch_size]
         length = max(len(texts[row].tokens) for row in rows) - 1
         # Padding after the texts' ends is read too.
-        state = model.init_state(batch_size, -(-length // segment) * segment)
+        calls = -(-length // tokens_per_call)
+        state = model.init_state(batch_size, calls * tokens_per_call)
         state = commit_state(params, state)
-        for start in range(0, length, segment):
+        for start in range(0, length, tokens_per_call):
             if should_stop():
                 return found
             tokens, targets, real = _segment(
-                [texts[row].tokens for row in rows], start, segment, batch_size
+                [texts[row].tokens for row in rows], start, tokens_per_call, batch_size
             )
             state, scores = score_segment(graph, params, state, tokens, targets)
-            stop = min(start + segment, longest)
+            stop = min(start + tokens_per_call, longest)
             kept = real[: len(rows), : stop - start]
             mask[rows, start:stop] = kept
             nll[rows, start:stop] = np.where(

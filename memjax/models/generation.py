@@ -1,6 +1,6 @@
 """Generate tokens: read the prompt into the state, then draw and read one by one.
 
-Programs have few shapes: a prompt is read in segments, the last one padded to a power
+Programs have few shapes: a prompt is read in calls, the last one padded to a power
 of two, and tokens are drawn in a loop of dynamic length.
 
 Shapes: B batch, T time, N drawn tokens, V vocabulary.
@@ -24,8 +24,8 @@ from memjax.models.sampling import Sampling, Seen, Settings, draw
 PIECE = 64
 # Tokens to draw that a cache gets slots for at once.
 RESERVED = 4096
-# Minimum length of a prompt's last segment, with padding.
-LEAST_SEGMENT = 16
+# Minimum length of a prompt's last call, with padding.
+LEAST_PER_CALL = 16
 
 
 class Generated(NamedTuple):
@@ -69,9 +69,10 @@ def generate(
     stop_tokens: Sequence[int] = (),
     stop_when: Callable[[Int[np.ndarray, "B n"]], Any] | None = None,
     samples: int = 1,
-    segment: int = 1024,
-    least_segment: int = LEAST_SEGMENT,
+    tokens_per_call: int = 1024,
+    least_per_call: int = LEAST_PER_CALL,
     donate: bool = False,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Generated:
     """Reads the prompt into the state and draws tokens one by one.
 
@@ -96,18 +97,20 @@ def generate(
             strings: see `stop_strings`.
         samples: texts drawn for each prompt, which is read once; they are neighbours
             in the batch, which is `samples` times as large.
-        segment: tokens read at a time; a multiple of the model's window is quick.
-        least_segment: minimum length of the prompt's last segment, with padding. Where
-            it is `segment`, one program reads prompts of all lengths.
+        tokens_per_call: of the prompt, read at a time; a multiple of the model's window
+            is quick.
+        least_per_call: minimum length of the prompt's last call, with padding. Where it
+            is `tokens_per_call`, one program reads prompts of all lengths.
         donate: whether the state's memory may be taken for the result's. The state
             that was given cannot be used again.
+        progress: called as the prompt is read, with its tokens so far and in total.
 
     Raises:
         ValueError: on an empty prompt, a token or length out of range, a size below 1,
             more tokens than full attention has capacity for, or logits that are NaN.
     """
     check_key(key)
-    check_prompt(model, prompt, lengths, max_new_tokens, segment, samples)
+    check_prompt(model, prompt, lengths, max_new_tokens, tokens_per_call, samples)
     require_instance("sampling", sampling, Sampling)
     if vocab_size is not None:
         check_sizes(vocab_size=vocab_size)
@@ -126,8 +129,10 @@ def generate(
     # One size of its cache for the whole call, if it is not large.
     state = model.reserve(state, min(needed, tokens.shape[1] + RESERVED))
     ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
-    sizes = (segment, least_segment)
-    state, logits = _read_prompt(model, state, tokens, np.asarray(ends), sizes, donate)
+    sizes = (tokens_per_call, least_per_call)
+    state, logits = _read_prompt(
+        model, state, tokens, np.asarray(ends), sizes, donate, progress
+    )
     seen = None
     if sampling.penalises:
         read = _read_tokens(tokens, ends, known, model.vocab_size)
@@ -170,54 +175,59 @@ def read_text(
     state: PyTree,
     tokens: Int[np.ndarray, "B T"] | Int[Array, "B T"],
     *,
-    segment: int = 1024,
+    tokens_per_call: int = 1024,
     donate: bool = False,
 ) -> PyTree:
-    """The memory after a text of any length, read in segments.
+    """The memory after a text of any length, read in calls of few shapes.
 
     Args:
         model: the model.
         state: the memory to go on from.
         tokens: in [0, V), T >= 1.
-        segment: as in `generate`.
+        tokens_per_call: as in `generate`.
         donate: as in `generate`.
 
     Raises:
         ValueError: on an empty text, a token out of range, a size below 1, or more
             tokens than full attention has room for.
     """
-    check_prompt(model, tokens, None, 1, segment, 1)
+    check_prompt(model, tokens, None, 1, tokens_per_call, 1)
     tokens = np.asarray(tokens)
     state = model.reserve(state, tokens.shape[1])
     ends = np.full(len(tokens), tokens.shape[1])
-    return _read_prompt(model, state, tokens, ends, (segment, LEAST_SEGMENT), donate)[0]
+    sizes = (tokens_per_call, LEAST_PER_CALL)
+    return _read_prompt(model, state, tokens, ends, sizes, donate)[0]
 
 
-def _read_prompt(model, state, tokens, ends, sizes, donate):
+def _read_prompt(model, state, tokens, ends, sizes, donate, progress=None):
     """The memory after the prompts, and the logits of their next tokens."""
-    segment, least = sizes
+    most, least = sizes
     # Split, so that parameters are arguments of the programs.
     graph, params = nnx.split(model)
     batch, longest = tokens.shape
     logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
     state, logits = commit_state(params, (state, logits))
-    # One segment at a time: memory does not grow with the prompt.
-    for start in range(0, longest, segment):
-        count = np.clip(ends - start, 0, segment).astype(np.int32)
+    # One call at a time: memory does not grow with the prompt.
+    for start in range(0, longest, most):
+        count = np.clip(ends - start, 0, most).astype(np.int32)
         state = model.reserve(state, int(count.max()))
         # Padding is not read, but a call cannot be longer than a cache.
-        room = model.remaining(state) or segment
+        room = model.remaining(state) or most
         left = longest - start
         padded = _padded(left, longest, least) if model.can_pad else left
-        size = min(segment, room, padded)
+        size = min(most, room, padded)
         part = np.zeros((batch, size), np.int32)
         part[:, :left] = tokens[:, start : start + size]
         # Without lengths it is another program.
-        whole = (count == size).all() and (least < segment or not model.can_pad)
+        whole = (count == size).all() and (least < most or not model.can_pad)
         lengths = None if whole else jnp.asarray(count)
-        # From the second segment on the state is one that this function made.
+        # From the second call on the state is one that this function made.
         read = _read[donate or start > 0]
         state, logits = read(graph, params, state, logits, jnp.asarray(part), lengths)
+        if progress is not None:
+            # A call returns before it is computed.
+            jax.block_until_ready(logits)
+            progress(min(start + most, longest), longest)
     return state, logits
 
 
@@ -282,7 +292,7 @@ def _padded(length: int, longest: int, least: int) -> int:
     return 1 if longest == 1 else max(least, 1 << (length - 1).bit_length())
 
 
-def _read_segment(graph, params, state, logits, tokens, lengths):
+def _read_call(graph, params, state, logits, tokens, lengths):
     """The memory after the tokens, and the logits behind the last of them."""
     model = nnx.merge(graph, params)
     if lengths is None:
@@ -340,7 +350,7 @@ def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, coun
 
 # Keeps the state that it is given, or takes it.
 _read = (
-    jax.jit(_read_segment, static_argnums=0),
-    jax.jit(_read_segment, static_argnums=0, donate_argnums=2),
+    jax.jit(_read_call, static_argnums=0),
+    jax.jit(_read_call, static_argnums=0, donate_argnums=2),
 )
 _draw = jax.jit(_draw_tokens, static_argnums=(0, 1, 2), donate_argnums=4)

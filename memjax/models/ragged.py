@@ -96,7 +96,7 @@ def check_prompt(
     prompt: Any,
     lengths: Sequence[int] | None,
     max_new_tokens: int,
-    segment: int,
+    tokens_per_call: int,
     samples: int,
 ) -> None:
     """Raises ValueError on what `generate` cannot read or draw."""
@@ -108,7 +108,9 @@ def check_prompt(
             f"prompt must be integers [B, T] with T >= 1, got {prompt.dtype}"
             f"{list(prompt.shape)}"
         )
-    check_sizes(max_new_tokens=max_new_tokens, segment=segment, samples=samples)
+    check_sizes(
+        max_new_tokens=max_new_tokens, tokens_per_call=tokens_per_call, samples=samples
+    )
     if prompt.min() < 0 or prompt.max() >= model.vocab_size:
         worst = prompt.max() if prompt.max() >= model.vocab_size else prompt.min()
         raise ValueError(

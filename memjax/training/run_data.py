@@ -287,7 +287,7 @@ def validation(
                 trained,
                 documents,
                 context_length=length,
-                segment=length,
+                tokens_per_call=length,
                 batch_size=min(config.data.batch_size, config.data.validation_texts),
                 should_stop=should_stop,
                 progress=status,

@@ -114,7 +114,7 @@ def test_folder_of_another_program_is_generated_from_and_scored(tmp_path):
     texts.mkdir()
     for i in range(4):
         (texts / f"{i}.txt").write_text("abcdefgh" * 3)
-    words = ["eval", folder, "--source", f"folder:{texts}", "--segment", "8"]
+    words = ["eval", folder, "--source", f"folder:{texts}", "--tokens-per-call", "8"]
     words += ["--split", "train", "--output", tmp_path / "scores"]
     code, out, err = command(*words)
     assert (code, err) == (0, reported)

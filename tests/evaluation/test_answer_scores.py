@@ -54,7 +54,9 @@ INPUTS = [entry(13, 2), entry(4, 3, 1), entry(20, 1, 2)]
 
 @pytest.mark.slow
 def test_losses_are_those_of_the_whole_text():
-    scores = evaluation.score_answers(backbone(), INPUTS, segment=5, batch_size=2)
+    scores = evaluation.score_answers(
+        backbone(), INPUTS, tokens_per_call=5, batch_size=2
+    )
     assert scores.mask.sum(axis=1).tolist() == [2, 3, 1]
     every = []
     for row, text in enumerate(INPUTS):
@@ -85,7 +87,9 @@ def test_greedy_continuation_is_an_exact_match():
     wrong = right.copy()
     wrong[-2] = (wrong[-2] + 1) % V
     texts = [INPUTS[0]._replace(tokens=tokens) for tokens in (right, wrong)]
-    exact = evaluation.score_answers(backbone(), texts, segment=8, batch_size=2).exact
+    exact = evaluation.score_answers(
+        backbone(), texts, tokens_per_call=8, batch_size=2
+    ).exact
     assert exact.tolist() == [True, False]
 
 
@@ -101,7 +105,7 @@ def probability_of_any_answer(texts):
             tokens[text.answer :] = (tokens[text.answer :] + token) % V
             every.append(text._replace(tokens=tokens))
     scores = evaluation.score_answers(
-        searching(), every, segment=L, batch_size=len(every)
+        searching(), every, tokens_per_call=L, batch_size=len(every)
     )
     return np.exp(-scores.nll[:, 0]).reshape(V, len(texts)).sum(axis=0)
 
@@ -119,7 +123,7 @@ def test_an_aligned_answer_is_not_read_ahead():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(tokens_per_call=0), "tokens_per_call must be at least 1, got 0"),
         (dict(batch_size=0), "batch_size must be at least 1, got 0"),
         (dict(inputs=[]), "inputs must hold at least one"),
         (dict(inputs=[entry(0, 2)]), r"inputs\[0\]: the answer must begin inside"),
@@ -127,6 +131,6 @@ def test_an_aligned_answer_is_not_read_ahead():
     ],
 )
 def test_unscorable_input_is_refused(change, message):
-    options = dict(inputs=INPUTS, segment=5, batch_size=2) | change
+    options = dict(inputs=INPUTS, tokens_per_call=5, batch_size=2) | change
     with pytest.raises(ValueError, match=message):
         evaluation.score_answers(backbone(), options.pop("inputs"), **options)

@@ -55,9 +55,15 @@ def token_by_token(tokens):
     return np.array(nll)
 
 
-def run(documents=(LONG, SHORT), segment=5, batch_size=2, **options) -> TokenLosses:
+def run(
+    documents=(LONG, SHORT), tokens_per_call=5, batch_size=2, **options
+) -> TokenLosses:
     return evaluation.token_losses(
-        MODEL, documents, segment=segment, batch_size=batch_size, **options
+        MODEL,
+        documents,
+        tokens_per_call=tokens_per_call,
+        batch_size=batch_size,
+        **options,
     )
 
 
@@ -79,7 +85,7 @@ def test_each_loss_is_that_of_a_loop_over_tokens(whole):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(segment=22), dict(batch_size=1), dict(batch_size=3)]
+    "options", [dict(tokens_per_call=22), dict(batch_size=1), dict(batch_size=3)]
 )
 def test_losses_are_independent_of_segments_and_batches(whole, options):
     seen = []
@@ -96,7 +102,9 @@ def test_equal_models_compile_one_program_whether_loaded_or_new(whole):
     loaded = nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
     assert graph == nnx.graphdef(MODEL)
     before = scoring.score_segment._cache_size()
-    found = evaluation.token_losses(loaded, [LONG, SHORT], segment=5, batch_size=2)
+    found = evaluation.token_losses(
+        loaded, [LONG, SHORT], tokens_per_call=5, batch_size=2
+    )
     np.testing.assert_array_equal(found.nll, whole.nll)
     # Of committed arrays, for all of its five segments.
     assert scoring.score_segment._cache_size() <= before + 1
@@ -143,7 +151,9 @@ def test_stopping_returns_what_was_read(whole):
 def test_parameters_are_read_from_the_model_at_each_call(whole):
     graph, params = nnx.split(MODEL)
     model: Any = nnx.merge(graph, jax.tree.map(lambda x: x * 1.1, params))
-    other = evaluation.token_losses(model, [LONG, SHORT], segment=5, batch_size=2)
+    other = evaluation.token_losses(
+        model, [LONG, SHORT], tokens_per_call=5, batch_size=2
+    )
     assert np.abs(other.nll - whole.nll).max() > 1e-3
 
 
@@ -195,7 +205,7 @@ def test_log2_bins_double_and_end_at_the_longest(longest, edges):
 @pytest.mark.parametrize(
     "options,message",
     [
-        (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(tokens_per_call=0), "tokens_per_call must be at least 1, got 0"),
         (dict(batch_size=0), "batch_size must be at least 1, got 0"),
         (dict(context_length=-1), "context_length must be >= 0, got -1"),
         (dict(documents=[]), "none of the 0 documents has two tokens"),

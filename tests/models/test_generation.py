@@ -79,9 +79,11 @@ def test_greedy_equals_argmax_of_full_text(greedy):
     chex.assert_trees_all_close(greedy.state, after, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("segment", [3, 4])
-def test_prompt_segment_invariance(greedy, segment):
-    found = go(segment=segment)
+@pytest.mark.parametrize("size", [3, 4])
+def test_tokens_per_call_change_nothing(greedy, size):
+    seen = []
+    found = go(tokens_per_call=size, progress=lambda *counts: seen.append(counts))
+    assert seen == [(min(end, P), P) for end in range(size, P + size, size)]
     np.testing.assert_array_equal(found.tokens, greedy.tokens)
     chex.assert_trees_all_close(found.state, greedy.state, rtol=1e-5, atol=1e-5)
 
@@ -100,11 +102,11 @@ def test_returned_state_continues(greedy):
     assert any(leaf.is_deleted() for leaf in jax.tree.leaves(first.state))
 
 
-@pytest.mark.parametrize("segment", [4, 1024])
-def test_ragged_prompts_equal_single_prompts(segment):
-    """With segments of 4 the shorter prompt ends two segments before the longer."""
+@pytest.mark.parametrize("size", [4, 1024])
+def test_ragged_prompts_equal_single_prompts(size):
+    """With 4 tokens per call the shorter prompt ends two calls before the longer."""
     lengths = (4, P)
-    both = go(lengths=lengths, segment=segment)
+    both = go(lengths=lengths, tokens_per_call=size)
     for row, length in enumerate(lengths):
         prompt = np.stack([PROMPT[row, :length]] * B)
         alone = go(prompt=prompt)
@@ -277,7 +279,7 @@ def test_greedy_is_argmax():
         (dict(prompt=np.full((B, 2), V)), r"tokens in \[0, 17\), got 17"),
         (dict(prompt=np.full((B, 2), -1)), r"tokens in \[0, 17\), got -1"),
         (dict(count=0), "max_new_tokens must be at least 1, got 0"),
-        (dict(segment=0), "segment must be at least 1, got 0"),
+        (dict(tokens_per_call=0), "tokens_per_call must be at least 1, got 0"),
         (dict(read_before=[V]), r"read_before must be in \[0, 17\), got \[17\]"),
         (dict(vocab_size=0), "vocab_size must be at least 1, got 0"),
         (dict(samples=0), "samples must be at least 1, got 0"),

@@ -28,7 +28,7 @@ def make_text(name, kind, tokens=21):
 def test_binned_losses_compare_as_those_of_positions(model):
     texts = [make_text(f"{k}{i}", k) for k in ("proofs", "code") for i in range(5)]
     whole = [
-        evaluation.token_losses(one, texts, segment=20, batch_size=5)
+        evaluation.token_losses(one, texts, tokens_per_call=20, batch_size=5)
         for one in (limit_attention(model, 2), model)
     ]
     binned = [
@@ -62,7 +62,7 @@ def test_texts_are_scored_once_each_at_their_own_length(model, tmp_path):
     short, long = measure.bin_losses(found.losses, EDGES)
     assert short["targets"] == [5, 5, 0] and long["targets"] == [5, 5, 10]
     assert short["nats"][2] == 0 < long["nats"][2]
-    expected = evaluation.token_losses(model, texts, segment=20, batch_size=2)
+    expected = evaluation.token_losses(model, texts, tokens_per_call=20, batch_size=2)
     np.testing.assert_allclose(found.losses.nll, expected.nll, rtol=1e-5, atol=1e-6)
 
 

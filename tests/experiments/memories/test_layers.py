@@ -20,7 +20,7 @@ def test_rises_are_of_the_models_with_these_layers():
 
     def losses(*mechanisms):
         one = replace_config(model, mechanisms=mechanisms)
-        found = evaluation.token_losses(one, texts, segment=20, batch_size=3)
+        found = evaluation.token_losses(one, texts, tokens_per_call=20, batch_size=3)
         return found.nll[:, 6:].mean(axis=1)
 
     found = layers.rises(model, texts, CONFIG)

@@ -110,7 +110,7 @@ def test_perplexity_equals_transformers_with_the_first_token(tmp_path):
     (tmp_path / "text.txt").write_text("abcdefghijkl")
     spec, cache = str(tmp_path / "text.txt"), tmp_path / "cache"
     documents = load_tokens(spec, loaded.tokenizer, "train", cache)
-    found = perplexity(token_losses(loaded.model, documents, segment=4))
+    found = perplexity(token_losses(loaded.model, documents, tokens_per_call=4))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
     ids = np.asarray(theirs("abcdefghijkl").input_ids)
     logits = transformers_logits(tmp_path / "a", ids[None])[0]

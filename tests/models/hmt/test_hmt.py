@@ -337,7 +337,7 @@ def test_generation_continues_beyond_a_segment():
     greedy, count = Sampling(temperature=0.0), T - L - 1
     state, drawn, *_ = generate(
         model, model.init_state(B), TOKENS[:, : L + 1], count,
-        key=jax.random.key(0), sampling=greedy, segment=3,
+        key=jax.random.key(0), sampling=greedy, tokens_per_call=3,
     )  # fmt: skip
     tokens = np.concatenate([TOKENS[:, : L + 1], drawn], axis=1)
     after, logits = call(model, model.init_state(B), tokens)

@@ -246,7 +246,7 @@ def test_greedy_generation(name):
         expected.shape[1],
         key=jax.random.key(0),
         sampling=Sampling(temperature=0.0),
-        segment=6,
+        tokens_per_call=6,
     )
     count = c["comparable"]
     np.testing.assert_array_equal(tokens[:, :count], expected[:, :count])

@@ -437,7 +437,7 @@ def test_generation_continues_beyond_a_chunk():
     model = build()
     state, drawn, *_ = generate(
         model, model.init_state(B), TOKENS[:, : C + 1], T - C,
-        key=jax.random.key(0), sampling=GREEDY, segment=C + 1,
+        key=jax.random.key(0), sampling=GREEDY, tokens_per_call=C + 1,
     )  # fmt: skip
     text = jnp.concatenate([TOKENS[:, : C + 1], drawn], axis=1)
     after, logits = run(model, model.init_state(B), text)

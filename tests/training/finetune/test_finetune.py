@@ -197,7 +197,7 @@ def test_sizes_of_other_memories_are_refused(fields, message):
 @pytest.mark.slow
 def test_a_finetuned_run_is_evaluated_and_writes_text(whole, capsys):
     with pytest.raises(SystemExit) as stop:
-        cli.main(["eval", str(whole), "--split", "test", "--segment", "8"])
+        cli.main(["eval", str(whole), "--split", "test", "--tokens-per-call", "8"])
     assert stop.value.code == 0
     found = json.loads((whole / "eval-test.json").read_text())["perplexity"]["all"]
     # Its summary reads ahead: not all targets count.

@@ -145,7 +145,7 @@ def test_retrofit_loads_generates_and_exports(trained, tmp_path):
     model: Any = memjax.load(trained[0]).model
     assert isinstance(model.config.layers[0], HybridConfig)
     tokens = np.asarray(tiny.tokens(0, 1, 11))
-    drawn = generate(model, None, tokens, 3, key=jax.random.key(0), segment=4)
+    drawn = generate(model, None, tokens, 3, key=jax.random.key(0), tokens_per_call=4)
     assert drawn.tokens.shape == (1, 3)
     save_memory(tmp_path / "memory", model, drawn.state)
     tiny.assert_equal(load_memory(tmp_path / "memory", model), drawn.state)
@@ -173,7 +173,9 @@ def test_retrofit_perplexity_is_independent_of_segments(trained):
     found = []
     for segment in ("4", "12"):
         with pytest.raises(SystemExit) as stop:
-            cli.main(["eval", str(folder), "--split", "test", "--segment", segment])
+            cli.main(
+                ["eval", str(folder), "--split", "test", "--tokens-per-call", segment]
+            )
         assert stop.value.code == 0
         report = json.loads((folder / "eval-test.json").read_text())
         found.append(report["perplexity"]["all"]["perplexity"])
