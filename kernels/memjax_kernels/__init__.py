@@ -66,6 +66,16 @@ from memjax_kernels._src.recurrent_block import (
     l2_normalize,
     short_convolution,
 )
+from memjax_kernels._src.scans import (
+    GatedScanState,
+    SelectiveScanState,
+    gated_scan,
+    gated_scan_init_state,
+    gated_scan_step,
+    selective_scan,
+    selective_scan_init_state,
+    selective_scan_step,
+)
 from memjax_kernels._src.sigmoid_scores import sigmoid_scores
 from memjax_kernels._src.trellis import (
     TrellisActivation,
@@ -86,6 +96,7 @@ from memjax_kernels._src.ttt_linear import (
 )
 
 __all__ = [
+    "GatedScanState",
     "GatedSlotsState",
     "HippoBank",
     "HippoImplementation",
@@ -97,6 +108,7 @@ __all__ = [
     "LatticeState",
     "LatticeVariant",
     "MatrixState",
+    "SelectiveScanState",
     "TRELLIS_ACTIVATIONS",
     "TRELLIS_PHIS",
     "TTTLinearState",
@@ -113,6 +125,9 @@ __all__ = [
     "gated_delta_rule_init_state",
     "gated_delta_rule_step",
     "gated_norm",
+    "gated_scan",
+    "gated_scan_init_state",
+    "gated_scan_step",
     "gated_slots",
     "gated_slots_init_state",
     "gated_slots_step",
@@ -137,6 +152,9 @@ __all__ = [
     "overlap",
     "overlap_with_keys",
     "rotate",
+    "selective_scan",
+    "selective_scan_init_state",
+    "selective_scan_step",
     "short_convolution",
     "sigmoid_scores",
     "ssd",

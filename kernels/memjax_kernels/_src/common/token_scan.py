@@ -1,5 +1,6 @@
 """The reference loop of ops with an empty memory of zeros: one token at a time."""
 
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -7,12 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
+from memjax_kernels._src.common import chunks
+
 
 def scan_tokens(
     step: Callable,
     tokens: tuple[Float[Array, "B T ..."] | None, ...],
     state: PyTree[Float[Array, "B ..."]],
     reset: Bool[Array, "B T"] | None = None,
+    remat_every: int | None = None,
 ) -> tuple[PyTree[Float[Array, "B ..."]], Float[Array, "B T *_"]]:
     """Calls step(*token, state) -> (state, y) for every token in order.
 
@@ -21,6 +25,8 @@ def scan_tokens(
         tokens: its arrays of all tokens; None stays None.
         state: the memory before the first.
         reset: True fills the memory of a batch element with zeros before that token.
+        remat_every: tokens between two memories that are saved for the backward pass;
+            None saves what each token's gradient needs.
     """
 
     # The reference is the step in plain jax, on any platform.
@@ -34,7 +40,10 @@ def scan_tokens(
         return step(*token, state)
 
     time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))
-    state, y = jax.lax.scan(reset_and_step, state, time_first)
+    scan = jax.lax.scan
+    if remat_every is not None:
+        scan = functools.partial(chunks.scan, remat_every=remat_every)
+    state, y = scan(reset_and_step, state, time_first)
     return state, jnp.moveaxis(y, 0, 1)
 
 
