@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 #: Exit codes: stopped by a signal, with nothing lost, and to be run again (the
 #: `EX_TEMPFAIL` of sysexits.h); by Ctrl-C.
@@ -38,9 +38,14 @@ class Exit:
     Args:
         number: of the signal.
         closed: set where the program needs no handler any more.
+        direct: end it here, without exceptions, which imports of native modules and
+            callbacks turn into others.
     """
 
-    def __init__(self, number: signal.Signals, closed: threading.Event):
+    def __init__(
+        self, number: signal.Signals, closed: threading.Event, direct: bool = False
+    ):
+        self._direct = direct
         self._is_interrupt = number == signal.SIGINT
         self._code = EXIT_INTERRUPTED if self._is_interrupt else EXIT_PREEMPTED
         self._line = "interrupted"
@@ -52,6 +57,10 @@ class Exit:
         """Called by Python; further signals to a program that ends are ignored."""
         again = self._handled.is_set()
         self._handled.set()
+        if self._direct:
+            with suppress(Exception):
+                sys.stdout.flush()
+            self._end()
         if self._is_interrupt:
             raise KeyboardInterrupt
         if not again:
@@ -61,13 +70,49 @@ class Exit:
     def watch(self) -> None:
         """Ends the program unless Python does."""
         if not self._handled.wait(HANDLED):
-            _say(self._line)
-            os._exit(self._code)
+            self._end()
         if self._is_interrupt:
             # A program that asks for lines, as a chat, may go on.
             self._handled.clear()
         elif not self._closed.wait(ENDED):
             os._exit(self._code)
+
+    def _end(self) -> NoReturn:
+        _say(self._line)
+        os._exit(self._code)
+
+
+class Interruption(Exit):
+    """Handler of Ctrl-C while an answer is drawn: a flag, and at the second the end.
+
+    The end at once, too, before the flag has been looked at: a model is compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(signal.SIGINT, threading.Event())
+        self._pressed = self._asked = False
+        self._heard = 0
+
+    def is_set(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        self._asked = True
+        return self._pressed
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Called by Python."""
+        self._handled.set()
+        if self._pressed or not self._asked:
+            raise KeyboardInterrupt
+        self._pressed = True
+
+    def watch(self) -> None:
+        """Ends the program unless Python does, or an answer is to end first."""
+        self._heard += 1
+        if self._heard > 1 or not self._asked:
+            super().watch()
+        else:
+            self._handled.wait()
+            self._handled.clear()
 
 
 def end_with_parent() -> None:
@@ -78,17 +123,18 @@ def end_with_parent() -> None:
 
 
 @contextmanager
-def at_once(resumable: bool) -> Iterator[None]:
+def at_once(resumable: bool, direct: bool = False) -> Iterator[None]:
     """Until the block ends, Ctrl-C ends the program at once, with exit code 130.
 
     Other handlers that are set meanwhile are left to themselves.
 
     Args:
         resumable: so do `STOPPING`, with exit code 75.
+        direct: see `Exit`.
     """
     numbers = [n for n in catchable() if resumable or n == signal.SIGINT]
     closed = threading.Event()
-    before = {number: signal.signal(number, Exit(number, closed)) for number in numbers}
+    before = {n: signal.signal(n, Exit(n, closed, direct)) for n in numbers}
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

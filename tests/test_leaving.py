@@ -9,10 +9,20 @@ import pytest
 
 #: A program that says that it is ready, and its part that follows.
 BEGIN = """
-import gc, hashlib, sys, time
-from memjax.leaving import at_once
+import gc, hashlib, os, signal, sys, time
+from memjax.leaving import Interruption, at_once
 def native():
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+def compiling():
+    signal.signal(signal.SIGINT, Interruption())
+    native()
+def drawing():
+    handler = Interruption()
+    signal.signal(signal.SIGINT, handler)
+    assert not handler.is_set()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert handler.is_set()
+    native()
 def swallowing():
     try:
         time.sleep(60)
@@ -63,6 +73,29 @@ def test_native_code_does_not_hold_a_signal_up(
     found, _, errors, seconds = run("native", number)
     assert (found, errors) == (code, line)
     assert seconds < 5
+
+
+@pytest.mark.slow  # Two interpreters, and a second of waiting each.
+@pytest.mark.parametrize("part", ["compiling", "drawing"])
+def test_chat_ends_in_native_code(part: str) -> None:
+    """Also before the first word, and at a second Ctrl-C, after the first was seen."""
+    code, _, errors, seconds = run(part, signal.SIGINT)
+    assert (code, errors) == (130, "memjax: interrupted\n")
+    assert seconds < 5
+
+
+@pytest.mark.slow
+def test_experiments_end_in_one_line() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "experiments.memories.notes"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        # In the middle of its imports.
+        while not process.stderr.readline().rstrip().endswith("experiments"):
+            pass
+        process.send_signal(signal.SIGINT)
+        lines = process.stderr.read().splitlines()
+    assert process.returncode == 130
+    assert [x for x in lines if not x.startswith("import")] == ["memjax: interrupted"]
 
 
 def test_a_program_may_go_on_after_ctrl_c() -> None:

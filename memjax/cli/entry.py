@@ -6,7 +6,7 @@ JAX, flax and the presets take seconds to import.
 import importlib
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from memjax import leaving
 from memjax.cli import hosts
@@ -30,9 +30,13 @@ def main(argv: list[str] | None = None) -> None:
                 with leaving.at_once(resumable=trains):
                     _imported().main(argv)
         except KeyboardInterrupt:
-            # Of the imports.
+            # After the command.
             print("memjax: interrupted", file=sys.stderr)
-            sys.exit(leaving.EXIT_INTERRUPTED)
+            _leave_interrupted()
+        except SystemExit as ended:
+            if ended.code == leaving.EXIT_INTERRUPTED:
+                _leave_interrupted()
+            raise
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -41,11 +45,25 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
 
 
+def _leave_interrupted() -> NoReturn:
+    """Ends the process, with its output written.
+
+    Threads of XLA that still compile can end Python's own way out with a segmentation
+    fault.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(leaving.EXIT_INTERRUPTED)
+
+
 def _imported() -> Any:
     """The commands, which take seconds to import; a terminal sees that."""
     status = importlib.import_module("memjax.status")
-    with status.Status("starting memjax", quiet=not sys.stderr.isatty()):
-        return importlib.import_module("memjax.cli.main")
+    quiet = not sys.stderr.isatty()
+    # Native modules turn an exception into another.
+    with leaving.at_once(resumable=False, direct=True):
+        with status.Status("starting memjax", quiet=quiet):
+            return importlib.import_module("memjax.cli.main")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_a_signal_before_the_first_step_ends_the_command(
     before = [signal.getsignal(n) for n in leaving.catchable()]
     monkeypatch.setattr(pretrain, "load_tokenizer", lambda _: send(number))
     monkeypatch.setattr(cli, "enable_compilation_cache", lambda _: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as stopped:
         entry.main(["train", "elastic-tiny", "--run-dir", str(tmp_path)])
     assert stopped.value.code == code

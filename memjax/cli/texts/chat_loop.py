@@ -5,13 +5,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from memjax.checks import printable
 from memjax.cli.texts.opening import described
 from memjax.cli.texts.rows import read_text, require_said
 from memjax.conversation import Conversation
+from memjax.leaving import Interruption
 from memjax.status import Status, say, say_all
 
 HELP = """/tell FILE    reads a text file into the memory; /tell --again FILE once more
@@ -20,7 +20,7 @@ HELP = """/tell FILE    reads a text file into the memory; /tell --again FILE on
 /undo         takes back the last turn, text or /forget
 /forget       empties the memory
 /quit         ends the conversation; so does Ctrl-D
-Ctrl-C ends an answer, and not the conversation"""
+Ctrl-C ends an answer; before its first word, the conversation"""
 PROMPT = "> "
 #: Characters of a message; a pipe may be endless.
 LONGEST_LINE = 2**20
@@ -215,18 +215,11 @@ def read_line() -> str | None:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """A flag for Ctrl-C; a second Ctrl-C ends the program."""
-    pressed = False
-
-    def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    before = signal.signal(signal.SIGINT, press)
+    """A flag for Ctrl-C; see `Interruption`."""
+    handler = Interruption()
+    before = signal.signal(signal.SIGINT, handler)
     try:
-        yield lambda: pressed
+        yield handler.is_set
     finally:
         signal.signal(signal.SIGINT, before)
 
