@@ -166,6 +166,7 @@ def test_unknown_mechanism_in_a_file_is_refused(mechanism, message):
 def test_every_exported_mechanism_survives_json():
     window = SlidingWindowConfig(8, 2, 2, 4, window=4)
     sizes = dict(num_heads=2, num_kv_heads=2, head_dim=4, key_dim=4, value_dim=4)
+    sizes |= dict(inner_dim=16, state_dim=4, dt_rank=1, width=8, num_blocks=2)
     for name, kind in MECHANISMS.items():
         # Of a hybrid two configurations in one, the memory by its name.
         mechanism: Any = HybridConfig(window, InfiniConfig(2, 2, 4, 4))

@@ -24,6 +24,9 @@ from memjax.mechanisms.linear_attention import (
     LinearAttentionConfig as LinearAttentionConfig,
 )
 from memjax.mechanisms.mamba2 import Mamba2Config as Mamba2Config
+from memjax.mechanisms.mixers.mamba import MambaConfig as MambaConfig
+from memjax.mechanisms.mixers.rg_lru import RGLRUConfig as RGLRUConfig
+from memjax.mechanisms.mixers.short_conv import ShortConvConfig as ShortConvConfig
 from memjax.mechanisms.sliding_window import SlidingWindowConfig as SlidingWindowConfig
 from memjax.mechanisms.trellis import TrellisConfig as TrellisConfig
 from memjax.mechanisms.ttt_linear import TTTLinearConfig as TTTLinearConfig

@@ -23,7 +23,10 @@ from memjax.mechanisms import (
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
+    MambaConfig,
     MechanismConfig,
+    RGLRUConfig,
+    ShortConvConfig,
     SlidingWindowConfig,
     TrellisConfig,
     TTTLinearConfig,
@@ -79,6 +82,13 @@ CONFIGS: dict[str, MechanismConfig] = {
         shared_gates=False,
         readout="phi",
     ),
+    "mamba": MambaConfig(D, inner_dim=20, state_dim=3, dt_rank=2),
+    "falcon_mamba": MambaConfig(
+        D, 20, 3, 2, conv_bias=False, bias=True, norm_epsilon=1e-3
+    ),
+    "rg_lru": RGLRUConfig(D, width=12, num_blocks=3),
+    # One tap more than LFM2 has, so that the first changed token reaches the last.
+    "short_conv": ShortConvConfig(D, conv_width=4),
     "lattice": LatticeConfig(**SLOTS, chunk_size=4),
     "lattice_unnormalised": LatticeConfig(
         **SLOTS, variant="enc", chunk_size=4, normalize=False, forget="l2"
@@ -92,6 +102,7 @@ VARIANTS = (
     "hybrid_elastic",
     "hybrid_infini",
     "trellis_nonlinear",
+    "falcon_mamba",
     "lattice_unnormalised",
     "lattice_sparse",
 )
@@ -165,8 +176,11 @@ def test_each_parameter_is_known_to_decay_or_not():
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             found[decays(name)].add(name.rpartition("/")[2])
     decayed = "query key value output query_key filters gate read rate weight target "
-    decayed += "narrow widen forget weights slots keys values"
-    kept = "norm bias query_bias key_bias scale shift log_rate skip amount"
+    decayed += "narrow widen forget weights slots keys values "
+    decayed += "selection pace input_gate recurrent_gate"
+    kept = "norm bias query_bias key_bias scale shift log_rate skip amount decay "
+    kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "
+    kept += "recurrent_bias"
     assert found == {True: set(decayed.split()), False: set(kept.split())}
 
 

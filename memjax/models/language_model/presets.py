@@ -82,6 +82,12 @@ class Size:
             capacity=self.capacity,
             window=self.window,
             block=self.window,
+            # Of Mamba, and of RG-LRU as RecurrentGemma has it.
+            inner_dim=2 * self.model_dim,
+            state_dim=16,
+            dt_rank=-(-self.model_dim // 16),
+            width=self.model_dim,
+            num_blocks=self.num_heads,
         )
         fields = {f.name for f in dataclasses.fields(known[name]) if f.init}
         sizes = {n: size for n, size in sizes.items() if n in fields}

@@ -1,0 +1,55 @@
+"""The causal convolution of a layer's channels, and the inputs that it carries.
+
+Shapes: B batch, T time, C channels, W width of the filters.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+def draw_filters(key: PRNGKeyArray, width: int, channels: int) -> Float[Array, "W C"]:
+    """Filters of a depthwise convolution, whose fan-in is their width alone."""
+    bound = width**-0.5
+    return jax.random.uniform(key, (width, channels), minval=-bound, maxval=bound)
+
+
+def no_inputs(batch: int, width: int, channels: int) -> Float[Array, "B _ C"]:
+    """The inputs before a text: zeros."""
+    return jnp.zeros((batch, width - 1, channels), jnp.float32)
+
+
+def convolve(
+    x: Float[Array, "B T C"],
+    filters: Float[Array, "W C"],
+    bias: Float[Array, " C"] | None,
+    before: Float[Array, "B _ C"],
+    positions: Int[Array, "B T"] | None,
+    activation: Literal["silu", "none"],
+) -> tuple[Float[Array, "B _ C"], Float[Array, "B T C"]]:
+    """The last W - 1 inputs, float32, and the convolution of a segment.
+
+    Args:
+        x: inputs.
+        filters: the last tap multiplies the token itself.
+        bias: of each channel; None is none.
+        before: the W - 1 inputs before the segment.
+        positions: of each token in its document; None is one document.
+        activation: of the convolved channels.
+    """
+    width, time = filters.shape[0], x.shape[1]
+    inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for w in range(width):
+        back = width - 1 - w
+        part = inputs[:, w : w + time] * filters[w].astype(jnp.float32)[None, None]
+        if positions is not None and back:
+            part = jnp.where(positions[..., None] >= back, part, 0.0)
+        y = y + part
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None, None]
+    if activation == "silu":
+        y = jax.nn.silu(y)
+    return inputs[:, time:], y.astype(x.dtype)
