@@ -24,7 +24,7 @@ from jaxtyping import Int32
 from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import put
 from memjax.buckets.writing import replaced
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, short
 from memjax.config_io import AnyPath, read_json
 from memjax.data.documents import prepared, sources, token_file
 from memjax.data.documents.documents import (
@@ -194,12 +194,14 @@ def _write_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 def _require_same(file: AnyPath, plan: dict[str, Any]) -> None:
     found = read_json(file)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must be an object, got {short(found)}")
     # Source and tokenizer may have other names; their digests count.
     for key in [key for key in plan if key not in ("source", "tokenizer")]:
         if found.get(key) != plan[key]:
             raise ValueError(
-                f"{file.parent} holds another preparation: {key} was {found.get(key)} "
-                f"and is now {plan[key]}"
+                f"{file.parent} holds another preparation: {key} was "
+                f"{short(found.get(key))} and is now {plan[key]}"
             )
 
 
@@ -335,13 +337,13 @@ def _finished(file: Path) -> dict[str, Any] | None:
     if not index.is_file():
         return None
     content = index.read_bytes()
-    record = json.loads(content)
+    found = prepared.read_index(content, index)
     return {
         "file": file.name,
-        "bytes": record["bytes"],
+        "bytes": found.bytes,
         "index_sha256": hashlib.sha256(content).hexdigest(),
-        "documents": len(record["names"]),
-        "tokens": sum(record["lengths"]),
+        "documents": len(found.names),
+        "tokens": sum(found.lengths),
     }
 
 

@@ -216,7 +216,7 @@ def test_damaged_tokens_are_found_where_they_are_read(source, tmp_path):
     file.write_bytes(content)
     damaged = load_tokens(f"prepared:{tmp_path}/ready", TOKENIZER, "train")
     assert len(damaged[0].tokens) == len(ids)
-    with pytest.raises(ValueError, match="ready: record 0 cannot be read: Corrupted"):
+    with pytest.raises(ValueError, match="train-00000.array_record is damaged"):
         damaged[0].tokens[:3]
 
 
