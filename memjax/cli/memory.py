@@ -48,7 +48,7 @@ def memory(
 
 
 def _record(path: Path) -> Record:
-    return from_record(Record, read_note(path), str(path))
+    return from_record(Record, read_note(path), f"{path / RECORD}: note")
 
 
 def _show(saved: MemoryFolder, record: Record) -> None:

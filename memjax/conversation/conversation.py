@@ -393,6 +393,6 @@ class Conversation:
 
     def _load(self, folder, owner):
         """Record and state of a saved memory."""
-        record: Record = from_record(Record, read_note(folder), str(folder))
+        record: Record = from_record(Record, read_note(folder), f"{folder}: note")
         record.owner.require(owner, str(folder.parent))
         return record, load_memory(folder, self.model)

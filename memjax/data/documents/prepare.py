@@ -316,7 +316,7 @@ class _Writer:
         return self._shards
 
     def _file(self) -> Path:
-        return self._folder / f"{self._split}-{len(self._shards):05}.array_record"
+        return self._folder / prepared.shard_name(self._split, len(self._shards))
 
     def _finish(self) -> None:
         assert self._writer is not None
@@ -338,6 +338,9 @@ def _finished(file: Path) -> dict[str, Any] | None:
         return None
     content = index.read_bytes()
     found = prepared.read_index(content, index)
+    # It was complete, and is written again.
+    if not file.is_file() or file.stat().st_size != found.bytes:
+        return None
     return {
         "file": file.name,
         "bytes": found.bytes,

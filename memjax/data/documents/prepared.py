@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -77,8 +76,6 @@ class Shard:
     tokens: int
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z]+-\d{5,}\.array_record", self.file):
-            raise ValueError(f"file must be as train-00000.array_record: {self.file!r}")
         if min(self.bytes, self.documents, self.tokens) < 1:
             raise ValueError(f"bytes, documents and tokens must be at least 1: {self}")
 
@@ -97,8 +94,8 @@ class Index:
         columns = {name: len(getattr(self, name)) for name in COLUMNS}
         if len({*columns.values()}) > 1 or not self.names:
             raise ValueError(f"names to digests must be of one length, got {columns}")
-        if min(self.lengths) < 1:
-            raise ValueError(f"lengths must be at least 1, got {min(self.lengths)}")
+        if min(*self.lengths, self.bytes) < 1:
+            raise ValueError(f"lengths and bytes must be at least 1: {short(self)}")
 
 
 def load(
@@ -172,8 +169,23 @@ def read_manifest(folder: AnyPath) -> dict[str, Any]:
         if not isinstance(found, list) or not found:
             raise ValueError(f"{where} must list files, got {short(found)}")
         for i, shard in enumerate(found):
-            from_record(Shard, shard, f"{where}[{i}]")
+            name = from_record(Shard, shard, f"{where}[{i}]").file
+            if name != shard_name(split, i):
+                raise ValueError(
+                    f"{where}[{i}].file must be {shard_name(split, i)!r}, got "
+                    f"{short(name)}"
+                )
+    for split in get_args(Split):
+        # A file that the manifest has lost would be documents lost in silence.
+        further = shard_name(split, len(shards.get(split, [])))
+        if (folder / further).exists():
+            raise ValueError(f"{file}.shards.{split} does not list {further}")
     return manifest
+
+
+def shard_name(split: str, number: int) -> str:
+    """The name of a file of records."""
+    return f"{split}-{number:05}.array_record"
 
 
 def read_index(content: bytes, file: Path) -> Index:

@@ -96,7 +96,15 @@ def read(base: Path) -> list[TokenisedDocument] | None:
         return None
     try:
         return _mapped(_checked_record(base), tokens_file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    # `ArithmeticError` of numbers too large for numpy.
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         _LOG.warning("%s is damaged (%s); tokenising again", tokens_file, error)
         return None
 

@@ -242,7 +242,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     kinds: dict[str, tuple[type, ...]] = {"format": (str,), "version": (int,)}
     kinds |= {"model": (dict,), "slots": (int, type(None)), "starts": (dict,)}
     kinds |= {"note": (dict,), "sha256": (str,), "record_sha256": (str,)}
-    wrong = [name for name, kind in kinds.items() if type(record.get(name)) not in kind]
+    wrong = [n for n, kind in kinds.items() if type(record.get(n, ...)) not in kind]
     wrong += [name for name in record if name not in kinds]
     if wrong:
         raise ValueError(

@@ -1,5 +1,6 @@
 """Prepared tokens: equal documents and batches, checks, interruptions."""
 
+import copy
 import itertools
 import json
 import os
@@ -236,3 +237,51 @@ def test_a_manifest_that_is_no_object_is_refused(tmp_path):
     (tmp_path / prepared.MANIFEST).write_text("[1]")
     with pytest.raises(ValueError, match=r"manifest.json must be an object, got \[1\]"):
         prepared.read_manifest(tmp_path)
+
+
+def changes(record):
+    """Copies of a record, each with one field removed or of another type."""
+    for key in record if isinstance(record, dict) else range(len(record)):
+        rest = copy.deepcopy(record)
+        if isinstance(record, dict):
+            del rest[key]
+            yield rest
+        for other in (None, "x", -1, [], {}, 1.5):
+            yield (
+                copy.deepcopy(rest) | {key: other}
+                if isinstance(rest, dict)
+                else ([*record[:key], other, *record[key + 1 :]])
+            )
+        if isinstance(record[key], dict | list):
+            for inner in changes(record[key]):
+                whole = copy.deepcopy(record)
+                whole[key] = inner
+                yield whole
+
+
+def test_every_field_of_a_manifest_is_checked(source, tmp_path):
+    folder = tmp_path / "ready"
+    prepare(config_of(source), folder)
+    file = folder / prepared.MANIFEST
+    whole = json.loads(file.read_text())
+
+    def contents():
+        documents = load_tokens(f"prepared:{folder}", TOKENIZER, "train")
+        return [(d.name, d.digest) for d in documents]
+
+    expected, refused = contents(), 0
+    changed = [*changes(whole), whole | {"surplus": 1}]
+    for record in changed:
+        file.write_text(json.dumps(record))
+        try:
+            assert contents() == expected
+        except ValueError as error:
+            assert str(folder) in str(error) and "\n" not in str(error)
+            refused += 1
+    # The others are names of source and tokenizer, and digests that resuming compares.
+    assert refused > len(changed) - 20
+    # As the manifest lists its files, so one that it has lost.
+    shards = whole["shards"] | {"train": whole["shards"]["train"][:-1]}
+    file.write_text(json.dumps(whole | {"shards": shards}))
+    with pytest.raises(ValueError, match="does not list train-"):
+        contents()
