@@ -19,12 +19,16 @@ from memjax.mechanisms.gsa import GSAConfig as GSAConfig
 from memjax.mechanisms.hybrid import HybridConfig as HybridConfig
 from memjax.mechanisms.lattice import LatticeConfig as LatticeConfig
 from memjax.mechanisms.layers.heads import HeadsConfig as HeadsConfig
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig as RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig as RecurrentConfig
+from memjax.mechanisms.layers.recurrent.style import (
+    RecurrentStyle as RecurrentStyle,
+)
 from memjax.mechanisms.linear_attention import (
     LinearAttentionConfig as LinearAttentionConfig,
 )
 from memjax.mechanisms.mamba2 import Mamba2Config as Mamba2Config
 from memjax.mechanisms.mixers.mamba import MambaConfig as MambaConfig
+from memjax.mechanisms.mixers.parallel import ParallelConfig as ParallelConfig
 from memjax.mechanisms.mixers.rg_lru import RGLRUConfig as RGLRUConfig
 from memjax.mechanisms.mixers.short_conv import ShortConvConfig as ShortConvConfig
 from memjax.mechanisms.sliding_window import SlidingWindowConfig as SlidingWindowConfig

@@ -211,7 +211,8 @@ def apply(
         y = from_cache()
     # NaN instead of an exception: inside jit the length of the history is unknown.
     fits = (positions < room)[..., None]
-    return state, jnp.where(fits, projections.output_projection(params, y), jnp.nan)
+    y = projections.output_projection(params, y, x)
+    return state, jnp.where(fits, y, jnp.nan)
 
 
 def whole(
@@ -227,7 +228,7 @@ def whole(
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)
     q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
-    return projections.output_projection(params, attend.causal(q, k, v, mask))
+    return projections.output_projection(params, attend.causal(q, k, v, mask), x)
 
 
 def packed(
@@ -242,7 +243,7 @@ def packed(
     positions = documents.positions(starts)
     q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
     y = attend.causal(q, k, v, first=documents.first_tokens(starts))
-    return projections.output_projection(params, y)
+    return projections.output_projection(params, y, x)
 
 
 def _check_fits(tokens, capacity):

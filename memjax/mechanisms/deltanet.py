@@ -19,7 +19,7 @@ from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import delta_rule, delta_rule_init_state, delta_rule_step
 
 

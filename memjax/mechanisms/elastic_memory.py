@@ -159,7 +159,7 @@ def step(
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(config, params, x[:, None])
     state, y = read_token(config, state, q[:, 0], k[:, 0], v[:, 0])
-    y = projections.output_projection(params, y[:, None].astype(x.dtype))
+    y = projections.output_projection(params, y[:, None].astype(x.dtype), x[:, None])
     return state, y[:, 0]
 
 
@@ -280,7 +280,7 @@ def _between_projections(read, config, fixed, x):
     params, state = fixed
     q, k, v = projections.qkv_projection(config, params, x)
     state, y = read(config, state, q, k, v)
-    return state, projections.output_projection(params, y)
+    return state, projections.output_projection(params, y, x)
 
 
 def _read_share(config, state, q, k, v):

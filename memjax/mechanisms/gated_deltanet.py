@@ -14,11 +14,12 @@ from typing import ClassVar, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
+from memjax.checks import check_positive
 from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax.mechanisms.mamba2 import (
     DECAY_AXES,
     DecayParams,
@@ -35,9 +36,20 @@ from memjax_kernels import (
 
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaNetConfig(RecurrentConfig):
-    """Sizes of a layer of Gated DeltaNet; see `RecurrentConfig`."""
+    """Sizes of a layer of Gated DeltaNet; see `RecurrentConfig`.
+
+    Attributes:
+        max_rate: largest β, in (0, 2]. Above 1 a write can turn a memory's sign
+            (Grazzi et al. 2024, https://arxiv.org/abs/2411.12537).
+    """
 
     name: ClassVar[str] = "gated_deltanet"
+
+    max_rate: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(most=2.0, max_rate=self.max_rate)
 
     def cell(self) -> Cell:
         """The cell of these sizes."""
@@ -49,6 +61,7 @@ class GatedDeltaNetConfig(RecurrentConfig):
             apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
+            shares_keys=True,
         )
 
     def with_half_lives(
@@ -101,10 +114,16 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    beta = _rates(config, params, x)
     # Mamba-2's Δ enters through the decay alone: β is the size of the write.
     _, g = decay(params.decay, x)
     return gated_delta_rule_step(q, k, v, beta, g, memory)
+
+
+def _rates(config, params, x):
+    """β of every token."""
+    rates = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    return rates if config.max_rate == 1 else config.max_rate * rates
 
 
 def apply(
@@ -118,7 +137,7 @@ def apply(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    beta = _rates(config, params, x)
     _, g = decay(params.decay, x)
     return gated_delta_rule(
         q, k, v, beta, g, memory, reset=reset, implementation=config.implementation

@@ -20,7 +20,7 @@ from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import gla as gla_op
 from memjax_kernels import gla_init_state, gla_step
 

@@ -35,7 +35,7 @@ from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import join_shares
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import (
     GatedSlotsState,
     gated_slots,

@@ -262,7 +262,7 @@ def step(
     inputs = jax.tree.map(lambda leaf: leaf[:, 0], inputs)
     memory, read = config.shared_cell().step(params.memory, state.memory, *inputs)
     y = balance(params, segment, attended, read[:, None], oldest.written)
-    y = projections.output_projection(params.attention, y)
+    y = projections.output_projection(params.attention, y, segment)
     return HybridState(window, memory), y[:, 0]
 
 
@@ -280,9 +280,8 @@ def apply(
     inputs = memory_inputs(config, params, q, oldest)
     memory, read = config.shared_cell().apply(params.memory, state.memory, *inputs)
     y = balance(params, x, attended, read, oldest.written)
-    return HybridState(window, memory), projections.output_projection(
-        params.attention, y
-    )
+    y = projections.output_projection(params.attention, y, x)
+    return HybridState(window, memory), y
 
 
 class Left(NamedTuple):

@@ -38,9 +38,10 @@ from memjax.mechanisms.cells.learned_init import (
     initialised_step,
     uninitialised,
 )
-from memjax.mechanisms.layers import gates, recurrent_block
+from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent import block
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import (
     LATTICE_VARIANTS,
     LatticeForget,
@@ -105,7 +106,7 @@ class LatticeConfig(RecurrentConfig):
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
         # Appendix A of the paper: query and key are two convolutions of one projection.
-        return recurrent_block.mechanism(self, self.cell(), shared_projection=True)
+        return block.mechanism(self, self.cell(), shared_projection=True)
 
     def cell(self) -> Cell:
         """The cell of these sizes."""

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import linear_attention as linear_attention_op
 from memjax_kernels import linear_attention_init_state, linear_attention_step
 

@@ -6,7 +6,8 @@
 Dao & Gu (2024), https://arxiv.org/abs/2405.21060, section 7 with C = q, B = k, X = v,
 and its skip weight s (their D). It is initialised as there: A in [1, 16], Δ in
 [0.001, 0.1]. Other than there, q and k are of unit norm and v is not convolved, as in
-the block that all recurrent mechanisms share.
+the block that all recurrent mechanisms share. With `RecurrentStyle(unit_norm=False)`,
+as in published models, y has no 1/√K.
 
 Shapes: B batch, T time, D model, H heads, K key, V value.
 """
@@ -24,15 +25,34 @@ from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import ssd, ssd_init_state, ssd_step
 
 
 @dataclasses.dataclass(frozen=True)
 class Mamba2Config(RecurrentConfig):
-    """Sizes of a layer of Mamba-2; see `RecurrentConfig`."""
+    """Sizes of a layer of Mamba-2; see `RecurrentConfig`.
+
+    Attributes:
+        pace_limits: range that Δ is clipped to; None is none.
+    """
 
     name: ClassVar[str] = "mamba2"
+
+    pace_limits: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        low, high = self.pace_limits or (0.0, 1.0)
+        if not 0 <= low <= high:
+            raise ValueError(
+                f"pace_limits must be 0 <= low <= high, or None, got {self.pace_limits}"
+            )
+
+    @property
+    def read_scale(self) -> float:
+        """Of queries: 1/√K where they have unit norm."""
+        return self.key_dim**-0.5 if self.style.unit_norm else 1.0
 
     def cell(self) -> Cell:
         """The cell of these sizes."""
@@ -44,6 +64,7 @@ class Mamba2Config(RecurrentConfig):
             apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
+            shares_keys=True,
         )
 
     def with_half_lives(
@@ -104,10 +125,10 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    pace, g = decay(params.decay, x)
+    pace, g = decay(params.decay, x, config.pace_limits)
     # The gate is float32 and would promote values of half precision.
     write = (v * pace[..., None]).astype(v.dtype)
-    memory, y = ssd_step(q * config.key_dim**-0.5, k, write, g, memory)
+    memory, y = ssd_step(q * config.read_scale, k, write, g, memory)
     # The skip weights v itself, not Δ v: it bypasses the memory.
     return memory, y + (params.skip[None, :, None] * v).astype(v.dtype)
 
@@ -123,9 +144,9 @@ def apply(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
-    pace, g = decay(params.decay, x)
+    pace, g = decay(params.decay, x, config.pace_limits)
     write = (v * pace[..., None]).astype(v.dtype)
-    q = q * config.key_dim**-0.5
+    q = q * config.read_scale
     memory, y = ssd(
         q, k, write, g, memory, reset=reset, implementation=config.implementation
     )
@@ -152,11 +173,18 @@ def init_decay(config: RecurrentConfig, key: PRNGKeyArray) -> DecayParams:
 
 
 def decay(
-    params: DecayParams, x: Float[Array, "*B D"]
+    params: DecayParams,
+    x: Float[Array, "*B D"],
+    limits: tuple[float, float] | None = None,
 ) -> tuple[Float[Array, "*B H"], Float[Array, "*B H"]]:
-    """Δ > 0 and the log gate g < 0 of every token."""
+    """Δ > 0, clipped to the limits, and the log gate g < 0 of every token."""
     pace = jax.nn.softplus(gates.gate_logits(params.pace, x))
-    rate = jnp.exp(params.log_rate).reshape((1,) * (pace.ndim - 1) + (-1,))
+    if limits is not None:
+        pace = jnp.clip(pace, *limits)
+    # A file's bfloat16 would round the exponential.
+    rate = jnp.exp(params.log_rate.astype(jnp.float32)).reshape(
+        (1,) * (pace.ndim - 1) + (-1,)
+    )
     return pace, -rate * pace
 
 

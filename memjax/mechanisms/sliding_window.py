@@ -168,7 +168,7 @@ def apply(
     check_input(x, config.model_dim, state)
     q, k, v = projections.qkv_projection(config, params, x)
     state, y = read(config, state, q, k, v, mask, lengths)
-    return state, projections.output_projection(params, y)
+    return state, projections.output_projection(params, y, x)
 
 
 def read(
@@ -325,7 +325,7 @@ def whole(
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)
         q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
         y = on_tpu.attention(q, k, v, config.window)
-        return projections.output_projection(params, y)
+        return projections.output_projection(params, y, x)
 
     if config.sinks or mask is not None or _no_kernel(config, x):
         return in_blocks(params, x)
@@ -350,14 +350,14 @@ def packed(
         first = documents.first_tokens(starts)
         given = (nothing, q, k, v, visible, first)
         y, _ = window_blocks.in_blocks(config, config.window, *given)
-        return projections.output_projection(params, y)
+        return projections.output_projection(params, y, x)
 
     def in_one_kernel(params, x, starts):
         positions = documents.positions(starts)
         q, k, v = projections.rotated_qkv_projection(config, params, x, positions)
         first = documents.first_tokens(starts)
         y = on_tpu.attention(q, k, v, config.window, first)
-        return projections.output_projection(params, y)
+        return projections.output_projection(params, y, x)
 
     if _no_kernel(config, x):
         return in_blocks(params, x, starts)

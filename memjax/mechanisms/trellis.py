@@ -44,7 +44,7 @@ from memjax.mechanisms.layers.overlap import (
     bounded_steps,
     empty_chunk,
 )
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import (
     TRELLIS_ACTIVATIONS,
     TRELLIS_PHIS,

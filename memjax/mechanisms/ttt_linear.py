@@ -32,7 +32,7 @@ from memjax.mechanisms.cells.learned_init import (
     uninitialised,
 )
 from memjax.mechanisms.layers import gates
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import ttt_linear as ttt_linear_op
 from memjax_kernels import (
     ttt_linear_batched_step,

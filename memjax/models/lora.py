@@ -91,7 +91,7 @@ def add_lora(
         if i < first_layer:
             continue
         for place, name in enumerate(("mechanism", "feed_forward")):
-            params = getattr(block, name)
+            params = getattr(block, name, None)
             names = targets_in(params, config.targets)
             if names:
                 # One key a layer and part: other targets elsewhere do not change what

@@ -244,7 +244,7 @@ def test_bad_input_is_refused_by_name(op):
         (r"v must have shape", (q, k, v[:, :, :1], *gates), {}),
         (r"state must have shape", (q, k, v, *gates, state[:, :, :2]), {}),
         (r"state must be float32", (q, k, v, *gates, state.astype("f2")), {}),
-        (r"beta must lie in \[0.0, 1.0\]", (q, k, v, gates[0] * 9, *gates[1:]), {}),
+        (r"beta must lie in \[0.0, 2.0\]", (q, k, v, gates[0] * 9, *gates[1:]), {}),
         (
             r"reset must be bool",
             (q, k, v, *gates),

@@ -25,6 +25,8 @@ from memjax.mechanisms import (
     Mamba2Config,
     MambaConfig,
     MechanismConfig,
+    ParallelConfig,
+    RecurrentStyle,
     RGLRUConfig,
     ShortConvConfig,
     SlidingWindowConfig,
@@ -42,6 +44,25 @@ BLOCK: dict[str, Any] = dict(model_dim=D, num_heads=2, key_dim=4, value_dim=6)
 SLOTS: dict[str, Any] = dict(model_dim=D, num_heads=2, slots=4, value_dim=6)
 WINDOW = SlidingWindowConfig(**HEADS, window=4, sinks=2)
 MEMORY: dict[str, Any] = dict(model_dim=16, num_heads=4, key_dim=5, value_dim=6)
+# Two groups of two heads, as Granite 4 H has Mamba-2.
+PUBLISHED_MAMBA2 = Mamba2Config(
+    D,
+    num_heads=4,
+    key_dim=5,
+    value_dim=6,
+    pace_limits=(0.02, 1.0),
+    style=RecurrentStyle(
+        num_key_heads=2,
+        conv_value=True,
+        conv_bias=True,
+        unit_norm=False,
+        norm="group",
+        gate="silu",
+        gate_first=True,
+        value_multiplier=0.7,
+        cell_multiplier=1.2,
+    ),
+)
 CONFIGS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=T + 1),
     "attention_full": AttentionConfig(**HEADS, capacity=T),
@@ -68,6 +89,21 @@ CONFIGS: dict[str, MechanismConfig] = {
     "gla": GLAConfig(**BLOCK),
     "deltanet": DeltaNetConfig(**BLOCK),
     "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
+    # As Qwen3.5 and OLMo Hybrid have it.
+    "gated_deltanet_published": GatedDeltaNetConfig(
+        **BLOCK,
+        max_rate=2.0,
+        style=RecurrentStyle(
+            num_key_heads=1, conv_value=True, query_scale=0.5, gate="silu"
+        ),
+    ),
+    "mamba2_published": PUBLISHED_MAMBA2,
+    "parallel": ParallelConfig(
+        AttentionConfig(D, 4, 2, 4, capacity=64, rope_dim=2, output_gate=True),
+        PUBLISHED_MAMBA2,
+        attention_multiplier=0.5,
+        memory_multiplier=1.5,
+    ),
     "gsa": GSAConfig(**BLOCK, slots=5),
     "abc": ABCConfig(**BLOCK, slots=5),
     "ttt_linear": TTTLinearConfig(D, 2, key_dim=6, value_dim=6, chunk_size=4),
@@ -175,8 +211,8 @@ def test_each_parameter_is_known_to_decay_or_not():
         for path, _ in jax.tree_util.tree_leaves_with_path(params):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             found[decays(name)].add(name.rpartition("/")[2])
-    decayed = "query key value output query_key filters gate read rate weight target "
-    decayed += "narrow widen forget weights slots keys values "
+    decayed = "query key value output query_key filters value_filters gate read rate "
+    decayed += "weight target narrow widen forget weights slots keys values "
     decayed += "selection pace input_gate recurrent_gate"
     kept = "norm bias query_bias key_bias scale shift log_rate skip amount decay "
     kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "

@@ -16,7 +16,7 @@ from memjax.mechanisms import (
     TTTLinearConfig,
 )
 from memjax.mechanisms.gsa import DAMPING
-from memjax.mechanisms.layers import recurrent_block
+from memjax.mechanisms.layers.recurrent import block as recurrent_block
 
 B, D, H, K = 2, 8, 2, 4
 SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=K)
@@ -70,7 +70,7 @@ def test_mamba2_reads_by_the_root_of_its_width_and_adds_its_skip(skip):
     rate = jnp.full(H, jnp.log(0.5))
     cell = cell._replace(decay=cell.decay._replace(pace=pace_gate, log_rate=rate))
     params = params._replace(cell=cell)
-    _, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+    _, (q, k, v) = recurrent_block.qkv_projection(config, params, state, x)
 
     logits = np.einsum("btd,dh->bth", x, cell.decay.pace.weight) + bias[None, None]
     pace = np.log1p(np.exp(logits))
@@ -90,7 +90,7 @@ def test_slots_are_read_with_the_scale_of_the_query(config):
     """GSA: √K, gates of the eighth root; ABC: 1/√K, shares of a token among slots."""
     config = config(**SIZES, slots=3)
     mechanism, params, state, x = build(config)
-    _, q, k, v = recurrent_block.qkv_projection(config, params, state, x)
+    _, (q, k, v) = recurrent_block.qkv_projection(config, params, state, x)
     logits = np.einsum("btd,dhm->bthm", x, params.cell[0])
     if isinstance(config, GSAConfig):
         kept = sigmoid(logits) ** (1 / DAMPING)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import bind
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 
 
 @dataclasses.dataclass(frozen=True)

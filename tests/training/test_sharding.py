@@ -19,7 +19,7 @@ from memjax.mechanisms import (
     HybridConfig,
     SlidingWindowConfig,
 )
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.presets import FAMILIES
 from memjax.training.distributed import sharding

@@ -6,7 +6,7 @@
     apply(params, memory, q, k, v, x [B, T, D], reset) -> (memory, y [B, T, H, V])
 
 The layer computes queries q, keys k and values v of its heads; x are the tokens that
-gates read. `layers.recurrent_block` makes a mechanism of a cell by convolution,
+gates read. `layers.recurrent.block` makes a mechanism of a cell by convolution,
 projections, norm and output gate; `hybrid` puts one next to a window. A cell obeys the
 law of mechanisms: `apply` equals T steps, whatever the segments, and the memory is
 float32 with the batch first in every leaf.
@@ -72,6 +72,8 @@ class Cell(NamedTuple):
         unit_norm: whether q and k come with unit norm, and G = H. Otherwise they are
             those of an attention layer, and G divides H.
         reset_chunk: `reset` is taken at multiples of this many tokens; None for never.
+        shares_keys: whether `apply` takes q and k of G heads with unit norm too, G
+            dividing H. Others get a copy for each head.
         apply_share: `apply` of one device's share of the tokens, inside
             `divided_sequence.on_shares`; None if tokens cannot be divided.
     """
@@ -83,6 +85,7 @@ class Cell(NamedTuple):
     unit_norm: bool = True
     reset_chunk: int | None = None
     apply_share: CellApply | None = None
+    shares_keys: bool = False
 
 
 @runtime_checkable
@@ -166,6 +169,7 @@ def bind(
     unit_norm: bool = True,
     reset_chunk: int | None = None,
     apply_share: Callable | None = None,
+    shares_keys: bool = False,
 ) -> Cell:
     """The cell of a configuration, from functions that take the configuration first."""
     if apply_share is not None:
@@ -178,4 +182,5 @@ def bind(
         unit_norm=unit_norm,
         reset_chunk=reset_chunk,
         apply_share=apply_share,
+        shares_keys=shares_keys,
     )

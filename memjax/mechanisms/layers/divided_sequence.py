@@ -99,10 +99,10 @@ def linear_share(apply: Callable) -> Callable:
     """
 
     def apply_share(config, params, memory, q, k, v, *others):
-        batch, _, heads, width = k.shape
+        (batch, _, heads, _), width = v.shape, k.shape[-1]
         unit = jnp.broadcast_to(jnp.eye(width, dtype=F32), (batch, heads, width, width))
         added, y = apply(config, params, None, q, k, v, *others)
-        nothing = jnp.zeros(k.shape, v.dtype)
+        nothing = jnp.zeros((*v.shape[:3], width), v.dtype)
         kept, of_unit = apply(config, params, unit, q, k, nothing, *others)
 
         def join(before, share):

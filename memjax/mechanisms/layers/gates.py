@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.mechanisms.base import axes
+from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax_kernels._src.common.partition import channels_by_heads
 
 
@@ -43,12 +44,14 @@ def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
 
 
 def flat_product(
-    x: Float[Array, "*B D"], weight: Float[Array, "D ..."]
+    x: Float[Array, "*B D"], weight: Float[Array, "D ..."] | Adapted
 ) -> Float[Array, "*B N"]:
     """x times a weight, in the dtype of x, all axes of the outputs as one.
 
     Separate axes of heads and channels would have another layout on a TPU.
     """
+    if isinstance(weight, Adapted):
+        return linear(x, weight).reshape(*x.shape[:-1], -1)
     return x @ weight.reshape(weight.shape[0], -1).astype(x.dtype)
 
 

@@ -27,12 +27,16 @@ class HeadsConfig:
         rope_theta: base of the RoPE frequencies; 500,000 in Llama 3. None is no RoPE:
             the model adds positions itself.
         rope_scaling: of the frequencies, for longer texts.
+        rope_dim: R, the first channels of a head, even, that RoPE turns (Qwen3.5); None
+            is all.
         qkv_bias: whether queries, keys and values have biases.
         output_bias: whether the output has one.
         qk_norm: RMSNorm of queries and of keys, before RoPE: "head" of each by itself
             (Qwen3, Gemma 3), "width" of all heads together (OLMo 2), or "none".
         qk_norm_epsilon: of that norm.
         query_scale: of the scores; None is K^-1/2.
+        output_gate: whether reads are multiplied by the sigmoid of a projection of the
+            token, a number for each channel (Qwen3.5).
     """
 
     model_dim: int
@@ -46,6 +50,8 @@ class HeadsConfig:
     qk_norm: QKNorm = "none"
     qk_norm_epsilon: float = 1e-6
     query_scale: float | None = None
+    rope_dim: int | None = None
+    output_gate: bool = False
 
     def __post_init__(self):
         check_flags(self)
@@ -74,6 +80,13 @@ class HeadsConfig:
                 raise ValueError(
                     "rope_theta must be at least 1, and above 1 with YaRN, got "
                     f"{self.rope_theta}"
+                )
+        if self.rope_dim is not None:
+            check_sizes(rope_dim=self.rope_dim)
+            if self.rope_dim % 2 or self.rope_dim > self.head_dim:
+                raise ValueError(
+                    f"rope_dim must be even and at most head_dim={self.head_dim}, got "
+                    f"{self.rope_dim}"
                 )
         if self.rope_theta is None and self.rope_scaling is not None:
             raise ValueError("rope_scaling needs a rope_theta, got None")

@@ -53,11 +53,13 @@ class AttentionParams(NamedTuple):
     output_bias: Float[Array, " D"] | None = None
     query_norm: Float[Array, "*H K"] | None = None
     key_norm: Float[Array, "*G K"] | None = None
+    gate: Float[Array, "D H K"] | Adapted | None = None
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """Names of the matrices that LoRA may change."""
-        return "query", "key", "value", "output"
+        gate = () if self.gate is None else ("gate",)
+        return ("query", "key", "value", *gate, "output")
 
 
 #: Sharding axes of the projections; see `MechanismConfig.param_axes`.
@@ -72,6 +74,7 @@ AXES = AttentionParams(
     output_bias=axes(),
     query_norm=axes(),
     key_norm=axes(),
+    gate=axes("model", "heads"),
 )
 
 
@@ -98,6 +101,10 @@ def init_params(config: HeadsConfig, key: PRNGKeyArray) -> AttentionParams:
         output_bias=jnp.zeros(d) if config.output_bias else None,
         query_norm=_init_norm(config, h),
         key_norm=_init_norm(config, g),
+        # A key of its own, so that the other parameters stay what they are.
+        gate=(
+            into(jax.random.fold_in(key, 1), (d, h, k)) if config.output_gate else None
+        ),
     )
 
 
@@ -196,9 +203,11 @@ def _normalize(config: HeadsConfig, scale: Array | None, x: Array) -> Array:
 
 
 def output_projection(
-    params: AttentionParams, y: Float[Array, "B T H K"]
+    params: AttentionParams, y: Float[Array, "B T H K"], x: Float[Array, "B T D"]
 ) -> Float[Array, "B T D"]:
-    """Joins the heads."""
+    """Joins the heads of the reads y of the tokens x, gated where the layer does so."""
+    if params.gate is not None:
+        y = y * jax.nn.sigmoid(by_heads(linear(x, params.gate)))
     # Summed over heads and their widths at once, so that heads need not be joined
     # first.
     return linear(by_tokens(y), params.output, params.output_bias, axes=2)
@@ -211,7 +220,9 @@ def apply_rope(
     # The model adds learned positions to its embeddings instead.
     if config.rope_theta is None:
         return x
-    return rope.rotate(x, positions, config.rope_theta, config.rope_scaling)
+    turned, rest = _turned(config, x)
+    turned = rope.rotate(turned, positions, config.rope_theta, config.rope_scaling)
+    return _joined(turned, rest)
 
 
 def remove_rope(
@@ -219,7 +230,25 @@ def remove_rope(
 ) -> Float[Array, "*B T H K"]:
     """Undoes `apply_rope`, to rounding."""
     x = apply_rope(config, x, -positions)
+    # Each of the two rotations has scaled it.
+    return remove_amplitude(config, remove_amplitude(config, x))
+
+
+def remove_amplitude(
+    config: HeadsConfig, x: Float[Array, "*B T H K"]
+) -> Float[Array, "*B T H K"]:
+    """Queries or keys without YaRN's factor of one rotation."""
     if config.rope_theta is None or config.rope_scaling is None:
         return x
-    # Each of the two rotations has scaled it.
-    return x / config.rope_scaling.amplitude**2
+    turned, rest = _turned(config, x)
+    return _joined(turned / config.rope_scaling.amplitude, rest)
+
+
+def _turned(config, x):
+    """The channels of a head that RoPE turns, and the others."""
+    width = config.rope_dim or config.head_dim
+    return (x, None) if width == x.shape[-1] else (x[..., :width], x[..., width:])
+
+
+def _joined(turned, rest):
+    return turned if rest is None else jnp.concatenate([turned, rest], axis=-1)

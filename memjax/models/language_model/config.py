@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from memjax.checks import (
     check_flags,
@@ -25,7 +25,8 @@ from memjax.mechanisms.layers.heads import HeadsConfig
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
 RematSaves = Literal["input", "attention", "products"]
-FeedForward = Literal["swiglu", "geglu", "relu"]
+
+FeedForward = Literal["swiglu", "geglu", "relu", "relu2", "none"]
 
 #: Tokens that a model without a window reads at a time.
 PIECE = 2048
@@ -49,13 +50,18 @@ class Architecture:
             is added, and one at the end: with those of `norm_first` (Gemma 3), or
             instead of norms before or behind (OLMo 2).
         feed_forward: "swiglu"; "geglu", with the tanh form of GELU in the place of
-            SiLU; or "relu" of one matrix.
+            SiLU; "relu" or its square "relu2", of one matrix; or "none".
         learned_positions: rows of a table of positions added to the embeddings, 2 more
             than positions (OPT's `offset`); 0 is no table, as with RoPE.
         feed_forward_bias: biases inside the feed-forward.
         embedding_dim: E, width of embeddings and features where it is not the model's
             (OPT 350m); two matrices lead from it into the layers and out of them.
         scale_embedding: times sqrt(D) where the head is tied.
+        embedding_multiplier: of embeddings.
+        residual_multiplier: of what a mechanism or a feed-forward adds (Granite 4).
+        logits_multiplier: of logits.
+        logits_cap: c of logits c tanh(logits / c); None is none.
+        feed_forward_multipliers: of the gate's logits and of the output (Falcon-H1).
     """
 
     norm: Norm = "rms"
@@ -66,6 +72,11 @@ class Architecture:
     feed_forward_bias: bool = False
     embedding_dim: int | None = None
     scale_embedding: bool = True
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    logits_cap: float | None = None
+    feed_forward_multipliers: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self):
         require_known("norm", self.norm, get_args(Norm))
@@ -77,11 +88,37 @@ class Architecture:
             )
         if self.embedding_dim is not None:
             check_sizes(embedding_dim=self.embedding_dim)
+        if self.logits_cap is not None:
+            check_positive(logits_cap=self.logits_cap)
 
     @property
     def norm_last(self) -> bool:
         """Whether a norm follows the last layer."""
         return self.norm_first or self.norm_outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockStyle:
+    """Norms and feed-forward of one layer, where the layers of a model differ.
+
+    Attributes:
+        norm_first: norms before the mechanism and the feed-forward; see `Architecture`.
+        norm_outputs: norms of what the two give.
+        feed_forward: "swiglu", "geglu", "relu", "relu2" (the square of ReLU, without a
+            gate) or "none".
+        hidden_dim: width inside the feed-forward; None is the model's.
+    """
+
+    norm_first: bool = True
+    norm_outputs: bool = False
+    feed_forward: FeedForward = "swiglu"
+    hidden_dim: int | None = None
+
+    def __post_init__(self):
+        check_flags(self)
+        require_known("feed_forward", self.feed_forward, get_args(FeedForward))
+        if self.hidden_dim is not None:
+            check_sizes(hidden_dim=self.hidden_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +129,8 @@ class ModelConfig:
         mechanisms: one period of the layers' mechanisms, first to last. A hybrid is
             (trellis, trellis, trellis, attention): every fourth layer attends.
         num_layers: the depth; layer i has mechanisms[i % len(mechanisms)].
+        styles: norms and feed-forward of each of `mechanisms`; empty is the
+            architecture's for all.
         vocab_size: V; tokens are in [0, V).
         model_dim: D, also of every mechanism.
         hidden_dim: width inside the feed-forward.
@@ -114,6 +153,7 @@ class ModelConfig:
         default=(SlidingWindowConfig(768, 12, 12, 64),), metadata={TYPES: _mechanisms}
     )
     num_layers: int = 12
+    styles: tuple[BlockStyle, ...] = ()
     vocab_size: int = 32_000
     model_dim: int = 768
     hidden_dim: int = 2048
@@ -134,6 +174,11 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             hidden_dim=self.hidden_dim,
         )
+        if len(self.styles) not in (0, len(self.mechanisms)):
+            raise ValueError(
+                f"styles must be empty or one for each of {len(self.mechanisms)} "
+                f"mechanisms, got {len(self.styles)}"
+            )
         check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
         require_known("dtype", self.dtype, get_args(Dtype))
         require_known("remat_saves", self.remat_saves, get_args(RematSaves))
@@ -162,6 +207,15 @@ class ModelConfig:
         """The mechanism of every layer, first to last."""
         period = len(self.mechanisms)
         return tuple(self.mechanisms[i % period] for i in range(self.num_layers))
+
+    def style(self, layer: int) -> BlockStyle:
+        """Norms and feed-forward of a layer."""
+        if self.styles:
+            return self.styles[layer % len(self.styles)]
+        all_layers = self.architecture
+        return BlockStyle(
+            all_layers.norm_first, all_layers.norm_outputs, all_layers.feed_forward
+        )
 
     @property
     def window(self) -> int:
@@ -196,7 +250,7 @@ class ModelConfig:
         return heads
 
 
-def period(layers: Iterable[MechanismConfig]) -> tuple[MechanismConfig, ...]:
+def period(layers: Iterable[Any]) -> tuple[Any, ...]:
     """The shortest beginning of `layers` that, repeated, gives them all."""
     layers = tuple(layers)
     length = len(layers)

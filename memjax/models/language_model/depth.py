@@ -13,14 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from memjax.mechanisms import Mechanism
+from memjax.models.language_model.config import BlockStyle
 
 
 class Layer(NamedTuple):
-    """Mechanism, parameters and memory of a layer."""
+    """Mechanism, parameters, memory and style of a layer."""
 
     mechanism: Mechanism
     params: PyTree
     memory: PyTree
+    style: BlockStyle
 
 
 #: (layer, h) -> (memory after the call, h).
@@ -93,21 +95,23 @@ def _scan(run, layers, period, h):
 
 def _kind(layer):
     """Key of layers that can share a loop."""
-    leaves, tree = jax.tree.flatten(layer[1:])
+    leaves, tree = jax.tree.flatten((layer.params, layer.memory))
     shapes = [(x.shape, x.dtype) if _is_array(x) else x for x in leaves]
-    return layer.mechanism, tree, shapes
+    return layer.mechanism, layer.style, tree, shapes
 
 
 def _arrays(layer):
-    return [leaf for leaf in jax.tree.leaves(layer[1:]) if _is_array(leaf)]
+    leaves = jax.tree.leaves((layer.params, layer.memory))
+    return [leaf for leaf in leaves if _is_array(leaf)]
 
 
 def _with_arrays(layer, arrays):
     """The layer with these arrays; its Python numbers, as LoRA's scale, stay."""
-    leaves, tree = jax.tree.flatten(layer[1:])
+    leaves, tree = jax.tree.flatten((layer.params, layer.memory))
     given = iter(arrays)
     leaves = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
-    return Layer(layer.mechanism, *jax.tree.unflatten(tree, leaves))
+    params, memory = jax.tree.unflatten(tree, leaves)
+    return layer._replace(params=params, memory=memory)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -14,13 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Key, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
-from memjax.mechanisms.layers.projections import Adapted, linear
-from memjax.models.language_model.config import ModelConfig
+from memjax.models.language_model.config import BlockStyle, ModelConfig
 from memjax.models.language_model.depth import Layer
+from memjax.models.language_model.hidden.dense import (
+    FeedForwardParams,
+    feed_forward,
+    init_feed_forward,
+    times,
+)
 from memjax.models.remat import LAYER_INPUT
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.causal_attention import READS
@@ -49,59 +54,12 @@ class LayerNormParams(NamedTuple):
 NormParams = Float[Array, " D"] | LayerNormParams
 
 
-class FeedForwardParams(NamedTuple):
-    """SwiGLU or GEGLU, or two matrices around a ReLU, without a gate."""
-
-    gate: Float[Array, "D F"] | Adapted | None
-    up: Float[Array, "D F"] | Adapted
-    down: Float[Array, "F D"] | Adapted
-    gate_bias: Float[Array, " F"] | None = None
-    up_bias: Float[Array, " F"] | None = None
-    down_bias: Float[Array, " D"] | None = None
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """Names of the matrices that LoRA may change."""
-        return "gate", "up", "down"
-
-
 def init_norm(config: ModelConfig) -> NormParams:
     """A norm that scales by 1."""
     scale = jnp.ones(config.model_dim)
     if config.architecture.norm == "rms":
         return scale
     return LayerNormParams(scale, jnp.zeros(config.model_dim))
-
-
-def init_feed_forward(config: ModelConfig, keys: Key[Array, "3"]) -> FeedForwardParams:
-    """Draws the matrices from three keys, scaled by their fan-in; biases are 0."""
-    gate_key, up_key, down_key = keys
-    d, f = config.model_dim, config.hidden_dim
-    draw = jax.nn.initializers.lecun_normal()
-    gated = config.architecture.feed_forward != "relu"
-    biased = config.architecture.feed_forward_bias
-    return FeedForwardParams(
-        gate=draw(gate_key, (d, f)) if gated else None,
-        up=draw(up_key, (d, f)),
-        down=draw(down_key, (f, d)),
-        gate_bias=jnp.zeros(f) if gated and biased else None,
-        up_bias=jnp.zeros(f) if biased else None,
-        down_bias=jnp.zeros(d) if biased else None,
-    )
-
-
-def feed_forward(
-    config: ModelConfig, params: FeedForwardParams, x: Float[Array, "*B D"]
-) -> Float[Array, "*B D"]:
-    """W_down (f(W_gate x) ∘ W_up x), or W_down relu(W_up x) without a gate."""
-    up = linear(x, params.up, params.up_bias)
-    if params.gate is None:
-        hidden = jax.nn.relu(up)
-    else:
-        gate = linear(x, params.gate, params.gate_bias)
-        gelu = config.architecture.feed_forward == "geglu"
-        hidden = (jax.nn.gelu(gate) if gelu else jax.nn.silu(gate)) * up
-    return linear(hidden, params.down, params.down_bias)
 
 
 def normalize(
@@ -129,12 +87,12 @@ def layer_norm(
 
 
 class BlockParams(NamedTuple):
-    """Parameters of one layer; output norms are None without `norm_outputs`."""
+    """Parameters of one layer; None is what its style lacks."""
 
     mechanism: Any
-    feed_forward: FeedForwardParams
+    feed_forward: FeedForwardParams | None
     mechanism_norm: NormParams
-    feed_forward_norm: NormParams
+    feed_forward_norm: NormParams | None
     mechanism_output_norm: NormParams | None = None
     feed_forward_output_norm: NormParams | None = None
 
@@ -152,21 +110,27 @@ class Block(nnx.Module):
         self,
         config: ModelConfig,
         mechanism: Mechanism,
+        style: BlockStyle | None = None,
         *,
         key: PRNGKeyArray | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         self.config = config
         self.functions = mechanism
+        self.style = style = config.style(0) if style is None else style
         keys = jax.random.split(params_key(key, rngs), 4)
         self.mechanism = nnx.data(as_params(mechanism.init_params(keys[0])))
-        self.feed_forward = nnx.data(as_params(init_feed_forward(config, keys[1:])))
         self.mechanism_norm = nnx.data(as_params(init_norm(config)))
-        self.feed_forward_norm = nnx.data(as_params(init_norm(config)))
-        style = config.architecture
-        # Without norms before, those two are the norms of the outputs.
-        if style.norm_first and style.norm_outputs:
+        # Without norms before, these two are the norms of the outputs.
+        both = style.norm_first and style.norm_outputs
+        if both:
             self.mechanism_output_norm = nnx.data(as_params(init_norm(config)))
+        if style.feed_forward == "none":
+            return
+        hidden = init_feed_forward(config, style, keys[1:])
+        self.feed_forward = nnx.data(as_params(hidden))
+        self.feed_forward_norm = nnx.data(as_params(init_norm(config)))
+        if both:
             self.feed_forward_output_norm = nnx.data(as_params(init_norm(config)))
 
     def init_state(self, batch: int) -> PyTree:
@@ -178,21 +142,15 @@ class Block(nnx.Module):
     ) -> tuple[PyTree, Float[Array, "B T D"]]:
         """Reads a segment into the memory; returns it and the layer's output."""
         mix = functools.partial(apply_or_step, self.functions)
-        return run_block(self.config, mix, self.parameters(), state, h)
+        return run_block(self.config, mix, self.parameters(), state, h, self.style)
 
     def parameters(self) -> BlockParams:
         """The parameters, as `run_block` takes them."""
-        return BlockParams(
-            as_arrays(self.mechanism),
-            as_arrays(self.feed_forward),
-            as_arrays(self.mechanism_norm),
-            as_arrays(self.feed_forward_norm),
-            *(
-                as_arrays(getattr(self, name))
-                for name in ("mechanism_output_norm", "feed_forward_output_norm")
-                if hasattr(self, name)
-            ),
-        )
+
+        def of(name) -> Any:
+            return as_arrays(getattr(self, name)) if hasattr(self, name) else None
+
+        return BlockParams(*map(of, BlockParams._fields))
 
 
 def apply_or_step(
@@ -212,45 +170,46 @@ def run_block(
     parameters: BlockParams,
     memory: PyTree,
     h: Float[Array, "B T D"],
+    style: BlockStyle | None = None,
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
     """One layer around `mix(mechanism parameters, memory, x) -> (memory, y)`.
 
-    `Architecture` says where the norms are. On a mesh the stream between
-    sublayers is divided along the batch, and parameters are gathered for their use.
+    The style says where the norms are; None is that of a model with one style. On a
+    mesh the stream between sublayers is divided along the batch, and parameters are
+    gathered for their use.
     """
-    mechanism, hidden, mechanism_norm, hidden_norm, mechanism_output, hidden_output = (
-        parameters
-    )
+    style = config.style(0) if style is None else style
     norm = functools.partial(normalize, epsilon=config.norm_epsilon)
+    hidden = parameters.feed_forward
+
+    def read(x):
+        after, y = mix(parameters.mechanism, memory, x)
+        return along_batch(y), after
 
     def transform(x):
-        return along_batch(feed_forward(config, hidden, x))
+        assert hidden is not None
+        return along_batch(feed_forward(config, style, hidden, x)), None
 
-    def read(memory, x):
-        memory, y = mix(mechanism, memory, x)
-        return memory, along_batch(y)
+    def add(branch, h, first, output):
+        """The stream with what a branch makes of it, and the branch's result."""
+        before = first if style.norm_first else None
+        y, result = branch(norm(before, h))
+        # Without a norm before, it is that of the output (OLMo 2), or of the sum (OPT
+        # 350m).
+        behind = output if style.norm_first else first if style.norm_outputs else None
+        h = h + times(norm(behind, y), config.architecture.residual_multiplier)
+        after = style.norm_first or style.norm_outputs
+        return h if after else norm(first, h), result
 
-    h = along_batch(h)
-    match config.architecture.norm_first, config.architecture.norm_outputs:
-        case True, False:
-            memory, y = read(memory, norm(mechanism_norm, h))
-            h = h + y
-            h = h + transform(norm(hidden_norm, h))
-        case True, True:
-            # Gemma 3.
-            memory, y = read(memory, norm(mechanism_norm, h))
-            h = h + norm(mechanism_output, y)
-            h = h + norm(hidden_output, transform(norm(hidden_norm, h)))
-        case False, True:
-            # OLMo 2.
-            memory, y = read(memory, h)
-            h = h + norm(mechanism_norm, y)
-            h = h + norm(hidden_norm, transform(h))
-        case _:
-            # OPT 350m normalises after the residual sum.
-            memory, y = read(memory, h)
-            h = norm(mechanism_norm, h + y)
-            h = norm(hidden_norm, h + transform(h))
+    h, memory = add(
+        read,
+        along_batch(h),
+        parameters.mechanism_norm,
+        parameters.mechanism_output_norm,
+    )
+    if hidden is not None:
+        norms = parameters.feed_forward_norm, parameters.feed_forward_output_norm
+        h, _ = add(transform, h, *norms)
     return memory, h
 
 
@@ -263,7 +222,7 @@ def run_layer(
     layer at a time.
     """
     mix_layer = functools.partial(mix, layer.mechanism)
-    block = functools.partial(run_block, config, mix_layer)
+    block = functools.partial(run_block, config, mix_layer, style=layer.style)
     if config.remat:
         block = jax.checkpoint(block, policy=SAVED[config.remat_saves])
     # Named, so that a memory around this model can offload it: see `remat`.

@@ -32,6 +32,7 @@ from memjax.models.checkpoints.saving import (
 from memjax.models.language_model import caches, inputs
 from memjax.models.language_model.config import Dtype, ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
+from memjax.models.language_model.hidden.dense import times
 from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
     Block,
@@ -82,8 +83,10 @@ class LanguageModel(Savable, nnx.Module):
         e = self.width
         self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
         self.blocks = nnx.List(
-            Block(config, build_once(mechanism), key=block_key)
-            for mechanism, block_key in zip(config.layers, block_keys, strict=True)
+            Block(config, build_once(mechanism), config.style(i), key=block_key)
+            for i, (mechanism, block_key) in enumerate(
+                zip(config.layers, block_keys, strict=True)
+            )
         )
         if style.norm_last:
             self.norm = nnx.data(as_params(init_norm(config)))
@@ -219,7 +222,7 @@ class LanguageModel(Savable, nnx.Module):
         if self.config.tied_head and self.config.architecture.scale_embedding:
             # The embedding is drawn for the head; the stream wants unit variance.
             h = h * self.width**0.5
-        return h
+        return times(h, self.config.architecture.embedding_multiplier)
 
     @compiled
     def read(
@@ -341,7 +344,10 @@ class LanguageModel(Savable, nnx.Module):
         # Operands in the features' dtype, sums in float32: a softmax over V needs the
         # digits.
         head = head.astype(features.dtype)
-        return jnp.matmul(features, head, preferred_element_type=jnp.float32)
+        scores = jnp.matmul(features, head, preferred_element_type=jnp.float32)
+        scores = times(scores, self.config.architecture.logits_multiplier)
+        cap = self.config.architecture.logits_cap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     def __call__(
         self, state: State, tokens: Int[Array, "B T"]
@@ -370,7 +376,7 @@ class LanguageModel(Savable, nnx.Module):
             h = h + rows_of(self.positions.get_value(), at).astype(h.dtype)
             taken = (last,)
         layers = [
-            Layer(block.functions, block.parameters(), memory)
+            Layer(block.functions, block.parameters(), memory, block.style)
             for block, memory in zip(self.blocks, memories, strict=True)
         ]
         # A loop copies the memories: that would cost more than the work of one token.

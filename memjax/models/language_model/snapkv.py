@@ -148,10 +148,10 @@ def compact(
     )
     # RoPE depends on distances: a further rotation moves a key to another position.
     shift = jnp.broadcast_to(n - state.length[:, None], slots.shape[:2])
-    keys = projections.apply_rope(heads, keys, shift)
-    if heads.rope_scaling is not None:
-        # YaRN's factor is in the keys already.
-        keys = keys / heads.rope_scaling.amplitude
+    # YaRN's factor is in the keys already.
+    keys = projections.remove_amplitude(
+        heads, projections.apply_rope(heads, keys, shift)
+    )
     fill = ((0, 0), (0, capacity - n), (0, 0))
 
     def joined(x):

@@ -59,7 +59,7 @@ def write_layer(
         made = memory_slots(config, block, x)
         k = projections.apply_rope(heads, made.keys, positions)
         return memory, projections.output_projection(
-            params, attend.causal(q, k, made.values, visible)
+            params, attend.causal(q, k, made.values, visible), normed
         )
 
     return run_block(config, mix, block, None, x[:, first:])[1]
@@ -143,7 +143,7 @@ def read_layer(
                 return x.reshape(*x.shape[:2], *k.shape[2:])
 
             y = attention(plain, q, split(keys), split(values), start, visible)
-        return slots, projections.output_projection(params, y)
+        return slots, projections.output_projection(params, y, normed)
 
     return run_block(config, mix, block, slots, h)
 

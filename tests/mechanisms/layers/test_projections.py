@@ -59,9 +59,8 @@ def test_biases_are_added_once():
         strict=True,
     ):
         close(with_bias - without, np.broadcast_to(bias, without.shape))
-    difference = projections.output_projection(
-        params, y
-    ) - projections.output_projection(bare, y)
+    added, without = (projections.output_projection(p, y, x) for p in (params, bare))
+    difference = added - without
     close(difference, np.broadcast_to(draw(7, D), difference.shape))
 
 
@@ -101,6 +100,6 @@ def test_attention_takes_adapted_weights():
     ):
         close(a, b)
     close(
-        projections.output_projection(adapted, y),
-        projections.output_projection(formed, y),
+        projections.output_projection(adapted, y, x),
+        projections.output_projection(formed, y, x),
     )

@@ -18,8 +18,8 @@ from memjax.mechanisms import (
     TTTLinearConfig,
 )
 from memjax.mechanisms.cells.base import bind
-from memjax.mechanisms.layers import recurrent_block
-from memjax.mechanisms.layers.recurrent_block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent import block as recurrent_block
+from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax.models.language_model.presets import RECURRENT, TINY
 
 B, T, D, H, K, V = 2, 7, 6, 2, 3, 4

@@ -54,8 +54,8 @@ _GATED_DELTA_RULE = _DELTA_RULE._replace(
 
 
 def linear_attention(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     state: MatrixState | None = None,
     *,
@@ -69,7 +69,7 @@ def linear_attention(
     with feature maps and normalisation left to the layer.
 
     Args:
-        q: queries, not scaled here.
+        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
         k: keys.
         v: values.
         state: the memory before the segment, float32; None is empty.
@@ -91,8 +91,8 @@ def linear_attention(
 
 
 def ssd(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     g: Float[Array, "B T H"],
     state: MatrixState | None = None,
@@ -107,7 +107,7 @@ def ssd(
     with scalar A = exp(g), B = k, C = q, x = v.
 
     Args:
-        q: queries, not scaled here.
+        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
         k: keys.
         v: values.
         g: log of the memory's decay factor, in [-inf, 0]; inside jit the range is the
@@ -131,8 +131,8 @@ def ssd(
 
 
 def gla(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     g: Float[Array, "B T H K"],
     state: MatrixState | None = None,
@@ -147,7 +147,7 @@ def gla(
     with alpha = exp(g).
 
     Args:
-        q: queries, not scaled here.
+        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
         k: keys.
         v: values.
         g: log of each key channel's decay factor, in [-inf, 0]; inside jit the range
@@ -171,8 +171,8 @@ def gla(
 
 
 def delta_rule(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     beta: Float[Array, "B T H"],
     state: MatrixState | None = None,
@@ -187,10 +187,10 @@ def delta_rule(
     (2021), https://arxiv.org/abs/2102.11174, equation 24.
 
     Args:
-        q: queries, not scaled here.
+        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
         k: keys, not normalised here; stable for β |k|² <= 2.
         v: values.
-        beta: write rates, in [0, 1].
+        beta: write rates, in [0, 2].
         state: the memory before the segment, float32; None is empty.
         reset: True empties the memory of a batch element before that token.
         chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
@@ -202,7 +202,7 @@ def delta_rule(
         in the dtype of v.
 
     Raises:
-        ValueError: on arguments that do not fit each other, a rate outside [0, 1]
+        ValueError: on arguments that do not fit each other, a rate outside [0, 2]
             where its value is known, or an implementation that cannot run.
     """
     tokens = (q, k, v, beta)
@@ -210,8 +210,8 @@ def delta_rule(
 
 
 def gated_delta_rule(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     beta: Float[Array, "B T H"],
     g: Float[Array, "B T H"],
@@ -227,10 +227,10 @@ def gated_delta_rule(
     https://arxiv.org/abs/2412.06464, equation 10.
 
     Args:
-        q: queries, not scaled here.
+        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
         k: keys, not normalised here; stable for β |k|² <= 2.
         v: values.
-        beta: write rates, in [0, 1].
+        beta: write rates, in [0, 2].
         g: log of the memory's decay factor, in [-inf, 0].
         state: the memory before the segment, float32; None is empty.
         reset: True empties the memory of a batch element before that token.

@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from memjax_kernels._src.common import arguments, implementations
@@ -15,8 +17,8 @@ from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.linear.chunks import scan_groups
 
-#: The range of each gate, where it has one.
-RANGES = {"beta": (0.0, 1.0), "g": (-float("inf"), 0.0)}
+#: The range of each gate, where it has one. β |k|² = 2 turns the sign of a memory.
+RANGES = {"beta": (0.0, 2.0), "g": (-float("inf"), 0.0)}
 
 
 def _unsupported(q: Array, k: Array, v: Array, *gates: Array) -> str:
@@ -69,10 +71,11 @@ def run(
         memories = (state,) if len(op.state) == 1 else state
     gates = dict(zip(op.gates, tokens[3:], strict=True))
     axes = (
-        {"q": "B T H K", "k": "B T H K", "v": "B T H V"}
+        {"q": "B T G K", "k": "B T G K", "v": "B T H V"}
         | dict(op.gates)
         | {name: f"{a}?" if state is None else a for name, a in op.state.items()}
     )
+    _check_heads(*tokens[:3])
     given = zip(axes.items(), (*tokens, *memories), strict=True)
     sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in given})
     for name, memory in zip(op.state, memories, strict=True):
@@ -80,7 +83,8 @@ def run(
     for name, (low, high) in RANGES.items():
         arguments.check_range(name, gates.get(name), low, high)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
-    reason = op.unsupported(*tokens)
+    ways = sizes["H"] // sizes["G"]
+    reason = op.unsupported(*_like_repeated(ways, *tokens))
     if chunk_size is not None:
         _check_power_of_two(chunk_size)
         if chunk_size != recurrence.CHUNK_SIZE:
@@ -91,9 +95,11 @@ def run(
         op.name,
         implementation,
         {
-            "xla": functools.partial(chunked, op, chunk_size or op.chunk_size),
-            "reference": functools.partial(reference, op),
-            "pallas_tpu": op.kernels,
+            "xla": by_groups(
+                functools.partial(chunked, op, chunk_size or op.chunk_size), ways
+            ),
+            "reference": by_groups(functools.partial(reference, op), ways),
+            "pallas_tpu": _repeated(op.kernels, ways),
         },
         {"pallas_tpu": reason},
         looped=state if chunk_size is None else None,
@@ -113,6 +119,68 @@ def chunked(op: LinearOp, chunk_size: int, *given: Any) -> tuple[Any, Any]:
     # A gate of heads acts as a channel that all channels share.
     tokens = tuple(x[..., None] if x is not None and x.ndim == 3 else x for x in tokens)
     return scan_groups(op.advance, tokens, state, reset, chunk_size)
+
+
+def _check_heads(q, k, v):
+    """Raises ValueError unless the heads of q and k divide those of v."""
+    if any(len(getattr(x, "shape", ())) != 4 for x in (q, k, v)):
+        return
+    groups, heads = q.shape[2], v.shape[2]
+    if not groups or heads % groups or not heads:
+        raise ValueError(
+            f"v must have shape [B, T, H, V], H a multiple of the {groups} heads of q "
+            f"and k, got {list(v.shape)}"
+        )
+
+
+def by_groups(form: Callable[..., Any], ways: int) -> Callable[..., Any]:
+    """The form of (q, k, *tokens, state, reset) for `ways` value heads a key head.
+
+    Value head h reads key head h // ways. Queries and keys are not copied, and products
+    of them alone are computed once for a key head.
+    """
+    if ways == 1:
+        return form
+
+    def split(axis):
+        return lambda x: x.reshape(*x.shape[:axis], -1, ways, *x.shape[axis + 1 :])
+
+    def grouped(q, k, *given):
+        *tokens, state, reset = given
+        tokens = [x if x is None else split(2)(x) for x in tokens]
+        state = jax.tree.map(split(1), state)
+        run = jax.vmap(
+            lambda tokens, state: form(q, k, *tokens, state, reset),
+            in_axes=([None if x is None else 3 for x in tokens], 2),
+            out_axes=(2, 3),
+        )
+        state, y = run(tokens, state)
+        state = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), state)
+        return state, y.reshape(*y.shape[:2], -1, *y.shape[4:])
+
+    return grouped
+
+
+def _repeated(kernels: Callable[..., Any], ways: int) -> Callable[..., Any]:
+    """The kernels, with a copy of each key head for every value head."""
+    if ways == 1:
+        return kernels
+
+    def run(q, k, *given, **options):
+        q, k = (jnp.repeat(x, ways, axis=2) for x in (q, k))
+        return kernels(q, k, *given, **options)
+
+    return run
+
+
+def _like_repeated(ways, q, k, *rest):
+    """Shapes of the tokens as the kernels take them."""
+
+    def like(x):
+        b, t, heads, width = x.shape
+        return jax.ShapeDtypeStruct((b, t, heads * ways, width), x.dtype)
+
+    return (q, k, *rest) if ways == 1 else (like(q), like(k), *rest)
 
 
 def _check_power_of_two(chunk_size):

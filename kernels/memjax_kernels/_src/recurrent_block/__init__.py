@@ -5,13 +5,14 @@
     gated_norm(y, u) = RMSNorm(y) ∘ GeLU(u)                 reads
 
 Norms are of each head. The convolution is causal and depthwise:
-Gu & Dao (2023), https://arxiv.org/abs/2312.00752, figure 3.
+Gu & Dao (2023), https://arxiv.org/abs/2312.00752, figure 3. Published models have other
+activations, biases, norms and orders, which are options; their kernels are XLA's.
 
 Shapes: B batch, T time, H heads, K channels of a head, W width of the filters.
 """
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -27,6 +28,8 @@ from memjax_kernels._src.recurrent_block import (
 )
 
 Implementation = Literal["xla", "pallas_tpu"]
+ConvolutionActivation = Literal["silu", "none"]
+GateActivation = Literal["gelu", "silu", "sigmoid"]
 
 
 def short_convolution(
@@ -35,11 +38,14 @@ def short_convolution(
     before: Float[Array, "B _ H K"],
     positions: Int[Array, "B T"] | None = None,
     *,
+    bias: Float[Array, "H K"] | None = None,
+    activation: ConvolutionActivation = "silu",
+    unit_norm: bool = True,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T H K"]:
     """silu of each channel's convolution, each head of unit norm, in the dtype of x.
 
-    Norms have 1e-6 added under the root: zeros stay zeros.
+    Norms have 1e-6 added to the sum of squares under the root: zeros stay zeros.
 
     Args:
         x: a segment.
@@ -47,13 +53,19 @@ def short_convolution(
         before: the W - 1 inputs before the segment, zeros where there are none.
         positions: of each token in its document, from 0, before which its filter sees
             nothing; None is one document, which `before` belongs to.
+        bias: of each channel, added to the convolution; None is none.
+        activation: of the convolution, "silu" or "none".
+        unit_norm: whether each head is divided by its norm.
         implementation: which code runs; None is the fastest that can.
 
     Raises:
-        ValueError: on shapes that do not fit, or an implementation that is unknown or
-            cannot run here.
+        ValueError: on shapes that do not fit, an activation that is unknown, or an
+            implementation that is unknown or cannot run here.
     """
-    sizes = arguments.check_shapes(x=(x, "B T H K"), filters=(filters, "W H K"))
+    sizes = arguments.check_shapes(
+        x=(x, "B T H K"), filters=(filters, "W H K"), bias=(bias, "H K?")
+    )
+    arguments.check_choice("activation", activation, get_args(ConvolutionActivation))
     expected = (sizes["B"], sizes["W"] - 1, sizes["H"], sizes["K"])
     arguments.require_array("before", before, "BWHK")
     if before.shape != expected:
@@ -66,16 +78,21 @@ def short_convolution(
             )
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got {positions.dtype}")
+    reason = convolution_tpu.unsupported(x, filters)
+    if bias is not None or activation != "silu" or not unit_norm:
+        reason = "it has neither biases nor another activation, and norms its heads"
+    options = {"activation": activation, "unit_norm": unit_norm}
     form = implementations.choose(
         "short_convolution",
         implementation,
         {
-            "xla": xla.short_convolution,
+            "xla": functools.partial(xla.short_convolution, **options),
             "pallas_tpu": convolution_tpu.short_convolution_tpu,
         },
-        {"pallas_tpu": convolution_tpu.unsupported(x, filters)},
+        {"pallas_tpu": reason},
     )
-    return form(x, filters, before, positions)
+    given = () if bias is None else (bias,)
+    return form(x, filters, before, positions, *given)
 
 
 def l2_normalize(
@@ -113,34 +130,58 @@ def l2_normalize(
 def gated_norm(
     y: Float[Array, "B T H K"],
     gate: Float[Array, "B T H K"],
-    scale: Float[Array, " K"],
+    scale: Float[Array, "*H K"],
     epsilon: float,
     *,
+    activation: GateActivation = "gelu",
+    gate_first: bool = False,
+    heads_per_norm: int = 1,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Each head over its rms, times a scale that heads share, times gelu of the gate.
+    """Each head over its rms, times a scale, times the activation of the gate.
 
     Args:
         y: reads of a memory.
         gate: u, whose dtype the result has.
-        scale: of each channel of a head.
+        scale: of each channel of a head [K], or of each channel [H, K].
         epsilon: added to the mean square.
+        activation: f of the gate: "gelu" (its tanh form), "silu" or "sigmoid".
+        gate_first: RMSNorm(y ∘ f(u)), as Mamba-2 has it, and not RMSNorm(y) ∘ f(u).
+        heads_per_norm: neighbouring heads that share one rms; divides H.
         implementation: which code runs; None is the fastest that can.
 
     Raises:
-        ValueError: on shapes that do not fit, or an implementation that is unknown or
-            cannot run here.
+        ValueError: on shapes that do not fit, an activation that is unknown, heads
+            that cannot be divided so, or an implementation that is unknown or cannot
+            run here.
     """
-    arguments.check_shapes(y=(y, "B T H K"), gate=(gate, "B T H K"), scale=(scale, "K"))
+    axes = "K" if getattr(scale, "ndim", 1) == 1 else "H K"
+    sizes = arguments.check_shapes(
+        y=(y, "B T H K"), gate=(gate, "B T H K"), scale=(scale, axes)
+    )
+    arguments.check_choice("activation", activation, get_args(GateActivation))
+    arguments.check_sizes(heads_per_norm=heads_per_norm)
+    if sizes["H"] % heads_per_norm:
+        raise ValueError(
+            f"heads_per_norm must divide H={sizes['H']}, got {heads_per_norm}"
+        )
+    reason = gated_norm_tpu.unsupported(y, gate)
+    if activation != "gelu" or gate_first or heads_per_norm > 1 or axes != "K":
+        reason = "it has GeLU behind a norm of each head, with one scale for all"
+    options = {
+        "activation": activation,
+        "gate_first": gate_first,
+        "heads_per_norm": heads_per_norm,
+    }
     form = implementations.choose(
         "gated_norm",
         implementation,
         {
-            "xla": functools.partial(xla.gated_norm, epsilon=epsilon),
+            "xla": functools.partial(xla.gated_norm, epsilon=epsilon, **options),
             "pallas_tpu": functools.partial(
                 gated_norm_tpu.gated_norm_tpu, epsilon=epsilon
             ),
         },
-        {"pallas_tpu": gated_norm_tpu.unsupported(y, gate)},
+        {"pallas_tpu": reason},
     )
     return form(y, gate, scale)

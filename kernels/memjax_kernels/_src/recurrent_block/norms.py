@@ -26,12 +26,16 @@ def l2_normalize(
 
 
 def rms_norm_heads(
-    x: Float[Array, "*B H V"], scale: Float[Array, " V"], epsilon: float
+    x: Float[Array, "*B H V"], scale: Float[Array, "*H V"], epsilon: float
 ) -> Float32[Array, "*B H V"]:
-    """Each head divided by its rms, times a scale that the heads share; float32."""
+    """Each head divided by its rms, times a scale, which heads may share; float32.
+
+    Heads may be joined in x and apart in the scale.
+    """
     high = x.astype(jnp.float32)
     high = _divide_by_root(high, _head_squares(high) / x.shape[-1] + epsilon)
-    every_head = jnp.tile(scale.astype(jnp.float32), x.shape[-2])
+    flat_scale = scale.astype(jnp.float32).reshape(-1)
+    every_head = jnp.tile(flat_scale, x.shape[-2] * x.shape[-1] // flat_scale.size)
     return scale_channels(_flat(high), every_head).reshape(x.shape)
 
 

@@ -19,6 +19,10 @@ def short_convolution(
     filters: Float[Array, "W H K"],
     before: Float[Array, "B _ H K"],
     positions: Int[Array, "B T"] | None,
+    bias: Float[Array, "H K"] | None = None,
+    *,
+    activation: str = "silu",
+    unit_norm: bool = True,
 ) -> Float[Array, "B T H K"]:
     """See `recurrent_block.short_convolution`, which checks the arguments."""
     width, time = filters.shape[0], x.shape[1]
@@ -38,20 +42,44 @@ def short_convolution(
         return jnp.where(positions[..., None] >= back, product, 0.0)
 
     convolved = functools.reduce(jnp.add, map(tap, range(width)))
-    return l2_normalize(jax.nn.silu(convolved).reshape(x.shape)).astype(x.dtype)
+    if bias is not None:
+        convolved = convolved + flat(bias.astype(jnp.float32))[None, None]
+    if activation == "silu":
+        convolved = jax.nn.silu(convolved)
+    y = convolved.reshape(x.shape)
+    return (l2_normalize(y) if unit_norm else y).astype(x.dtype)
 
 
 def gated_norm(
     y: Float[Array, "B T H K"],
     gate: Float[Array, "B T H K"],
-    scale: Float[Array, " K"],
+    scale: Float[Array, "*H K"],
     *,
     epsilon: float,
+    activation: str = "gelu",
+    gate_first: bool = False,
+    heads_per_norm: int = 1,
 ) -> Float[Array, "B T H K"]:
     """See `recurrent_block.gated_norm`, which checks the arguments."""
-    normed = rms_norm_heads(y, scale, epsilon).astype(gate.dtype)
 
     def flat(z):
         return z.reshape(*z.shape[:-2], -1)
 
-    return (flat(normed) * jax.nn.gelu(flat(gate))).reshape(y.shape)
+    if gate_first:
+        # The norm takes float32: a product of half precision would round twice.
+        opened = activate(activation, gate.astype(jnp.float32))
+        y = y.astype(jnp.float32) * opened
+    joined = y.reshape(*y.shape[:2], y.shape[2] // heads_per_norm, -1)
+    if heads_per_norm > 1 and scale.ndim == 1:
+        scale = jnp.tile(scale, heads_per_norm)
+    normed = rms_norm_heads(joined, scale, epsilon).astype(gate.dtype)
+    if gate_first:
+        return normed.reshape(y.shape)
+    return (flat(normed) * activate(activation, flat(gate))).reshape(y.shape)
+
+
+def activate(activation: str, gate: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """GeLU (its tanh form), SiLU or the sigmoid of a gate."""
+    return {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[
+        activation
+    ](gate)

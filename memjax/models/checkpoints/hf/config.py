@@ -12,6 +12,7 @@ from memjax.checks import check_positive, require_known, short
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.hf.fields import (
+    first_slots,
     read_entry,
     read_heads,
     read_layers,
@@ -19,15 +20,28 @@ from memjax.models.checkpoints.hf.fields import (
     read_size,
     require_value,
 )
+from memjax.models.checkpoints.hf.hybrids import config as hybrid_config
 from memjax.models.checkpoints.hf.known_keys import require_only
 from memjax.models.language_model.config import Architecture, Dtype, ModelConfig, period
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "opt"
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "olmo2",
+    "gemma3_text",
+    "opt",
+    "qwen3_5",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "mamba2",
+    "granitemoehybrid",
+    "bamba",
+    "falcon_h1",
 ]
 LAYER_NORM_EPSILON = 1e-5
-# Tokens that a new cache has room for; longer texts make it grow.
-FIRST_SLOTS = 2048
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Of SmolLM3 and Gemma 3 where their files do not say.
 SMOLLM3_THETA, GEMMA_THETA, GEMMA_LOCAL_THETA = 2e6, 1e6, 1e4
@@ -54,6 +68,8 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
             f"they are, got {short(config['quantization_config'])}"
         )
     require_only(config)
+    if family in hybrid_config.READ:
+        return hybrid_config.READ[family](config, dtype)
     if family == "opt":
         return _from_opt(config, dtype)
     return _from_decoder(config, family, dtype)
@@ -135,13 +151,8 @@ def _mechanism(
     if scaling is not None and scaling.kind == "yarn":
         # Files have the length before or after scaling, and transformers reads both.
         capacity = max(capacity, round(scaling.factor * scaling.original_positions))
-    slots = _first_slots(capacity)
+    slots = first_slots(capacity)
     return AttentionConfig(**sizes, **rope, capacity=capacity, initial_slots=slots)
-
-
-def _first_slots(capacity: int) -> int | None:
-    """Slots of an empty cache; None is all."""
-    return FIRST_SLOTS if capacity > FIRST_SLOTS else None
 
 
 def _read_sizes(config: Mapping[str, Any], family: str) -> dict[str, Any]:
@@ -201,7 +212,7 @@ def _from_opt(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         capacity=capacity,
-        initial_slots=_first_slots(capacity),
+        initial_slots=first_slots(capacity),
     )
     return ModelConfig(
         mechanisms=(attention,),

@@ -9,22 +9,26 @@ from memjax.mechanisms.layers.rope import RopeScaling
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MAX_LAYERS = 1024
+# Tokens that a new cache has room for; longer texts make it grow.
+FIRST_SLOTS = 2048
 
 
 def read_rope(
-    config: Mapping[str, Any], capacity: int, theta: float = 10_000.0
+    config: Mapping[str, Any],
+    capacity: int,
+    theta: float = 10_000.0,
+    *,
+    partial: bool = False,
 ) -> tuple[float, RopeScaling | None]:
     """θ and scaling, in one record in transformers 5 and in two places in 4.
 
-    `theta` is the default; `capacity` for the original length.
+    `theta` is the default; `capacity` for the original length. A part of a head is for
+    `read_rope_dim`, where it may be turned alone (`partial`).
     """
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = {
-        "rope_theta": config.get("rope_theta"),
-        "partial_rotary_factor": config.get("partial_rotary_factor"),
-    } | read_entry(config, key, dict, {})
+    key, rope = _rope_record(config)
     theta = read_entry(rope, "rope_theta", float, theta)
-    require_value(rope, "partial_rotary_factor", 1.0, default=1.0)
+    if not partial:
+        require_value(rope, "partial_rotary_factor", 1.0, default=1.0)
     kind = read_entry(rope, "rope_type", str, read_entry(rope, "type", str, "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(
@@ -55,6 +59,34 @@ def read_rope(
         beta_slow=read_entry(rope, "beta_slow", float, 1.0),
         attention_factor=_read_attention_factor(rope, factor),
     )
+
+
+def _rope_record(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What a file says of RoPE, and the key of its record."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    return key, {
+        "rope_theta": config.get("rope_theta"),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+    } | read_entry(config, key, dict, {})
+
+
+def read_rope_dim(config: Mapping[str, Any], width: int, default: float) -> int:
+    """Channels of a head of `width` that RoPE turns."""
+    factor = read_entry(
+        _rope_record(config)[1], "partial_rotary_factor", float, default
+    )
+    turned = int(width * factor)
+    if not 0 < factor <= 1 or turned % 2 or not turned:
+        raise ValueError(
+            "partial_rotary_factor must be in (0, 1] and turn an even number of "
+            f"{width} channels, got {factor}"
+        )
+    return turned
+
+
+def first_slots(capacity: int) -> int | None:
+    """Slots of an empty cache; None is all."""
+    return FIRST_SLOTS if capacity > FIRST_SLOTS else None
 
 
 def _read_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:

@@ -7,26 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from memjax.models.checkpoints.hf.tensor_names import (
-    from_stored,
-    is_parameter,
-    stored_shape,
-    tensor_names,
+from memjax.models.checkpoints.hf.tensor import (
+    read_parameter,
+    stored_shapes,
     tensors_of,
 )
+from memjax.models.checkpoints.hf.tensor_names import is_parameter, tensor_names
 from memjax.models.checkpoints.own_format import require_tensors
 from memjax.models.checkpoints.own_model import abstract_model
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.model import LanguageModel
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(
+    config: ModelConfig, family: str | None = None
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a checkpoint, with the leading "model."."""
     ours = nnx.to_pure_dict(nnx.state(abstract_model(config), nnx.Param))
-    theirs = tensors_of(tensor_names(config))
+    theirs = tensors_of(tensor_names(config, family))
     return {
-        tensor.name: stored_shape(tensor.layout, leaf.shape)
+        name: shape
         for tensor, leaf in zip(theirs, jax.tree.leaves(ours), strict=True)
+        for name, shape in stored_shapes(tensor, leaf.shape)
     }
 
 
@@ -35,6 +37,7 @@ def parameters_from_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     get: Callable[[str], np.ndarray],
     where: str = "checkpoint",
+    family: str | None = None,
 ) -> LanguageModel:
     """The model with the parameters of a checkpoint.
 
@@ -46,6 +49,7 @@ def parameters_from_tensors(
         shapes: of the checkpoint's tensors, by name, with or without "model.".
         get: reads a tensor by name, in the dtype that the parameter is to have.
         where: the checkpoint's name in errors.
+        family: model_type of the checkpoint; see `tensor_names`.
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of another shape;
@@ -55,13 +59,15 @@ def parameters_from_tensors(
     state = nnx.state(model, nnx.Param)
     ours = nnx.to_pure_dict(state)
     # Checkpoints of a model without its head lack the leading "model.".
-    bare = not any(name.startswith("model.") for name in shapes)
+    theirs = tensor_names(config, family)
+    root = theirs["embedding"].name.split(".")[0] + "."
+    bare = not any(name.startswith(root) for name in shapes)
 
     def stored(name):
-        return name.removeprefix("model.") if bare else name
+        return name.removeprefix(root) if bare else name
 
-    theirs = tensor_names(config)
-    expected = {stored(name): s for name, s in parameter_shapes(config).items()}
+    needed = parameter_shapes(config, family)
+    expected = {stored(name): shape for name, shape in needed.items()}
     found = {n: shape for n, shape in shapes.items() if is_parameter(config, n)}
     require_tensors(expected, found, where)
     if config.tied_head and "lm_head.weight" in shapes:
@@ -73,9 +79,8 @@ def parameters_from_tensors(
             )
 
     def read(tensor, leaf):
-        return jnp.asarray(
-            from_stored(get(stored(tensor.name)), tensor.layout, leaf.shape)
-        )
+        found = read_parameter(tensor, lambda name: get(stored(name)), leaf.shape)
+        return jnp.asarray(found)
 
     values = map(read, tensors_of(theirs), jax.tree.leaves(ours))
     filled = jax.tree.unflatten(jax.tree.structure(ours), values)

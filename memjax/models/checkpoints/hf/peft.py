@@ -33,7 +33,8 @@ from memjax.models.checkpoints.hf.safetensors_folder import (
     require_no_pickle,
 )
 from memjax.models.checkpoints.hf.safetensors_write import atomic_folder
-from memjax.models.checkpoints.hf.tensor_names import tensor_names, to_stored
+from memjax.models.checkpoints.hf.tensor import to_stored
+from memjax.models.checkpoints.hf.tensor_names import tensor_names
 from memjax.models.checkpoints.own_format import require_tensors
 from memjax.models.language_model.model import LanguageModel
 from memjax.models.lora import LowRank, Target, adapted

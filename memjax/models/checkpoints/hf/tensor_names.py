@@ -3,9 +3,8 @@
 Their matrices are [out, in] with joined heads. Ours are [in, out]; heads are an axis.
 """
 
-import math
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,28 +14,24 @@ from jaxtyping import Float32
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.models.checkpoints.hf.export import is_gemma, tied_in_file
+from memjax.models.checkpoints.hf.hybrids.names import (
+    HYBRIDS,
+    hybrid_family,
+    hybrid_names,
+)
+from memjax.models.checkpoints.hf.tensor import Piece, Tensor, tensors_of, to_stored
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import FeedForwardParams, LayerNormParams
 
-Layout = Literal["as_is", "flat", "into", "out_of", "less_one"]
 
+def tensor_names(config: ModelConfig, family: str | None = None) -> dict[str, Any]:
+    """The tensor of every parameter, in the tree that `nnx.to_pure_dict` gives.
 
-class Tensor(NamedTuple):
-    """One tensor of a checkpoint.
-
-    Attributes:
-        name: in a model with a head; in one without it lacks the leading "model.".
-        layout: "as_is"; "flat", a bias whose heads are joined; "into", a matrix whose
-            first axis here is its input; "out_of", whose last axis is its output;
-            "less_one", a scale of which 1 is taken (Gemma).
+    `family` is the model_type of a hybrid's file; None is the one it is written as.
     """
-
-    name: str
-    layout: Layout = "as_is"
-
-
-def tensor_names(config: ModelConfig) -> dict[str, Any]:
-    """The tensor of every parameter, in the tree that `nnx.to_pure_dict` gives."""
+    family = family or hybrid_family(config)
+    if family in HYBRIDS:
+        return hybrid_names(config, HYBRIDS[family])
     style = config.architecture
     opt = _is_opt(config)
     root = "model.decoder" if opt else "model"
@@ -71,8 +66,26 @@ def tensors_from_parameters(
     if scaled:
         yield "lm_head.weight", np.asarray(ours["embedding"])
         ours["embedding"] = ours["embedding"] * ours["embedding"].shape[1] ** 0.5
+    parts: dict[str, list[tuple[Piece, np.ndarray]]] = {}
     for tensor, value in zip(tensors_of(theirs), jax.tree.leaves(ours), strict=True):
-        yield tensor.name, to_stored(np.asarray(value), tensor.layout)
+        stored = to_stored(np.asarray(value), tensor.layout)
+        if not tensor.pieces:
+            yield tensor.name, stored
+        for piece in tensor.pieces:
+            rows, stored = np.split(stored, [len(piece.rows)])
+            found = parts.setdefault(piece.name, [])
+            found.append((piece, rows))
+            if sum(len(each.rows) for each, _ in found) == piece.total:
+                yield piece.name, _joined(parts.pop(piece.name))
+
+
+def _joined(found: list[tuple[Piece, np.ndarray]]) -> np.ndarray:
+    """A tensor from the rows of several parameters."""
+    (piece, first), *_ = found
+    whole = np.empty((piece.total, *first.shape[1:]), first.dtype)
+    for each, rows in found:
+        whole[each.rows] = rows
+    return whole
 
 
 def _block(config: ModelConfig, layer: int, at: str) -> dict[str, Any]:
@@ -169,45 +182,6 @@ def _present(names: Any) -> dict[str, Any]:
 
 def _is_opt(config: ModelConfig) -> bool:
     return config.architecture.norm == "layer"
-
-
-def tensors_of(names: Any) -> list[Tensor]:
-    """The tensors of a tree, in the order of its leaves."""
-    return jax.tree.leaves(names, is_leaf=lambda node: isinstance(node, Tensor))
-
-
-def stored_shape(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in a checkpoint of a parameter that has `shape` here."""
-    match layout:
-        case "as_is" | "less_one":
-            return shape
-        case "flat":
-            return (math.prod(shape),)
-        case "into":
-            return (math.prod(shape[1:]), shape[0])
-        case "out_of":
-            return (shape[-1], math.prod(shape[:-1]))
-
-
-def to_stored(value: np.ndarray, layout: Layout) -> np.ndarray:
-    """A parameter in the layout of a checkpoint."""
-    shape = stored_shape(layout, value.shape)
-    if layout in ("into", "out_of"):
-        return value.reshape(shape[::-1]).T
-    value = value.reshape(shape)
-    return value - 1 if layout == "less_one" else value
-
-
-def from_stored(
-    value: np.ndarray, layout: Layout, shape: tuple[int, ...]
-) -> np.ndarray:
-    """A parameter of `shape` from a checkpoint's tensor."""
-    if layout in ("into", "out_of"):
-        value = value.T
-    if layout == "less_one":
-        # bfloat16 would round the sum.
-        value = value.astype(np.float32) + 1
-    return value.reshape(shape)
 
 
 def is_parameter(config: ModelConfig, name: str) -> bool:

@@ -16,7 +16,7 @@ from jaxtyping import Float32
 from memjax.config_io import from_record
 from memjax.models.adapters import Frozen
 from memjax.models.checkpoints import own_format, own_model
-from memjax.models.checkpoints.hf import parameters, tensor_names
+from memjax.models.checkpoints.hf import parameters, tensor, tensor_names
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.safetensors_file import SafetensorsFile
 from memjax.models.checkpoints.hf.safetensors_folder import (
@@ -152,8 +152,8 @@ def _build(
     tensors = mplus_names.of_learned(learned, reader)
     expected = {mplus_names.of_backbone(name): shape for name, shape in plain.items()}
     expected |= {
-        tensor.name: tensor_names.stored_shape(tensor.layout, leaf.shape)
-        for tensor, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
+        named.name: tensor.stored_shape(named.layout, leaf.shape)
+        for named, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     }
     layers = sizes.num_layers
     if rows is not None:
@@ -171,7 +171,7 @@ def _build(
     get = source.get
     start = add_mplus(read_backbone(), config, key=jax.random.key(0)).weights
     values = [
-        jnp.asarray(tensor_names.from_stored(get(t.name), t.layout, leaf.shape))
+        jnp.asarray(tensor.from_stored(get(t.name), t.layout, leaf.shape))
         for t, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     ]
     # Everything drawn with the key above is replaced by the checkpoint's values.

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.models.checkpoints.hf import tensor_names
-from memjax.models.checkpoints.hf.tensor_names import Tensor
+from memjax.models.checkpoints.hf.tensor import Tensor, to_stored
 from memjax.models.lora import LowRank
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.retriever import Retriever
@@ -165,4 +164,4 @@ def learned_tensors(weights: MPlusWeights) -> Iterator[tuple[str, np.ndarray]]:
     values = learned(weights)
     pairs = zip(of_learned(values), jax.tree.leaves(values), strict=True)
     for tensor, value in pairs:
-        yield tensor.name, tensor_names.to_stored(np.asarray(value), tensor.layout)
+        yield tensor.name, to_stored(np.asarray(value), tensor.layout)

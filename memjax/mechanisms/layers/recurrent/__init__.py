@@ -1,0 +1,1 @@
+"""The block around a recurrent memory: its style, projections and flow."""

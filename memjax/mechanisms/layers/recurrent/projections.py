@@ -1,0 +1,263 @@
+"""Projections of a recurrent block: into queries, keys and values, and out of reads.
+
+Shapes: B batch, T time, D model, H heads, G heads of queries and keys, K query and key,
+V value, W width of the convolution, S projections that it filters (2, or 1 which query
+and key share).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from memjax.mechanisms.base import axes, check_input
+from memjax.mechanisms.cells.base import Cell
+from memjax.mechanisms.layers.gates import draw_weight, flat_product
+from memjax.mechanisms.layers.projections import Adapted, linear
+from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
+from memjax_kernels import gated_norm, short_convolution
+from memjax_kernels._src.common.partition import by_tokens, channels_by_heads
+from memjax_kernels._src.recurrent_block.norms import rms_norm_heads
+from memjax_kernels._src.recurrent_block.xla import activate
+
+
+class BlockParams(NamedTuple):
+    """Learned parameters of a block and of its cell; None is what a style lacks."""
+
+    query_key: Float[Array, "D S G K"] | Adapted
+    filters: Float[Array, "W 2 G K"]
+    value: Float[Array, "D H V"] | Adapted
+    gate: Float[Array, "D H V"] | Adapted | None
+    norm: Float[Array, "*H V"] | None
+    output: Float[Array, "H V D"] | Adapted
+    cell: PyTree
+    filter_bias: Float[Array, "2 G K"] | None = None
+    value_filters: Float[Array, "W H V"] | None = None
+    value_bias: Float[Array, "H V"] | None = None
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Names of the matrices that LoRA may change."""
+        gate = () if self.gate is None else ("gate",)
+        return ("query_key", "value", *gate, "output")
+
+
+class BlockState(NamedTuple):
+    """The memory, and the last inputs of the convolution, in float32.
+
+    `values` are those of the values, where they are convolved.
+    """
+
+    window: Float[Array, "B _ S G K"]
+    memory: PyTree
+    values: Float[Array, "B _ H V"] | None = None
+
+
+class QKV(NamedTuple):
+    """Queries and keys, of unit norm unless the style says otherwise, and values."""
+
+    q: Float[Array, "B T G K"]
+    k: Float[Array, "B T G K"]
+    v: Float[Array, "B T H V"]
+
+
+_NORM_AXES = {"head": axes(), "group": axes("heads"), "none": None}
+
+
+def param_axes(config: RecurrentSizes, cell: PyTree) -> BlockParams:
+    """Sharding axes of the parameters, with those of the cell."""
+    style = config.style
+    bias = style.conv_bias
+    return BlockParams(
+        query_key=axes("model", None, "heads"),
+        filters=axes(None, None, "heads"),
+        value=axes("model", "heads"),
+        gate=None if style.gate == "none" else axes("model", "heads"),
+        norm=_NORM_AXES[style.norm],
+        output=axes("heads", None, "model"),
+        cell=cell,
+        filter_bias=axes(None, "heads") if bias else None,
+        value_filters=axes(None, "heads") if style.conv_value else None,
+        value_bias=axes("heads") if style.conv_value and bias else None,
+    )
+
+
+def init_params(
+    config: RecurrentSizes, cell: Cell, projections: int, key: PRNGKeyArray
+) -> BlockParams:
+    """Draws the weights of the block and of its memory."""
+    d, h, g = config.model_dim, config.num_heads, config.key_heads
+    k, v = config.key_dim, config.value_dim
+    style = config.style
+    # Separate keys: with one seed, all mechanisms have the same block weights.
+    keys = jax.random.split(key, 6)
+    qk_key, filter_key, v_key, gate_key, out_key, cell_key = keys
+    scales = {"head": jnp.ones(v), "group": jnp.ones((h, v)), "none": None}
+    biased = style.conv_bias
+
+    def draw_filters(key, *channels):
+        # A depthwise filter has a fan-in of its width alone.
+        shape, bound = (style.conv_width, *channels), style.conv_width**-0.5
+        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+    values_key = jax.random.fold_in(filter_key, 1)
+    return BlockParams(
+        query_key=draw_weight(qk_key, d, projections, g, k),
+        filters=draw_filters(filter_key, 2, g, k),
+        value=draw_weight(v_key, d, h, v),
+        gate=None if style.gate == "none" else draw_weight(gate_key, d, h, v),
+        norm=scales[style.norm],
+        output=jax.random.normal(out_key, (h, v, d)) * (h * v) ** -0.5,
+        cell=cell.init_params(cell_key),
+        filter_bias=jnp.zeros((2, g, k)) if biased else None,
+        value_filters=draw_filters(values_key, h, v) if style.conv_value else None,
+        value_bias=jnp.zeros((h, v)) if style.conv_value and biased else None,
+    )
+
+
+def no_inputs(config, projections, batch):
+    """Zeros for the inputs before a sequence, of queries and keys and of values."""
+    style, taken = config.style, config.style.conv_width - 1
+    window = (batch, taken, projections, config.key_heads, config.key_dim)
+    values = (batch, taken, config.num_heads, config.value_dim)
+    no_values = jnp.zeros(values, jnp.float32) if style.conv_value else None
+    return jnp.zeros(window, jnp.float32), no_values
+
+
+def for_each_value(config, z):
+    """Queries or keys [..., G, K] for each of the H heads of values."""
+    ways = config.num_heads // config.key_heads
+    return z if ways == 1 else jnp.repeat(z, ways, axis=-2)
+
+
+def cell_input(config: RecurrentSizes, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """The tokens as the cell's gates read them."""
+    return _times(x, config.style.cell_multiplier)
+
+
+def _times(x, factor: float):
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+def qkv_projection(
+    config: RecurrentSizes,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"] | None = None,
+) -> tuple[BlockState, QKV]:
+    """Queries, keys and values of a segment, in the dtype of x.
+
+    `positions` of each token in its document, before which inputs of the convolution
+    are zeros; None is one document. The state has the next inputs of the convolution.
+
+    Raises:
+        ValueError: unless x is floating, with the state's batch size and the model's
+            width.
+    """
+    check_input(x, config.model_dim, state)
+    style = config.style
+    _, projections, groups, _ = part_shape(params.query_key)
+
+    def project(weight, heads, factor=1.0):
+        y = channels_by_heads(flat_product(x, weight), heads)
+        return _times(y.reshape(*x.shape[:2], heads, -1), factor)
+
+    factors = (style.query_multiplier, style.key_multiplier)
+    # Two products, where one would have to be cut in two again.
+    inputs = [
+        project(_part(params.query_key, i), groups, factors[i])
+        for i in range(projections)
+    ]
+    before = [state.window[:, :, i] for i in range(projections)]
+    # One projection that both share, or one for each. Unit norm bounds what a write can
+    # do: a step of γ |k|² <= 2 does not diverge.
+    q, k = (
+        short_convolution(
+            inputs[i % projections],
+            params.filters[:, i],
+            before[i % projections],
+            positions,
+            bias=None if params.filter_bias is None else params.filter_bias[i],
+            unit_norm=style.unit_norm,
+        )
+        for i in range(2)
+    )
+    window = jnp.stack(list(map(_last, before, inputs)), axis=2)
+    v = project(params.value, config.num_heads, style.value_multiplier)
+    values = None
+    if params.value_filters is not None:
+        before_values = state.values
+        assert before_values is not None
+        values = _last(before_values, v)
+        v = short_convolution(
+            v,
+            params.value_filters,
+            before_values,
+            positions,
+            bias=params.value_bias,
+            unit_norm=False,
+        )
+    q = _times(q, style.query_scale)
+    return BlockState(window, state.memory, values), QKV(q, k, v)
+
+
+def _last(before, inputs):
+    """As many of the newest inputs of a convolution as there were before, float32."""
+    new = jnp.concatenate([before, inputs.astype(jnp.float32)], axis=1)
+    return new[:, new.shape[1] - before.shape[1] :]
+
+
+def part_shape(weight: Array | Adapted) -> tuple[int, ...]:
+    """The shape of a weight [D, S, G, K], with LoRA or without."""
+    return (weight.weight if isinstance(weight, Adapted) else weight).shape
+
+
+def _part(weight, i):
+    """One of the projections of a weight [D, S, G, K]."""
+    if isinstance(weight, Adapted):
+        return weight._replace(weight=weight.weight[:, i], up=weight.up[:, i])
+    return weight[:, i]
+
+
+def output_projection(
+    config: RecurrentSizes,
+    params: BlockParams,
+    x: Float[Array, "*B D"],
+    y: Float[Array, "*B H V"],
+) -> Float[Array, "*B D"]:
+    """Norm, gate and output matrix of the reads y of the tokens x."""
+    style = config.style
+    # RMSNorm makes the output independent of the memory's size, which grows with the
+    # text.
+    tokens = by_tokens(y if x.ndim == 3 else y[:, None])
+    gate = None
+    if params.gate is not None:
+        gate = flat_product(x, params.gate).reshape(tokens.shape)
+        gate = _times(gate, style.gate_multiplier)
+    joined = config.num_heads // config.key_heads if style.norm == "group" else 1
+    if params.norm is None:
+        tokens = tokens if gate is None else tokens * activate(style.gate, gate)
+    elif gate is None or style.gate == "none":
+        tokens = rms_norm_heads(tokens, params.norm, config.norm_epsilon)
+    else:
+        tokens = gated_norm(
+            tokens,
+            gate,
+            params.norm,
+            config.norm_epsilon,
+            activation=style.gate,
+            gate_first=style.gate_first,
+            heads_per_norm=joined,
+        )
+    y = tokens.astype(x.dtype).reshape(*x.shape[:-1], -1)
+    return linear(y, _flat_rows(params.output))
+
+
+def _flat_rows(weight):
+    """An output matrix [H, V, D] with the axes of its input as one."""
+    if isinstance(weight, Adapted):
+        parts = (_flat_rows(weight.weight), _flat_rows(weight.down))
+        return weight._replace(weight=parts[0], down=parts[1])
+    return weight.reshape(-1, weight.shape[-1])

@@ -1,0 +1,1 @@
+"""Published models with recurrent layers: their configurations and tensor names."""

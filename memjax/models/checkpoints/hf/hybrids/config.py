@@ -1,0 +1,254 @@
+"""Reads `config.json` of published models with recurrent layers.
+
+Qwen3.5 (its text), OLMo Hybrid, Mamba-2, Granite 4 H, Bamba and Falcon-H1.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memjax.checks import short
+from memjax.mechanisms import MechanismConfig, ParallelConfig
+from memjax.models.checkpoints.hf.fields import (
+    read_entry,
+    read_layers,
+    read_size,
+    require_value,
+)
+from memjax.models.checkpoints.hf.hybrids.mixers import (
+    floats,
+    full_attention,
+    gated_deltanet,
+    mamba2,
+    mamba_of_layer,
+    read_epsilon,
+    require_silu,
+)
+from memjax.models.language_model.config import (
+    Architecture,
+    BlockStyle,
+    Dtype,
+    ModelConfig,
+    period,
+)
+
+LINEAR, FULL = "linear_attention", "full_attention"
+# Names of older files.
+RENAMED = {"mamba": LINEAR, "attention": FULL}
+# Of OLMo Hybrid's norm behind the memory, whatever the file's others are.
+OLMO_EPSILON = 1e-5
+Read = Callable[[Mapping[str, Any], Dtype], ModelConfig]
+
+
+def from_qwen3_5(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Gated DeltaNet three layers in four; the fourth attends, with a gate."""
+    interval = read_size(config, "full_attention_interval", 4)
+    kinds = _kinds(config, lambda i: FULL if (i + 1) % interval == 0 else LINEAR)
+    require_silu(config)
+    attention = full_attention(
+        config,
+        head_dim=read_size(config, "head_dim", 256),
+        qk_norm="head",
+        qk_norm_epsilon=read_epsilon(config),
+        output_gate=True,
+        partial=0.25,
+    )
+    mechanisms = {FULL: attention, LINEAR: gated_deltanet(config, read_epsilon(config))}
+    tied = read_entry(config, "tie_word_embeddings", bool, False)
+    return _model(config, [mechanisms[kind] for kind in kinds], tied, dtype)
+
+
+def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Gated DeltaNet with β to 2; attention has norms of its outputs, as OLMo 2 has."""
+    kinds = _kinds(config, lambda i: FULL if i % 4 == 3 else LINEAR)
+    require_silu(config)
+    parameters = config.get("rope_parameters")
+    without = parameters is None or parameters.get("rope_theta") is None
+    attention = full_attention(
+        config, qk_norm="width", qk_norm_epsilon=read_epsilon(config), rope=not without
+    )
+    negative = read_entry(config, "linear_allow_neg_eigval", bool, True)
+    memory = gated_deltanet(config, OLMO_EPSILON, 2.0 if negative else 1.0)
+    mechanisms = {FULL: attention, LINEAR: memory}
+    styles = {
+        FULL: BlockStyle(norm_first=False, norm_outputs=True),
+        LINEAR: BlockStyle(),
+    }
+    return _model(
+        config,
+        [mechanisms[kind] for kind in kinds],
+        read_entry(config, "tie_word_embeddings", bool, False),
+        dtype,
+        styles=[styles[kind] for kind in kinds],
+    )
+
+
+def from_mamba2(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Mamba-2 alone, without a feed-forward."""
+    require_silu(config)
+    require_value(config, "use_bias", False, default=False)
+    memory = mamba2(
+        config,
+        heads=read_size(config, "num_heads"),
+        width=read_size(config, "head_dim"),
+        state=read_size(config, "state_size", 128),
+        groups=read_size(config, "n_groups", 8),
+        taps=read_size(config, "conv_kernel", 4),
+        bias=read_entry(config, "use_conv_bias", bool, True),
+        epsilon=read_entry(config, "layer_norm_epsilon", float, 1e-5),
+    )
+    return _model(
+        config,
+        [memory] * read_layers(config),
+        read_entry(config, "tie_word_embeddings", bool, False),
+        dtype,
+        hidden=1,
+        epsilon=read_entry(config, "layer_norm_epsilon", float, 1e-5),
+        feed_forward="none",
+    )
+
+
+def from_granite(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Mamba-2 with a feed-forward, and a few attention layers, by multipliers."""
+    if config.get("num_local_experts"):
+        raise ValueError(
+            "num_local_experts must be 0, got "
+            f"{short(config['num_local_experts'])}: experts are not read here"
+        )
+    require_silu(config)
+    positions = read_entry(config, "position_embedding_type", str, "nope")
+    attention = full_attention(
+        config,
+        query_scale=read_entry(config, "attention_multiplier", float, 1.0),
+        rope=positions == "rope",
+    )
+    mechanisms = {FULL: attention, LINEAR: mamba_of_layer(config)}
+    kinds = _kinds(config, lambda i: LINEAR)
+    return _model(
+        config,
+        [mechanisms[kind] for kind in kinds],
+        read_entry(config, "tie_word_embeddings", bool, False),
+        dtype,
+        hidden=read_size(config, "shared_intermediate_size"),
+        embedding_multiplier=read_entry(config, "embedding_multiplier", float, 1.0),
+        residual_multiplier=read_entry(config, "residual_multiplier", float, 1.0),
+        logits_multiplier=1 / read_entry(config, "logits_scaling", float, 1.0),
+    )
+
+
+def from_bamba(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Mamba-2 with a feed-forward, and attention that turns half of a head."""
+    require_silu(config)
+    require_value(config, "mlp_bias", False, default=False)
+    attends = read_entry(config, "attn_layer_indices", list, [])
+    attention = full_attention(config, partial=0.5)
+    memory = mamba_of_layer(config)
+    layers = range(read_layers(config))
+    return _model(
+        config,
+        [attention if i in attends else memory for i in layers],
+        read_entry(config, "tie_word_embeddings", bool, False),
+        dtype,
+    )
+
+
+def from_falcon_h1(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Attention and Mamba-2 side by side in every layer, by many multipliers."""
+    require_silu(config)
+    for key in ("mlp_bias", "projectors_bias"):
+        require_value(config, key, False, default=False)
+
+    def factor(key):
+        return read_entry(config, key, float, 1.0)
+
+    inside, outside = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
+    gate, value, key, query, pace = (
+        outside * part for part in floats(config, "ssm_multipliers", 5)
+    )
+    attention = full_attention(config)
+    # Scores have the multipliers of queries and keys, reads those of values.
+    scale = attention.head_dim**-0.5 * inside**2 * factor("key_multiplier")
+    normed = read_entry(config, "mamba_rms_norm", bool, False)
+    first = not read_entry(config, "mamba_norm_before_gate", bool, True)
+    memory = mamba_of_layer(
+        config,
+        inner=read_size(config, "mamba_d_ssm", 0) or None,
+        norm="group" if normed else "none",
+        gate_first=first and normed,
+        gate_multiplier=gate,
+        value_multiplier=value,
+        key_multiplier=key,
+        query_multiplier=query,
+        cell_multiplier=pace,
+    )
+    both = ParallelConfig(
+        dataclasses.replace(attention, query_scale=scale),
+        memory,
+        attention_multiplier=inside * factor("attention_out_multiplier"),
+        memory_multiplier=factor("ssm_out_multiplier"),
+    )
+    return _model(
+        config,
+        [both] * read_layers(config),
+        read_entry(config, "tie_word_embeddings", bool, False),
+        dtype,
+        embedding_multiplier=factor("embedding_multiplier"),
+        logits_multiplier=factor("lm_head_multiplier"),
+        feed_forward_multipliers=floats(config, "mlp_multipliers", 2),
+    )
+
+
+#: By `model_type`.
+READ: dict[str, Read] = {
+    "qwen3_5": from_qwen3_5,
+    "qwen3_5_text": from_qwen3_5,
+    "olmo_hybrid": from_olmo_hybrid,
+    "mamba2": from_mamba2,
+    "granitemoehybrid": from_granite,
+    "bamba": from_bamba,
+    "falcon_h1": from_falcon_h1,
+}
+
+
+def _model(
+    config: Mapping[str, Any],
+    mechanisms: Sequence[MechanismConfig],
+    tied: bool,
+    dtype: Dtype,
+    styles: Sequence[BlockStyle] = (),
+    hidden: int | None = None,
+    epsilon: float | None = None,
+    **architecture: Any,
+) -> ModelConfig:
+    """The model of these layers; the period is that of mechanisms and styles."""
+    pairs = period(zip(mechanisms, styles or [None] * len(mechanisms), strict=True))
+    kinds, around = zip(*pairs, strict=True)
+    return ModelConfig(
+        mechanisms=kinds,
+        styles=around if styles else (),
+        num_layers=len(mechanisms),
+        vocab_size=read_size(config, "vocab_size"),
+        model_dim=read_size(config, "hidden_size"),
+        hidden_dim=hidden or read_size(config, "intermediate_size"),
+        architecture=Architecture(scale_embedding=False, **architecture),
+        norm_epsilon=epsilon or read_epsilon(config),
+        tied_head=tied,
+        dtype=dtype,
+    )
+
+
+def _kinds(config: Mapping[str, Any], default: Callable[[int], str]) -> list[str]:
+    """Whether each layer attends or remembers."""
+    layers = read_layers(config)
+    given = read_entry(config, "layer_types", list, list(map(default, range(layers))))
+    kinds = [RENAMED.get(k, k) if isinstance(k, str) else k for k in given]
+    if len(kinds) != layers:
+        raise ValueError(
+            f"layer_types must name {layers} layers, got {len(kinds)}: {short(given)}"
+        )
+    for i, kind in enumerate(kinds):
+        if kind not in (LINEAR, FULL):
+            raise ValueError(
+                f"layer_types[{i}] must be {LINEAR!r} or {FULL!r}, got {short(kind)}"
+            )
+    return kinds

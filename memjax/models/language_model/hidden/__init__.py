@@ -1,0 +1,1 @@
+"""Feed-forwards of a decoder layer."""
