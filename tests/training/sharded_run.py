@@ -26,13 +26,10 @@ from memjax.mechanisms import (
     AttentionConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
-    GatedDeltaNetConfig,
-    GLAConfig,
     GSAConfig,
     HybridConfig,
     LatticeConfig,
     LinearAttentionConfig,
-    Mamba2Config,
     MechanismConfig,
     SlidingWindowConfig,
     TrellisConfig,
@@ -54,7 +51,7 @@ from memjax_kernels._src.sigmoid_scores import xla as search
 
 # One block and a half: fewer programs to compile than two whole blocks.
 B, T, V, STEPS = 8, 6, 16, 3
-MESHES = {"none": None, "2 2 2": (2, 2, 2), "1 4 2": (1, 4, 2)}
+MESHES = {"none": None, "2 2 2": (2, 2, 2)}
 MODEL = ModelConfig(
     mechanisms=(ElasticMemoryConfig(16, 4, 2, 4, block=4, order=4, decay=0.8),),
     num_layers=1,
@@ -68,25 +65,22 @@ MODEL = ModelConfig(
 HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim=4)
 BLOCK: dict[str, Any] = dict(model_dim=16, num_heads=8, key_dim=4, value_dim=4)
 WINDOW = SlidingWindowConfig(**HEADS, window=8)
-#: Mechanisms with divided sequences.
+#: Mechanisms with divided sequences. Other linear ones join their memories as linear
+#: attention does; `mechanisms/layers/divided_run.py` has them.
 MECHANISMS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "window": WINDOW,
     "sinks": dataclasses.replace(WINDOW, sinks=2),
     "elastic": ElasticMemoryConfig(**HEADS, block=8, order=4),
-    "beside": HybridConfig(WINDOW, GatedDeltaNetConfig(32, 8, 4, 4)),
+    "beside": HybridConfig(WINDOW, DeltaNetConfig(32, 8, 4, 4)),
     "linear_attention": LinearAttentionConfig(**BLOCK),
-    "mamba2": Mamba2Config(**BLOCK),
-    "gla": GLAConfig(**BLOCK),
-    "deltanet": DeltaNetConfig(**BLOCK),
-    "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
     "gsa": GSAConfig(**BLOCK, slots=4),
     "ttt_linear": TTTLinearConfig(**BLOCK, chunk_size=4),
     "trellis": TrellisConfig(**BLOCK, slots=4, chunk_size=4),
     "lattice": LatticeConfig(16, num_heads=8, slots=4, value_dim=4, chunk_size=4),
 }
-#: Those that are divided by heads alone, too.
-WHOLE = ("beside", "elastic", "trellis", "lattice")
+#: Those of which a mesh that divides nothing but sequences gathers nothing.
+UNGATHERED = ("attention", "window")
 #: Families of which a layer is compiled.
 COMPILED = ("transformer", "elastic", "trellis")
 CONFIG = StepConfig(carry_memory=True)
@@ -131,14 +125,19 @@ def run(axes):
 
 def sequences() -> None:
     """An update's error against one device, and what is sent, by mechanism and mesh."""
-    short = {"sequence=2": (sharding.MeshConfig(data=1, sequence=2), 2)}
-    short["fsdp=2 tensor=2 sequence=2"] = sharding.MeshConfig(1, 2, 2, sequence=2), 8
-    # Without a divided sequence: attention, and ops that divide heads.
-    whole = {"data=2 tensor=2": (sharding.MeshConfig(2, tensor=2), 4)}
-    found = {
-        name: divided(mechanism, short | (whole if name in WHOLE else {}))
-        for name, mechanism in MECHANISMS.items()
+    every = {
+        "fsdp=2 tensor=2 sequence=2": (sharding.MeshConfig(1, 2, 2, sequence=2), 8)
     }
+    short = {"sequence=2": (sharding.MeshConfig(1, sequence=2), 2)}
+    # Without a divided sequence.
+    whole = {"data=2 tensor=2": (sharding.MeshConfig(2, tensor=2), 4)}
+    # The window with sinks is that window, too.
+    meshes = dict.fromkeys(MECHANISMS, every) | {
+        "attention": every | short,
+        "window": short,
+        "beside": every | whole,
+    }
+    found = {name: divided(MECHANISMS[name], on) for name, on in meshes.items()}
     print(json.dumps(found))
 
 

@@ -38,18 +38,16 @@ def result(with_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["2 2 2", "1 4 2"])
-def test_every_mesh_gives_the_losses_of_one_device(result, mesh):
+def test_a_mesh_gives_the_losses_of_one_device(result):
     alone = result["none"]["losses"]
-    np.testing.assert_allclose(result[mesh]["losses"], alone, rtol=1e-5)
+    np.testing.assert_allclose(result["2 2 2"]["losses"], alone, rtol=1e-5)
     assert len(set(alone)) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 4, 2)])
-def test_each_device_holds_its_share(result, axes):
-    data, fsdp, tensor = axes
-    leaves = result[" ".join(map(str, axes))]["leaves"]
+def test_each_device_holds_its_share(result):
+    data, fsdp, tensor = 2, 2, 2
+    leaves = result["2 2 2"]["leaves"]
     assert set(leaves) == set(result["none"]["leaves"])
     for name, (shape, held) in leaves.items():
         share = np.prod(shape) / np.prod(held)
@@ -91,7 +89,7 @@ def divided(with_devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sharded_run.MECHANISMS)
 def test_every_mechanism_gives_the_update_of_one_device_on_two_to_eight(divided, name):
-    # Loss and gradients on two devices, on four for some, and on eight.
+    # Loss and gradients.
     for mesh, found in divided[name].items():
         # TTT has gradients of 2.4: float32 sums in another order differ by 1.1e-5.
         bound = 2e-5 if name == "ttt_linear" else 1e-5
@@ -101,21 +99,19 @@ def test_every_mechanism_gives_the_update_of_one_device_on_two_to_eight(divided,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sharded_run.MECHANISMS)
 def test_sequence_sharding_exchanges_tokens_or_joins_memories(divided, name):
-    mechanism, found = sharded_run.MECHANISMS[name], divided[name]["sequence=2"]
+    mechanism = sharded_run.MECHANISMS[name]
     cell = mechanism.cell() if isinstance(mechanism, RecurrentConfig) else None
     joined = cell is not None and cell.apply_share is not None
-    if joined or isinstance(mechanism, ElasticMemoryConfig):
-        assert found["exchanges"] == 0
-        # The memories of both devices, for a batch of 8 with 8 heads; all their sizes
-        # are 4, and some are of keys and values.
-        assert 0 < found["gathered"] <= 2 * 8 * 8 * 4 * 8
-    else:
+    joined |= isinstance(mechanism, ElasticMemoryConfig)
+    for mesh, found in divided[name].items():
+        if "sequence" not in mesh:
+            continue
         # And back, forward and backward.
-        assert found["exchanges"] >= 4
+        assert found["exchanges"] == 0 if joined else found["exchanges"] >= 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention", "window"])
+@pytest.mark.parametrize("name", sharded_run.UNGATHERED)
 def test_devices_that_divide_sequences_gather_nothing(divided, name):
     assert divided[name]["sequence=2"]["gathered"] == 0
 

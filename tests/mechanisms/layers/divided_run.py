@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax.mechanisms import (
-    ABCConfig,
-    DeltaNetConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
     GLAConfig,
@@ -32,10 +30,8 @@ MECHANISMS = {
     "linear_attention": LinearAttentionConfig(**SIZES),
     "mamba2": Mamba2Config(**SIZES),
     "gla": GLAConfig(**SIZES),
-    "deltanet": DeltaNetConfig(**SIZES),
     "gated_deltanet": GatedDeltaNetConfig(**SIZES),
     "gsa": GSAConfig(**SIZES, slots=4),
-    "abc": ABCConfig(**SIZES, slots=4),
 }
 # With a sum and with slots: all share the convolution that ends of segments meet.
 ENDS = (MECHANISMS["linear_attention"], MECHANISMS["gsa"])
@@ -127,9 +123,12 @@ def elastic(name, mesh):
     programs = {
         "segment": (jax.grad(of_empty, (0, 1), has_aux=True), (params, x)),
         "later": (later, (params, before, x)),
-        "open": (mechanism.apply, (params, opened, x)),
-        "odd": (mechanism.apply, (params, before, x[:, :-1])),
     }
+    if name == "elastic":
+        programs |= {
+            "open": (mechanism.apply, (params, opened, x)),
+            "odd": (mechanism.apply, (params, before, x[:, :-1])),
+        }
     return differences(programs, mesh)
 
 
