@@ -1,11 +1,15 @@
 """Chat templates are rendered as transformers renders them, and within limits."""
 
+import contextlib
+import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from memjax.conversation import chat_template
+from memjax.conversation import chat_template, template_program
 from memjax.conversation.chat_template import render
 from memjax.conversation.prompt_format import ChatFormat
 from memjax.models.checkpoints.text_interface import read_text_interface
@@ -68,6 +72,23 @@ def _transformers():
     return pytest.importorskip("transformers", reason="needs transformers")
 
 
+@pytest.fixture(name="no_process")
+def _no_process(monkeypatch):
+    """The template's program is called: 150 processes start in 20 seconds."""
+
+    def run(command, *, input, **_):
+        assert command[-1] == template_program.__file__
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO(input))
+            patch.setattr(template_program.resource, "setrlimit", lambda *_: None)
+            template_program.main()
+        return subprocess.CompletedProcess(command, 0, output.getvalue(), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_give_the_texts_of_transformers(name, folder, transformers):
     there = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
