@@ -11,27 +11,15 @@ import pytest
 from flax import linen, nnx
 
 from memjax.mechanisms import (
-    MECHANISMS,
-    ABCConfig,
     AttentionConfig,
-    DeltaNetConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
-    GLAConfig,
-    GSAConfig,
     HybridConfig,
     InfiniConfig,
-    LatticeConfig,
-    LinearAttentionConfig,
-    Mamba2Config,
-    MambaConfig,
     Mechanism,
     MechanismConfig,
-    RGLRUConfig,
-    ShortConvConfig,
     SlidingWindowConfig,
     TrellisConfig,
-    TTTLinearConfig,
 )
 from memjax.models import (
     LanguageModel,
@@ -55,19 +43,8 @@ CONFIGS: dict[str, MechanismConfig] = {
     "hybrid": HybridConfig(
         SlidingWindowConfig(**HEADS, window=4), InfiniConfig(2, 2, 4, 4)
     ),
-    "linear_attention": LinearAttentionConfig(**BLOCK),
-    "mamba2": Mamba2Config(**BLOCK),
-    "mamba": MambaConfig(D, inner_dim=8, state_dim=4, dt_rank=2),
-    "rg_lru": RGLRUConfig(D, width=8, num_blocks=2),
-    "short_conv": ShortConvConfig(D),
-    "gla": GLAConfig(**BLOCK),
-    "deltanet": DeltaNetConfig(**BLOCK),
     "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
-    "gsa": GSAConfig(**BLOCK, slots=4),
-    "abc": ABCConfig(**BLOCK, slots=4),
-    "ttt_linear": TTTLinearConfig(**BLOCK),
     "trellis": TrellisConfig(**BLOCK, slots=4),
-    "lattice": LatticeConfig(D, num_heads=2, slots=4, value_dim=4),
 }
 MODELS = ("language model", "hmt", "rmt", "mplus", "reread")
 
@@ -185,11 +162,10 @@ def arrays(model):
     return {name(path): np.array(leaf) for path, leaf in named}
 
 
-def test_every_mechanism_has_a_row():
-    assert {config.name for config in CONFIGS.values()} == {*MECHANISMS}
-
-
-@pytest.mark.parametrize("name", rows(CONFIGS, ("attention", "trellis")))
+# Others have gradients of all their parameters in the contract of mechanisms.
+@pytest.mark.parametrize(
+    "name", rows(("attention", "trellis", "hybrid"), ("attention",))
+)
 def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
     layer = Layer(CONFIGS[name], rngs=nnx.Rngs(0))
     losses, stayed = train(layer, layer.memory.init_state(B), x, jnp.roll(x, 1, 1))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from memjax.mechanisms import (
+    MECHANISMS,
     ABCConfig,
     AttentionConfig,
     DeltaNetConfig,
@@ -203,6 +204,10 @@ def assert_close(a, b, tolerance=1e-5):
     chex.assert_trees_all_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def test_every_mechanism_has_a_row():
+    assert {config.name for config in CONFIGS.values()} == {*MECHANISMS}
+
+
 def test_each_parameter_is_known_to_decay_or_not():
     """By its role: a bias may be a matrix."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
@@ -373,6 +378,14 @@ def test_gradients_equal_those_of_steps(case, stepped):
     # the first token.
     assert_close(by_apply, by_steps, 2e-4)
     assert all(np.abs(by_apply[1][:, t]).max() > 0 for t in range(LENGTH + 1))
+    unused = {
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(by_apply[0])
+        if not np.any(leaf)
+    }
+    # These have gradients where a text begins; `layers` has that test.
+    initial = {"slots", "keys", "values", "weights", "bias"}
+    assert unused <= {f"{at}/{x}" for at in ("cell", "memory") for x in initial}
 
 
 def test_input_of_another_shape_is_refused(case):
