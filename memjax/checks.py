@@ -117,7 +117,7 @@ def check_positive(*, most: float = 1e38, **values: float) -> None:
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
         if value > most:
-            raise ValueError(f"{name} must be at most {most:g}, got {value:g}")
+            raise ValueError(f"{name} must be at most {most:g}, got {short(value)}")
 
 
 def check_seed(seed: int) -> None:

@@ -200,7 +200,10 @@ def _convert(hint: Any, value: Any, where: str, allowed: Sequence[type] = ()) ->
         return Path(value)
     # Other programs write 1.0 as 1 in JSON.
     if hint is float and type(value) in (int, float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"{where} is too large, got {short(value)}") from error
     if type(value) is hint:
         return value
     raise ValueError(f"{where} must be {hint}, got {short(value)}")

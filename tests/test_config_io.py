@@ -94,6 +94,7 @@ GOOD = dict(size=1, flag=True, choice="a", inner=dict(ratio=0.25))
         (dict(many=3), "config.many must be"),
         (dict(maybe="x"), "config.maybe must be"),
         (dict(inner=dict(ratio="x")), "config.inner.ratio must be"),
+        (dict(inner=dict(ratio=10**400)), "config.inner.ratio is too large, got 10"),
         (dict(inner=dict(name=1)), "config.inner.name must be"),
         (dict(inner=3), "config.inner must be an object"),
         (dict(sise=1), "config.sise is not a field of Outer"),

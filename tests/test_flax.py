@@ -206,6 +206,9 @@ def test_a_layer_is_printed_by_its_config():
 @pytest.mark.parametrize("name", rows(MODELS, ("language model",)))
 def test_a_model_is_printed(name, tokens):
     whole = model(name)
+    printed = repr(whole)
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(whole)))
+    assert len(printed) < 200 and f"parameters={count}, size='" in printed
     table = tabulate(whole, whole.init_state(B), tokens)
     assert type(whole).__name__ in table and "embedding" in table
     assert "Total Parameters" in table

@@ -12,12 +12,14 @@ import memjax_kernels
 from memjax.evaluation import perplexity, token_losses
 from memjax.evaluation.losses import TokenLosses
 from memjax.mechanisms import (
+    AttentionConfig,
     GLAConfig,
     HybridConfig,
     LinearAttentionConfig,
     SlidingWindowConfig,
     TrellisConfig,
 )
+from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models import (
     HMTConfig,
     LanguageModel,
@@ -97,6 +99,8 @@ def _add_memory(layers):
         (lambda: TrellisConfig(16, 2, 8, "8"), "value_dim must be an integer, got '8'"),
         (lambda: GLAConfig(16, 2, 8, 8, norm_epsilon="x"), "norm_epsilon must be a nu"),
         (lambda: SlidingWindowConfig(16, 2, 2, 8, sinks=1.5), "sinks must be an integ"),
+        (lambda: RopeScaling("linear", "2"), "factor must be a number, got '2'"),
+        (lambda: AttentionConfig(16, 2, 2, 8, rope_scaling="yarn"), "a RopeScaling"),
         (lambda: HybridConfig(CONFIG, CONFIG), "window must be a SlidingWindowConfig"),
         (lambda: ModelConfig(mechanisms=CONFIG), "mechanisms must be a tuple"),
         (lambda: ModelConfig(mechanisms=("gla",)), r"mechanisms\[0\] must be a mech"),

@@ -1,10 +1,15 @@
 """The contract of language models."""
 
 import sys
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Generator
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
+from flax import nnx
+from flax.nnx import reprlib
 from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from memjax.status import size
 
 #: As many tokens as full attention can hold.
 LONGEST = sys.maxsize
@@ -110,7 +115,25 @@ class Model(Protocol):
         ...
 
 
-class FixedSizeMemory:
+class Sized:
+    """A model whose `repr` has its sizes, and not its parameters."""
+
+    def _shown(self) -> dict[str, Any]:
+        """What the `repr` has besides the number of parameters."""
+        return cast(Any, self).config.sizes
+
+    def __nnx_repr__(self) -> Generator[Any, None, None]:
+        """Of thousands of arrays nothing could be seen; `nnx.display` shows them."""
+        leaves = jax.tree.leaves(nnx.state(cast(nnx.Module, self)))
+        yield reprlib.Object(type(self), same_line=True)
+        for name, value in self._shown().items():
+            yield reprlib.Attr(name, value)
+        yield reprlib.Attr("parameters", sum(x.size for x in leaves))
+        held = sum(x.size * x.dtype.itemsize for x in leaves)
+        yield reprlib.Attr("size", size(held))
+
+
+class FixedSizeMemory(Sized):
     """Members that memories of a fixed size around a backbone share.
 
     Their state holds a text of any length, and rows of a call may differ in length.
@@ -118,6 +141,9 @@ class FixedSizeMemory:
 
     backbone: Any
     can_pad = True
+
+    def _shown(self) -> dict[str, Any]:
+        return {"config": getattr(self, "config", None), "backbone": self.backbone}
 
     @property
     def reach(self) -> int | None:

@@ -30,6 +30,11 @@ def lattice_step(g=None, **options):
     return ops.lattice_step(TOKEN, TOKEN, TOKEN, ONE, g, lattice_state(), **options)
 
 
+def trellis_step(gamma=ONE, g=None, **options):
+    state = ops.trellis_init_state(B, H, D, D, D, chunk_size=4)
+    return ops.trellis_step(TOKEN, TOKEN, TOKEN, TOKEN, gamma, g, state, **options)
+
+
 def hippo(**options):
     return ops.hippo(BLOCKS, BASIS, jnp.ones((B, 5, D)), **options)
 
@@ -70,9 +75,23 @@ def hippo(**options):
         # Values.
         (lambda: hippo(count=jnp.array([9, 0])), r"count must lie in \[0.0, 2.0\]"),
         (lambda: hippo(start=jnp.array([-4, 4])), "start must lie in"),
-        (lambda: lattice_step(ONE), "g must be given if and only if forget is"),
+        (lambda: lattice_step(-ONE), "g must be given if and only if forget is"),
         (lambda: lattice_step(-ONE, forget="l1"), "forget='l1' .*chunk_size=1 only"),
         (lambda: lattice_step(variant="x"), "variant must be one of"),
+        (lambda: lattice_step(normalize="no"), "normalize must be True or False"),
+        (lambda: hippo(in_step="no"), "in_step must be True or False, got 'no'"),
+        (lambda: trellis_step(activation="x"), "activation must be one of"),
+        # The ranges of a step's gates are those of the op's.
+        (lambda: trellis_step(gamma=-ONE), r"gamma must lie in \[0.0, 3"),
+        (lambda: trellis_step(g=ONE), r"g must lie in \[-inf, 0.0\], .* 0.5 to 0.5"),
+        (
+            lambda: ops.delta_rule_step(TOKEN, TOKEN, TOKEN, 6 * ONE, MATRIX),
+            r"beta must lie in \[0.0, 2.0\], got values from 3.0",
+        ),
+        (
+            lambda: ops.gated_scan_step(ONE, ONE, ONE),
+            r"g must lie in \[-inf, 0.0\]",
+        ),
         # Sizes.
         (lambda: ops.ssd(X, X, X, -GATE, chunk_size=2.0), "chunk_size must .* got 2.0"),
         (lambda: ops.overlap(X, GATE, chunk_size=2.5), "chunk_size must be an integer"),
@@ -83,6 +102,11 @@ def hippo(**options):
                 *[jnp.ones((1, 128, 2, 64), "bfloat16")] * 3, 0, interpret=True
             ),
             "window must be at least 1, got 0",
+        ),
+        # Devices.
+        (
+            lambda: ops.causal_attention(*[jnp.ones((1, 128, 2, 64), "bfloat16")] * 3),
+            "cannot run here: .*; jax.nn.dot_product_attention",
         ),
     ],
 )
@@ -101,3 +125,9 @@ def test_checks_of_a_step_see_shapes_inside_jit_and_vmap():
         jax.jit(step)(TOKEN[..., :1])
     _, y = jax.vmap(step)(TOKEN[None])
     assert y.shape == (1, B, H, D)
+
+
+def test_traced_gates_are_the_callers_promise():
+    """No value is read, which would wait for the device."""
+    jax.jit(lambda gamma: trellis_step(gamma))(-ONE)
+    jax.grad(lambda gamma: trellis_step(gamma)[1].sum())(-ONE)

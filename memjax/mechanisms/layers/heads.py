@@ -3,7 +3,13 @@
 import dataclasses
 from typing import Literal, get_args
 
-from memjax.checks import check_flags, check_positive, check_sizes, require_known
+from memjax.checks import (
+    check_flags,
+    check_positive,
+    check_sizes,
+    require_instance,
+    require_known,
+)
 from memjax.mechanisms.layers.rope import RopeScaling
 
 QKNorm = Literal["none", "head", "width"]
@@ -72,6 +78,8 @@ class HeadsConfig:
         check_positive(most=1.0, qk_norm_epsilon=self.qk_norm_epsilon)
         if self.query_scale is not None:
             check_positive(query_scale=self.query_scale)
+        if self.rope_scaling is not None:
+            require_instance("rope_scaling", self.rope_scaling, RopeScaling)
         if self.rope_theta is not None:
             check_positive(rope_theta=self.rope_theta)
             # YaRN divides by its logarithm; below 1 frequencies would go to infinity.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import memjax_kernels
-from memjax.checks import check_positive, check_sizes
+from memjax.checks import check_numbers, check_positive, check_sizes
 from memjax.mechanisms.layers.norms import expand_leading_dims
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
@@ -55,6 +55,13 @@ class RopeScaling:
                 f"rope scaling must be one of {get_args(ScalingKind)}, "
                 f"got {self.kind!r}"
             )
+        check_numbers(
+            **{
+                name: value
+                for name, value in vars(self).items()
+                if name not in ("kind", "original_positions") and value is not None
+            }
+        )
         # Positions are int32: a larger factor would make them all alike.
         if not 1 <= self.factor <= 2**31:
             raise ValueError(f"factor must be in [1, 2**31], got {self.factor}")

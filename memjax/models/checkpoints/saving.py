@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from memjax.models.base import Sized
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf import tensor_names
 from memjax.models.checkpoints.hf.export import to_hf_config
@@ -79,7 +80,7 @@ def write_contents(
     return contents.config["model_type"]
 
 
-class Savable:
+class Savable(Sized):
     """A model that is saved by its `contents`."""
 
     def contents(self, dtype: Dtype) -> Contents:

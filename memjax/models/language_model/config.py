@@ -203,6 +203,13 @@ class ModelConfig:
                 )
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes and mechanisms that a model is known by."""
+        names = tuple(mechanism.name for mechanism in self.mechanisms)
+        sizes = {"layers": self.num_layers, "width": self.model_dim}
+        return sizes | {"vocab_size": self.vocab_size, "mechanisms": names}
+
+    @property
     def layers(self) -> tuple[MechanismConfig, ...]:
         """The mechanism of every layer, first to last."""
         period = len(self.mechanisms)

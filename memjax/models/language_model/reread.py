@@ -196,6 +196,10 @@ class ReReadWindow(FixedSizeMemory, nnx.Module):
         """n + s, the longest input of the backbone."""
         return self.reread + self.segment
 
+    def _shown(self):
+        sizes = {"reread": self.reread, "segment": self.segment}
+        return sizes | {"backbone": self.backbone}
+
     def _before(self, before, segment):
         """Number of tokens re-read before a segment; the open one is 0."""
         return jnp.minimum(before + segment * self.segment, self.reread)

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.causal_attention import pallas_tpu
 from memjax_kernels._src.causal_attention.pallas_tpu import READS as READS
-from memjax_kernels._src.common import arguments
+from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.common.packs.tiles import LANES
 
 #: The longest sequence: the gradient of its queries is held on the chip.
@@ -63,13 +64,20 @@ def causal_attention(
         interpret: run where there is no TPU.
 
     Raises:
-        ValueError: on arrays that `unsupported` refuses, or of different shapes.
+        ValueError: on arrays that `unsupported` refuses, or of different shapes; on
+            another device than a TPU, outside of jit.
     """
     arguments.check_shapes(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H K"))
     # Interpreted, float32 shows what rounding hides.
     dtype = jnp.bfloat16 if interpret else q.dtype
     if reason := unsupported(jax.ShapeDtypeStruct(q.shape, dtype), k):
         raise ValueError(f"causal_attention cannot run: {reason}")
+    missing = "" if interpret or isinstance(q, Tracer) else implementations.needs("tpu")
+    if missing:
+        raise ValueError(
+            f"causal_attention cannot run here: {missing}; "
+            "jax.nn.dot_product_attention(q, k, v, is_causal=True) runs anywhere"
+        )
     if window is not None:
         arguments.check_sizes(window=window)
     static = pallas_tpu.Static(window, interpret)

@@ -9,6 +9,15 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
+#: Ranges of gates and step sizes. Infinite ones would leave NaN in the memory;
+#: β |k|² = 2 turns the sign of a memory.
+RANGES = {
+    "beta": (0.0, 2.0),
+    "gamma": (0.0, float(np.finfo(np.float32).max)),
+    "g": (-float("inf"), 0.0),
+    "eta": (0.0, float("inf")),
+}
+
 
 def check_shapes(**arguments: tuple[Any, str]) -> dict[str, int]:
     """Binds shape letters to sizes and refuses arrays that do not fit them.
@@ -73,7 +82,7 @@ def token_axes(step: Callable[..., Any]) -> dict[str, str]:
 
 
 def check_step(axes: Mapping[str, str], given: Sequence[Any]) -> None:
-    """Raises ValueError unless a step's arguments fit each other.
+    """Raises ValueError unless a step's arguments fit each other and `RANGES`.
 
     Other batches would be broadcast in silence, as arrays of size 1 are.
     """
@@ -103,6 +112,7 @@ def check_step(axes: Mapping[str, str], given: Sequence[Any]) -> None:
                     f"{name} must begin with {list(wanted)}, as the tokens do, got an "
                     f"array {list(leaf.shape)}"
                 )
+    check_gates(**{n: x for n, x in zip(axes, given, strict=True) if n in RANGES})
 
 
 def check_sizes(**sizes: int) -> None:
@@ -128,6 +138,18 @@ def check_range(name: str, array: Array | None, low: float, high: float) -> None
             f"{name} must lie in [{low}, {high}], "
             f"got values from {values.min()} to {values.max()}"
         )
+
+
+def check_gates(**gates: Array | None) -> None:
+    """Raises ValueError for gates outside of `RANGES`, by their names."""
+    for name, gate in gates.items():
+        check_range(name, gate, *RANGES[name])
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False; text would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_choice(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:

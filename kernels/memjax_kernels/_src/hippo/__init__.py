@@ -66,6 +66,8 @@ def hippo(
         ValueError: on an unknown implementation, or shapes that do not fit.
     """
     _check(features, reconstruction, state, start, count, bank, implementation)
+    if in_step is not None:
+        arguments.check_flag("in_step", in_step)
     b, n, length, x = features.shape
     samples, order = reconstruction.shape
     if state is None:

@@ -7,6 +7,8 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common.arguments import (
     check_choice,
+    check_flag,
+    check_gates,
     check_mask,
     check_range,
     check_shapes,
@@ -26,6 +28,7 @@ def check_options(rule: Rule, chunk_size: int, g: Array | None) -> None:
     check_choice("variant", rule.variant, LATTICE_VARIANTS)
     check_choice("forget", rule.forget, (None, "l2", "l1"))
     check_sizes(chunk_size=chunk_size)
+    check_flag("normalize", rule.normalize)
     if (g is None) != (rule.forget is None):
         given = "None" if g is None else "an array"
         raise ValueError(
@@ -54,8 +57,7 @@ def check_tokens(
         gamma=(gamma, "B T H"),
         g=(g, "B T H?"),
     )
-    check_range("gamma", gamma, 0.0, float(np.finfo(np.float32).max))
-    check_range("g", g, -np.inf, 0.0)
+    check_gates(gamma=gamma, g=g)
     check_mask("reset", reset, sizes["B"], sizes["T"])
     return sizes
 

@@ -17,9 +17,6 @@ from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.linear.chunks import scan_groups
 
-#: The range of each gate, where it has one. β |k|² = 2 turns the sign of a memory.
-RANGES = {"beta": (0.0, 2.0), "g": (-float("inf"), 0.0)}
-
 
 def _unsupported(q: Array, k: Array, v: Array, *gates: Array) -> str:
     del gates
@@ -80,8 +77,7 @@ def run(
     sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in given})
     for name, memory in zip(op.state, memories, strict=True):
         arguments.check_float32(name, memory)
-    for name, (low, high) in RANGES.items():
-        arguments.check_range(name, gates.get(name), low, high)
+    arguments.check_gates(**{n: x for n, x in gates.items() if n in arguments.RANGES})
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     ways = sizes["H"] // sizes["G"]
     reason = op.unsupported(*_like_repeated(ways, *tokens))

@@ -16,14 +16,15 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.arguments import (
     check_float32,
+    check_gates,
     check_mask,
-    check_range,
     check_shapes,
 )
 from memjax_kernels._src.common.implementations import choose
 from memjax_kernels._src.scans import forms
 from memjax_kernels._src.scans.steps import GatedScanState as GatedScanState
 from memjax_kernels._src.scans.steps import SelectiveScanState as SelectiveScanState
+from memjax_kernels._src.scans.steps import check_rates
 from memjax_kernels._src.scans.steps import (
     gated_scan_init_state as gated_scan_init_state,
 )
@@ -66,7 +67,7 @@ def gated_scan(
     """
     sizes = check_shapes(u=(u, "B T I"), g=(g, "B T I"), state=(state, "B I?"))
     check_float32("state", state)
-    check_range("g", g, -float("inf"), 0.0)
+    check_gates(g=g)
     check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
         state = gated_scan_init_state(sizes["B"], sizes["I"])
@@ -123,8 +124,7 @@ def selective_scan(
         state=(state, "B N I?"),
     )
     check_float32("state", state)
-    check_range("delta", delta, 0.0, float("inf"))
-    check_range("a", a, -float("inf"), 0.0)
+    check_rates(delta, a)
     check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
         state = selective_scan_init_state(sizes["B"], sizes["I"], sizes["N"])

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common.arguments import check_shapes, check_sizes
+from memjax_kernels._src.common.arguments import (
+    check_gates,
+    check_range,
+    check_shapes,
+    check_sizes,
+)
 
 #: The memory of `gated_scan`: a number for each channel, float32.
 GatedScanState = Float[Array, "B I"]
@@ -38,9 +43,10 @@ def gated_scan_step(
     """h ← exp(g) h + u, y = h.
 
     Raises:
-        ValueError: on arrays that do not fit each other.
+        ValueError: on arrays that do not fit each other, or known to be out of range.
     """
     check_shapes(u=(u, "B I"), g=(g, "B I"), state=(state, "B I"))
+    check_gates(g=g)
     state = jnp.exp(g.astype(F32)) * state + u.astype(F32)
     return state, state.astype(u.dtype)
 
@@ -56,7 +62,7 @@ def selective_scan_step(
     """S ← exp(a Δ) S + b (Δ u)ᵀ, then y = Sᵀ c.
 
     Raises:
-        ValueError: on arrays that do not fit each other.
+        ValueError: on arrays that do not fit each other, or known to be out of range.
     """
     check_shapes(
         u=(u, "B I"),
@@ -66,6 +72,7 @@ def selective_scan_step(
         c=(c, "B N"),
         state=(state, "B N I"),
     )
+    check_rates(delta, a)
     wide, delta, a, b, c = (x.astype(F32) for x in (u, delta, a, b, c))
     # An outer product with ones instead of a broadcast, whose gradient would be a sum
     # that takes a CPU several times as long as this one's product.
@@ -74,6 +81,12 @@ def selective_scan_step(
     exact = jax.lax.Precision.HIGHEST
     y = jnp.einsum("bni,bn->bi", state, c, precision=exact)
     return state, y.astype(u.dtype)
+
+
+def check_rates(delta: Array, a: Array) -> None:
+    """Raises ValueError for known steps below 0, or rates of decay above it."""
+    check_range("delta", delta, 0.0, float("inf"))
+    check_range("a", a, -float("inf"), 0.0)
 
 
 def _outer(x: Float[Array, "B N"], y: Float[Array, "B I"]) -> Float[Array, "B N I"]:

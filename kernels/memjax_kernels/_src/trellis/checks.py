@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 from memjax_kernels._src.common import arguments
@@ -45,8 +44,7 @@ def check_tokens(
             "gamma and g must have shape [B, T, H], or [B, T, H, 2] for a gate of "
             f"each pass, got {sizes['P']} as the last size"
         )
-    arguments.check_range("gamma", gamma, 0.0, float(np.finfo(np.float32).max))
-    arguments.check_range("g", g, -np.inf, 0.0)
+    arguments.check_gates(gamma=gamma, g=g)
     return sizes
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import one_pass
-from memjax_kernels._src.trellis import functions
+from memjax_kernels._src.trellis import checks, functions
 from memjax_kernels._src.trellis.state import Memories, TrellisState
 
 
@@ -52,7 +52,11 @@ def trellis_step(
 
     Returns:
         The memory after the token, and its read in the dtype of v.
+
+    Raises:
+        ValueError: as `trellis`.
     """
+    checks.check_options(state.chunk_size, phi, activation)
     (gamma1, gamma2), (g1, g2) = _per_pass(gamma), _per_pass(g)
     dtype = v.dtype
     k, v, alpha = (x.astype(jnp.float32) for x in (k, v, alpha))

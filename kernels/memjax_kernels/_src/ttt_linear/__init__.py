@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.arguments import (
     check_float32,
+    check_gates,
     check_mask,
     check_range,
     check_shapes,
@@ -143,7 +144,7 @@ def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
         _check_position("state", state, sizes["B"], chunk_size - 1)
     if empty is not None:
         _check_position("empty", empty, sizes["B"], 0)
-    check_range("eta", eta, 0.0, float("inf"))
+    check_gates(eta=eta)
     return sizes["B"], sizes["T"]
 
 
