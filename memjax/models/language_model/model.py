@@ -127,8 +127,7 @@ class LanguageModel(Savable, nnx.Module):
         depth = len(self.blocks)
         after = caches.reset(self._mechanisms, state[:depth], mask)
         # Learned positions begin again from 0.
-        taken = (jnp.where(mask, 0, count) for count in state[depth:])
-        return (*after, *taken)
+        return (*after, *(jnp.where(mask, 0, count) for count in state[depth:]))
 
     @property
     def backbone(self) -> "LanguageModel":
