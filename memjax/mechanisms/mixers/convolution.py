@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from memjax_kernels import short_convolution
+
 
 def draw_filters(key: PRNGKeyArray, width: int, channels: int) -> Float[Array, "W C"]:
     """Filters of a depthwise convolution, whose fan-in is their width alone."""
@@ -39,17 +41,15 @@ def convolve(
         positions: of each token in its document; None is one document.
         activation: of the convolved channels.
     """
-    width, time = filters.shape[0], x.shape[1]
     inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
-    y = jnp.zeros(x.shape, jnp.float32)
-    for w in range(width):
-        back = width - 1 - w
-        part = inputs[:, w : w + time] * filters[w].astype(jnp.float32)[None, None]
-        if positions is not None and back:
-            part = jnp.where(positions[..., None] >= back, part, 0.0)
-        y = y + part
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)[None, None]
-    if activation == "silu":
-        y = jax.nn.silu(y)
-    return inputs[:, time:], y.astype(x.dtype)
+    # One head of all channels.
+    y = short_convolution(
+        x[:, :, None],
+        filters[:, None],
+        before[:, :, None],
+        positions,
+        bias=None if bias is None else bias[None],
+        activation=activation,
+        unit_norm=False,
+    )
+    return inputs[:, x.shape[1] :], y[:, :, 0]
