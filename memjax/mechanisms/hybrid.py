@@ -174,6 +174,11 @@ class HybridParams(NamedTuple):
     memory: PyTree
     balance: BalanceParams
 
+    @property
+    def lora_parts(self) -> tuple[str, ...]:
+        """Parameters whose matrices LoRA may change."""
+        return ("attention",)
+
 
 class HybridState(NamedTuple):
     """The window, and the memory of all earlier tokens."""

@@ -4,8 +4,8 @@
 
 Hu et al. (2021), https://arxiv.org/abs/2106.09685, equation 3. B starts at zero, so an
 adapted model starts as the model it was made from. Everything else is frozen: the
-embedding, the head, norms, biases, and the mechanisms that are no attention. (HMT's
-program adapts the embedding too; its paper does not say so.)
+embedding, the head, norms, biases, gates and filters of memories. (HMT's program adapts
+the embedding too; its paper does not say so.)
 
 An adapted matrix W is `Adapted(W, A, B, alpha / r)` in its layer; `adapters.py` freezes
 a model and merges its adapters.
@@ -30,14 +30,25 @@ from memjax.checks import (
     require_instance,
     require_known,
 )
-from memjax.mechanisms.hybrid import attention_params
 from memjax.mechanisms.layers.projections import Adapted
 from memjax.models.adapters import freeze
 from memjax.models.language_model.config import kinds
 from memjax.models.language_model.model import LanguageModel
 from memjax.nnx.params import as_params
 
-Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
+Target = Literal[
+    "query",
+    "key",
+    "query_key",
+    "value",
+    "output",
+    "gate",
+    "input_gate",
+    "selection",
+    "pace",
+    "up",
+    "down",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +58,8 @@ class LoraConfig:
     Attributes:
         rank: r, of the change of each matrix.
         alpha: the change is scaled by alpha / r.
-        targets: projections of attention layers, and matrices of feed-forwards.
+        targets: projections of attention and recurrent layers (the latter have queries
+            and keys as one, "query_key"), and matrices of feed-forwards.
     """
 
     rank: int = 8
@@ -112,36 +124,52 @@ def add_lora(
 
 def adapted(params: Any, changes: dict[str, LowRank], scale: float) -> Any:
     """The parameters of a mechanism or feed-forward, with LoRA applied."""
-    own = attention_params(params)
-    new = own._replace(
-        **{
-            name: Adapted(getattr(own, name), *change, scale)
-            for name, change in changes.items()
-        }
-    )
-    return params._replace(attention=new) if own is not params else new
+    for path, change in changes.items():
+        params = _with(params, path, Adapted(_at(params, path), *change, scale))
+    return params
 
 
 def init_changes(
-    params: Any, names: Sequence[Target], rank: int, key: PRNGKeyArray
+    params: Any, names: Sequence[str], rank: int, key: PRNGKeyArray
 ) -> dict[str, LowRank]:
-    """A drawn and B zero for each of the named matrices."""
+    """A drawn and B zero for each matrix that `targets_in` has named."""
     keys = jax.random.split(key, len(names))
     draw = functools.partial(_low_rank, params, rank)
     return dict(zip(names, map(draw, names, keys), strict=True))
 
 
-def targets_in(params: Any, targets: Sequence[Target]) -> list[Target]:
-    """The targets of a mechanism or feed-forward."""
-    own = attention_params(params)
-    matrices = getattr(own, "lora_targets", ())
-    return [t for t in targets if t in matrices and getattr(own, t) is not None]
+def targets_in(params: Any, targets: Sequence[Target]) -> list[str]:
+    """The targets of a mechanism or feed-forward, as paths.
+
+    A mechanism of several names them in `lora_parts`.
+    """
+    parts = getattr(params, "lora_parts", None)
+    if parts is None:
+        matrices = getattr(params, "lora_targets", ())
+        return [t for t in targets if t in matrices and getattr(params, t) is not None]
+    return [
+        f"{part}.{path}"
+        for part in parts
+        for path in targets_in(getattr(params, part), targets)
+    ]
 
 
-def _low_rank(params, rank, name, key):
-    weight = getattr(attention_params(params), name)
-    # The attention's output sums over heads and their widths; all others over one axis.
-    inputs = weight.shape[: 2 if name == "output" else 1]
+def _at(params, path):
+    return functools.reduce(getattr, path.split("."), params)
+
+
+def _with(params, path, value):
+    """The parameters with another array at a path."""
+    first, _, rest = path.partition(".")
+    new = _with(getattr(params, first), rest, value) if rest else value
+    return params._replace(**{first: new})
+
+
+def _low_rank(params, rank, path, key):
+    weight = _at(params, path)
+    # An output sums over heads and their widths; all others over one axis.
+    several = path.rpartition(".")[2] == "output" and weight.ndim == 3
+    inputs = weight.shape[: 2 if several else 1]
     outputs = weight.shape[len(inputs) :]
     draw = jax.nn.initializers.lecun_normal(tuple(range(len(inputs))), -1)
     return LowRank(

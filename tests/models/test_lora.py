@@ -98,7 +98,15 @@ def test_only_low_rank_matrices_are_trainable():
             expected |= thin(f"blocks/{block}/feed_forward/{name}", (i, r), (r, o))
     for name, heads in {"query": H, "key": G, "value": G}.items():
         expected |= thin(f"blocks/0/mechanism/{name}", (D, r), (r, heads, K))
-    expected |= thin("blocks/0/mechanism/output", (H, K, r), (r, D))
+    # A recurrent layer has queries and keys as one, and a gate.
+    for name, outputs in {
+        "query_key": (2, H, K),
+        "value": (H, K),
+        "gate": (H, K),
+    }.items():
+        expected |= thin(f"blocks/1/mechanism/{name}", (D, r), (r, *outputs))
+    for block in (0, 1):
+        expected |= thin(f"blocks/{block}/mechanism/output", (H, K, r), (r, D))
     assert names(adapted(), nnx.Param) == expected
     frozen = sum(np.prod(shape) for shape in names(adapted(), Frozen).values())
     assert frozen == sum(x.size for x in jax.tree.leaves(nnx.state(base())))
@@ -160,9 +168,7 @@ def test_update_changes_adapters_only():
 def test_ungated_feed_forward_has_two_targets():
     opt = Architecture(feed_forward="relu", feed_forward_bias=True)
     biased = dataclasses.replace(ATTENTION, qkv_bias=True)
-    config = dataclasses.replace(
-        CONFIG, architecture=opt, mechanisms=(biased, CONFIG.mechanisms[1])
-    )
+    config = dataclasses.replace(CONFIG, architecture=opt, mechanisms=(biased,))
     model = add_lora(
         LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
     )

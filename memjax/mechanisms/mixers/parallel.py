@@ -115,6 +115,11 @@ class ParallelParts(NamedTuple):
     attention: PyTree
     memory: PyTree
 
+    @property
+    def lora_parts(self) -> tuple[str, ...]:
+        """Parameters whose matrices LoRA may change."""
+        return self._fields
+
 
 class ParallelState(NamedTuple):
     """The cache of attention, and the memory."""

@@ -14,6 +14,7 @@ from memjax.mechanisms import (
     SlidingWindowConfig,
 )
 from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.config import BlockStyle
 from memjax.models.language_model.depth import Layer, repetitions
 from memjax.models.lora import LoraConfig, add_lora
 from tests import tiny
@@ -139,11 +140,15 @@ def test_single_token_is_not_scanned():
 )
 def test_repetitions_are_periods_or_runs(names, expected):
     mechanisms: dict[str, Any] = {name: object() for name in "ab"}
-    layers = [Layer(mechanisms[name], jnp.zeros(2), None) for name in names]
+    layers = [
+        Layer(mechanisms[name], jnp.zeros(2), None, BlockStyle()) for name in names
+    ]
     assert repetitions(layers) == expected
 
 
 def test_layers_of_other_shapes_are_separate_runs():
     mechanism: Any = object()
-    layers = [Layer(mechanism, jnp.zeros(size), None) for size in (2, 2, 3)]
+    layers = [
+        Layer(mechanism, jnp.zeros(size), None, BlockStyle()) for size in (2, 2, 3)
+    ]
     assert repetitions(layers) == [(1, 2), (1, 1)]
