@@ -10,13 +10,13 @@ last object, which appears at once with all of its content.
 
 import errno
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from etils import epath
-
+from memjax.buckets.remote_path import RemotePath
+from memjax.buckets.store import Moved, Store
 from memjax.checks import short
 from memjax.config_io import AnyPath
 
@@ -65,8 +65,8 @@ def as_path(path: AnyPath | str) -> AnyPath:
             f"{short(str(path))} must be {scheme}://BUCKET/NAME, without empty parts "
             "and . or .."
         )
-    _filesystem(scheme)
-    return epath.Path(f"{scheme}://{rest}")
+    Store(scheme)
+    return RemotePath(f"{scheme}://{rest}")
 
 
 def is_bucket(path: AnyPath | str) -> bool:
@@ -83,18 +83,19 @@ class Bucket:
 
     Raises:
         ValueError: as `as_path`; or the scheme's package is not installed.
-        OSError: from all methods, of one line with the store's answer.
+        OSError: from all methods, of one line with the store's answer, after minutes
+            without one.
     """
 
     def __init__(self, url: AnyPath | str):
         self.url = str(as_path(url))
         scheme, self._root = self.url.split("://")
-        self._files = _filesystem(scheme)
+        self._store = Store(scheme)
 
     def entries(self, below: str = "") -> dict[str, Entry]:
         """Size and checksum of all objects whose names begin with `below`/."""
         start = f"{self._root}/{below}".rstrip("/")
-        found = self._call("list", below, self._files.find, start, detail=True)
+        found = self._call("list", below, "find", start, detail=True)
         return {
             name.removeprefix(f"{self._root}/"): Entry(
                 int(entry["size"]), _checksum(entry)
@@ -105,26 +106,24 @@ class Bucket:
 
     def read(self, name: str) -> bytes:
         """The content of an object; raises FileNotFoundError without one."""
-        return self._call("read", name, self._files.cat_file, self._path(name))
+        return self._call("read", name, "cat_file", self._path(name))
 
     def write(self, name: str, content: bytes, *, new: bool = False) -> None:
         """Writes an object; with `new` raises FileExistsError if there is one."""
         mode = "create" if new else "overwrite"
-        write = self._files.pipe_file
-        self._call("write", name, write, self._path(name), content, mode=mode)
+        self._call("write", name, "pipe_file", self._path(name), content, mode=mode)
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects; a missing one is no error."""
         for name in names:
             try:
-                self._call("delete", name, self._files.rm_file, self._path(name))
+                self._call("delete", name, "rm_file", self._path(name))
             except FileNotFoundError:
                 continue
 
     def move(self, name: str, to: str) -> None:
         """Copies an object and deletes the original: a kill may leave both."""
-        copy = self._files.cp_file
-        self._call("copy", name, copy, self._path(name), self._path(to))
+        self._call("copy", name, "cp_file", self._path(name), self._path(to))
         self.delete([name])
 
     def upload(self, folder: Path, names: Iterable[str], below: str = "") -> None:
@@ -132,7 +131,8 @@ class Bucket:
         for name in names:
             to = f"{below}/{name}" if below else name
             source = str(folder / name)
-            self._call("write", to, self._files.put_file, source, self._path(to))
+            place = self._path(to)
+            self._call("write", to, "put_file", source, place, callback=Moved())
 
     def download(self, names: Iterable[str], folder: Path, below: str = "") -> None:
         """Copies objects into a folder; names that leave it are refused."""
@@ -142,45 +142,14 @@ class Bucket:
             if plain.is_absolute() or ".." in plain.parts:
                 raise OSError(errno.EINVAL, f"{self.url} has an object {short(name)}")
             (folder / local).parent.mkdir(parents=True, exist_ok=True)
-            get = self._files.get_file
-            self._call("read", name, get, self._path(name), str(folder / local))
+            source, to = self._path(name), str(folder / local)
+            self._call("read", name, "get_file", source, to, callback=Moved())
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _call(
-        self, verb: str, name: str, method: Callable[..., Any], *args: Any, **more: Any
-    ) -> Any:
-        """Calls the store; errors become an OSError of one line."""
-        try:
-            return method(*args, **more)
-        except (FileNotFoundError, FileExistsError) as error:
-            # The message for a missing bucket and a missing object is the same.
-            raise type(error)(error.errno, self._message(verb, name, error)) from None
-        except Exception as error:
-            code = error.errno if isinstance(error, OSError) else None
-            text = self._message(verb, name, error)
-            raise OSError(code or errno.EIO, text) from error
-
-    def _message(self, verb: str, name: str, error: Exception) -> str:
-        said = " ".join(str(error).split()) or type(error).__name__
-        return f"cannot {verb} {self.url}/{name}: {short(said)}"
-
-
-def _filesystem(scheme: str) -> Any:
-    # A cached listing would hide what other processes write.
-    try:
-        if scheme == "gs":
-            import gcsfs
-
-            return gcsfs.GCSFileSystem(use_listings_cache=False)
-        import s3fs
-
-        return s3fs.S3FileSystem(use_listings_cache=False)
-    except ImportError as error:
-        raise ValueError(
-            f"{scheme}:// needs the package {error.name}: pip install {error.name}"
-        ) from error
+    def _call(self, verb: str, name: str, method: str, *args: Any, **more: Any) -> Any:
+        return self._store.call(verb, f"{self.url}/{name}", method, *args, **more)
 
 
 def _checksum(entry: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 
 from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import Checkpoints
-from memjax.training.checkpoints.folder import DiskFullError
+from memjax.training.checkpoints.folder import RetryableError
 from memjax.training.config import DataIterator, LoopConfig, Outcome, Reason
 from memjax.training.distributed.multihost import StopSignals, agreed, same_everywhere
 from memjax.training.monitoring.reporting import Profile, Reporter
@@ -37,7 +37,8 @@ from memjax.training.run_folder import RunFolder
 #: Steps whose metrics may still be on the device. Reading a metric this late
 #: never makes the device wait for the host.
 LAG = 2
-#: Seconds that a save waits for room on the disk, and between two tries.
+#: Seconds that a save waits for room on a disk or an answer of a bucket, and between
+#: two tries.
 ROOM_SECONDS, RETRY_SECONDS = 600.0, 5.0
 
 
@@ -91,8 +92,8 @@ def train(
             writer's package is missing, or its service refuses the run.
         CheckpointError: all checkpoints are damaged.
         NonFiniteError: `config.max_nan_steps` consecutive steps were skipped.
-        SaveError: a checkpoint could not be written; DiskFullError if the disk stays
-            full for ten minutes.
+        SaveError: a checkpoint could not be written; RetryableError if the disk stays
+            full, or the bucket refuses, for ten minutes.
     """
     require_installed(config.writers)
     # Before resuming, which counts among the minutes.
@@ -190,8 +191,8 @@ class _Loop:
             self._save()
             try:
                 self._checkpoints.wait()
-            except DiskFullError as error:
-                self._save_when_room(error)
+            except RetryableError as error:
+                self._retry_save(error)
         if reason == "data ended":
             raise ValueError(
                 f"the data ended after step {self._step}, before steps = "
@@ -224,8 +225,8 @@ class _Loop:
             # A failed save ends the run at once, and not only when the next one is due.
             try:
                 self._checkpoints.check()
-            except DiskFullError as error:
-                self._save_when_room(error)
+            except RetryableError as error:
+                self._retry_save(error)
             self._save_if_due()
             if self._step < self._settings.config.steps and not self._evaluate_if_due():
                 return "preempted"
@@ -320,16 +321,17 @@ class _Loop:
         """Starts a checkpoint of this step, unless there is one."""
         try:
             self._start_save()
-        except DiskFullError as error:
-            self._save_when_room(error)
+        except RetryableError as error:
+            self._retry_save(error)
 
-    def _save_when_room(self, error: DiskFullError) -> None:
+    def _retry_save(self, error: RetryableError) -> None:
         """Tries again for minutes: the steps since the last save are nowhere else."""
         # The others wait for this process, and not for room.
         if jax.process_count() > 1:
             raise error
         minutes = ROOM_SECONDS / 60
-        self._reporter.message(f"{error}; trying again for {minutes:.0f} minutes")
+        said = error.strerror or str(error)
+        self._reporter.message(f"{said}; trying again for {minutes:.0f} minutes")
         deadline = time.monotonic() + ROOM_SECONDS
         while time.monotonic() < deadline:
             time.sleep(RETRY_SECONDS)
@@ -338,7 +340,7 @@ class _Loop:
                 self._start_save()
                 self._checkpoints.wait()
                 return
-            except DiskFullError as found:
+            except RetryableError as found:
                 error = found
         raise error
 

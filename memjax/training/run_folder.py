@@ -50,6 +50,7 @@ class RunFolder:
         self.run_dir = check_path("run_dir", run_dir)
         self.checkpoints = self.run_dir / CHECKPOINTS
         self._copy: WorkingCopy | None = None
+        self._failing = False
         self._lock = FolderLock(self.run_dir)
         if isinstance(self.run_dir, Path):
             self.files = self.run_dir
@@ -62,6 +63,7 @@ class RunFolder:
         try:
             self._copy = WorkingCopy(self.run_dir, self.files, skip)
         except BaseException:
+            shutil.rmtree(self._temporary, ignore_errors=True)
             self._lock.close()
             raise
 
@@ -75,10 +77,13 @@ class RunFolder:
         """
         try:
             self._push()
+            self._failing = False
         except LockedError:
             raise
         except OSError as error:
-            logger.warning("metrics are not copied now: %s", error.strerror)
+            if not self._failing:
+                logger.warning("metrics are not copied now: %s", error.strerror)
+            self._failing = True
 
     def _push(self) -> None:
         if self._copy is not None and jax.process_index() == 0:

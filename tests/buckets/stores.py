@@ -19,6 +19,7 @@ from moto.moto_server.werkzeug_app import (
 )
 from werkzeug.serving import make_server
 
+from tests.buckets.faults import Fault, Proxy, proxy
 from tests.training.processes import free_port
 
 BUCKET = "memjax-tests"
@@ -30,48 +31,52 @@ class Store(NamedTuple):
     Attributes:
         scheme: of its URLs.
         environment: by which programs find it.
-        refuse: makes it answer every write with this status and code; None for none.
+        proxy: in front of its server.
     """
 
     scheme: str
     environment: dict[str, str]
-    refuse: Callable[[tuple[str, str] | None], None]
+    proxy: Proxy
 
     def url(self, name: str) -> str:
         """Of a folder in its bucket."""
         return f"{self.scheme}://{BUCKET}/{name}"
 
+    @contextmanager
+    def failing(self, *faults: Fault) -> Iterator[None]:
+        """In the `with` block it answers with these faults."""
+        self.proxy.set(faults)
+        try:
+            yield
+        finally:
+            self.proxy.set(())
+
 
 @contextmanager
 def google() -> Iterator[Store]:
     """Google Cloud Storage: the emulator, with the preconditions that it lacks."""
-    port, refusal = free_port(), []
+    port = free_port()
     # Names a request, with all of its data, in the log.
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
-    address = f"http://127.0.0.1:{port}"
-    environment = {
-        "STORAGE_EMULATOR_HOST": address,
-        "TENSORSTORE_GCS_HTTP_URL": address,
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
-        # It asks another service for the kind of the bucket.
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-    }
-
-    def refuse(answer: tuple[str, str] | None) -> None:
-        refusal[:] = [] if answer is None else [answer]
-
-    with pytest.MonkeyPatch.context() as patch:
-        _complete(patch, refusal)
+    with pytest.MonkeyPatch.context() as patch, proxy(port) as front:
+        environment = {
+            "STORAGE_EMULATOR_HOST": front.address,
+            "TENSORSTORE_GCS_HTTP_URL": front.address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+            # It asks another service for the kind of the bucket.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+        _complete(patch)
         server.start()
         try:
             with _environment(environment):
-                yield Store("gs", environment, refuse)
+                yield Store("gs", environment, front)
         finally:
             server.stop()
 
 
-def _complete(patch: pytest.MonkeyPatch, refusal: list[tuple[str, str]]) -> None:
+def _complete(patch: pytest.MonkeyPatch) -> None:
     """Adds to the emulator what Google's service has: generations and preconditions.
 
     tensorstore writes only what nobody else has written since it was read.
@@ -90,13 +95,7 @@ def _complete(patch: pytest.MonkeyPatch, refusal: list[tuple[str, str]]) -> None
             name = query["name"][0] if "name" in query else request.data["meta"]["name"]
             asked = query.get("ifGenerationMatch")
             with lock:
-                if refusal:
-                    status, code = refusal[0]
-                    response.status = HTTPStatus(int(status.split()[0]))
-                    response.json(
-                        {"error": {"code": int(response.status), "message": code}}
-                    )
-                elif asked and asked[0] != generation(storage, bucket, name):
+                if asked and asked[0] != generation(storage, bucket, name):
                     response.status = HTTPStatus.PRECONDITION_FAILED
                 else:
                     upload(request, response, storage)
@@ -121,36 +120,23 @@ def _complete(patch: pytest.MonkeyPatch, refusal: list[tuple[str, str]]) -> None
 @contextmanager
 def amazon() -> Iterator[Store]:
     """S3."""
-    port, refusal = free_port(), []
-    backend = DomainDispatcherApplication(create_backend_app)
-
-    def application(request: dict[str, Any], start: Callable[..., Any]) -> Any:
-        if refusal and request["REQUEST_METHOD"] in ("PUT", "POST"):
-            status, code = refusal[0]
-            start(status, [("Content-Type", "application/xml")])
-            return [
-                f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
-            ]
-        return backend(request, start)
-
+    port = free_port()
+    application = DomainDispatcherApplication(create_backend_app)
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     server = make_server("127.0.0.1", port, application, threaded=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-
-    def refuse(answer: tuple[str, str] | None) -> None:
-        refusal[:] = [] if answer is None else [answer]
-
     try:
-        with _environment(environment):
-            fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)
-            yield Store("s3", environment, refuse)
+        with proxy(port) as front:
+            environment = {
+                "AWS_ENDPOINT_URL": front.address,
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }
+            with _environment(environment):
+                fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)
+                yield Store("s3", environment, front)
     finally:
         server.shutdown()
         thread.join()

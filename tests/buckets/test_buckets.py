@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from memjax.buckets import store as store_module
 from memjax.buckets.bucket import Bucket, as_path, is_bucket
 from memjax.buckets.local_copies import WorkingCopy
+from tests.buckets.faults import WRITES, Fault
 from tests.buckets.stores import Store
 
 
@@ -75,22 +77,54 @@ def test_a_working_copy_pushes_what_changed(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"),
+    ("answer", "advice"),
     [
-        (("403 Forbidden", "AccessDenied"), "AccessDenied"),
-        (("507 Insufficient Storage", "QuotaExceeded"), "QuotaExceeded"),
+        ("403 AccessDenied", "check the credentials"),
+        ("400 ExpiredToken", "check the credentials"),
+        ("507 QuotaExceeded", "try again later"),
     ],
 )
 def test_answer_of_a_store_is_one_line(
-    store: Store, url: str, answer: tuple[str, str], text: str
+    store: Store, url: str, answer: str, advice: str
 ) -> None:
-    store.refuse(answer)
-    try:
+    with store.failing(Fault(answer, WRITES)):
         with pytest.raises(OSError, match=re.escape(f"cannot write {url}/a: ")) as said:
             Bucket(url).write("a", b"x")
-    finally:
-        store.refuse(None)
-    assert text in str(said.value) and "\n" not in str(said.value)
+    assert answer.split()[1] in str(said.value) and advice in str(said.value)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["500 InternalError", "503 SlowDown", "cut", "slow"])
+def test_a_fault_that_passes_is_not_noticed(
+    store: Store, url: str, tmp_path: Path, answer: str
+) -> None:
+    bucket, content = Bucket(url), bytes(range(256)) * 400
+    (tmp_path / "up").write_bytes(content)
+    with store.failing(Fault(answer, times=1)):
+        bucket.upload(tmp_path, ["up"])
+        assert store.proxy.met == 1
+    with store.failing(Fault(answer, "GET", times=1)):
+        bucket.download(["up"], tmp_path / "down")
+        assert store.proxy.met == 1
+    assert (tmp_path / "down/up").read_bytes() == content
+
+
+def test_a_store_that_never_answers_is_waited_for_in_one_line(
+    store: Store,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(store_module, "WAITING", 0.1)
+    monkeypatch.setattr(store_module, "GIVING_UP", 0.3)
+    bucket = Bucket(url)
+    with store.failing(Fault("silent")):
+        for _ in range(2):
+            with pytest.raises(OSError, match="no answer within .*try again later"):
+                bucket.write("a", b"x")
+    [record] = caplog.records
+    assert f"cannot write {url}/a yet" in record.getMessage()
 
 
 def test_a_bucket_that_does_not_exist_is_named(store: Store) -> None:

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 from memjax.buckets.bucket import Bucket
+from memjax.status import warnings_as_lines
+from memjax.training import loop
+from memjax.training.checkpoints.folder import RetryableError
 from memjax.training.locks import bucket_lock, disk_lock, lock
 from memjax.training.locks.lock import FolderLock, LockedError
+from tests.buckets.faults import WRITES, Fault
 from tests.buckets.stores import Store
 from tests.training import toy_run
 from tests.training.processes import Process, pod, toy_program
@@ -70,6 +74,29 @@ def test_killed_run_resumes_bit_for_bit(store: Store, url: str, whole: Path) -> 
     bucket = Bucket(url)
     assert bucket.read("final.bin") == (whole / "final.bin").read_bytes()
     assert list(losses(bucket)) == list(range(1, 25))
+
+
+@pytest.mark.slow
+def test_bucket_that_refuses_for_a_while_costs_only_time(
+    store: Store,
+    url: str,
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(loop, "RETRY_SECONDS", 0.05)
+    refusal = Fault("403 AccessDenied", WRITES, "checkpoints")
+    with monkeypatch.context() as patch, store.failing(refusal), warnings_as_lines():
+        patch.setattr(loop, "ROOM_SECONDS", 0.1)
+        with pytest.raises(RetryableError, match=f"{url}.*check the credentials"):
+            toy_run.main(Path(url), LOOP)
+    # The tracebacks of the libraries are not printed.
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and said.count("trying again") == 1
+    with store.failing(refusal._replace(times=3)), warnings_as_lines():
+        assert toy_run.main(Path(url), LOOP) == 0
+        assert store.proxy.met == 3
+    assert Bucket(url).read("final.bin") == (whole / "final.bin").read_bytes()
 
 
 @pytest.mark.slow
@@ -162,10 +189,7 @@ def test_of_two_simultaneous_locks_the_last_wins(
 def test_store_that_refuses_is_named_before_training(
     store: Store, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store.refuse(("403 Forbidden", "AccessDenied"))
-    try:
+    with store.failing(Fault("403 AccessDenied", WRITES)):
         with pytest.raises(OSError, match=re.escape(f"cannot write {url}/.lock: ")):
             toy_run.main(Path(url), LOOP)
-    finally:
-        store.refuse(None)
     assert "compiling" not in capsys.readouterr().err

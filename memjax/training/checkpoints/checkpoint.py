@@ -19,6 +19,7 @@ Damaged folders do not count among the `keep` newest.
 
 import errno
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from memjax.buckets.bucket import is_bucket
+from memjax.buckets.store import is_of_store, with_advice
 from memjax.config_io import AnyPath
 from memjax.training.checkpoints.bucket_folder import BucketFolder
 from memjax.training.checkpoints.disk_folder import DiskFolder
@@ -37,10 +39,13 @@ from memjax.training.checkpoints.folder import (
     CheckpointError,
     DiskFullError,
     Folder,
+    RetryableError,
     SaveError,
     check_path,
 )
 from memjax.training.checkpoints.tree_spec import describe, require_same, with_shardings
+
+logger = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
@@ -108,6 +113,7 @@ class Checkpoints:
             ValueError: a leaf is no JAX array, `meta` is not JSON, or a good
                 checkpoint of this or a later step exists.
             DiskFullError: the filesystem lacks the room; nothing was written.
+            RetryableError: a bucket fails or refuses.
             SaveError: this or the previous save failed.
         """
         if step < 0:
@@ -117,7 +123,13 @@ class Checkpoints:
         self.wait()
         if self._primary:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            self._folder.make_ready(step, size, self.keep if drop_old else None)
+            try:
+                self._folder.make_ready(step, size, self.keep if drop_old else None)
+            except SaveError:
+                raise
+            except OSError as error:
+                self._saving = step
+                raise self._failure(error) from error
         if jax.process_count() > 1 and is_bucket(self.directory):
             # Remains of a save that was cut short have the step's own name.
             multihost_utils.sync_global_devices(f"ready for step {step}")
@@ -153,11 +165,17 @@ class Checkpoints:
         try:
             self._writer.wait_until_finished()
         except Exception as error:
-            raise self._failure(error) from error
+            # The rest of a save whose failure was raised when it began.
+            if self._saving is not None:
+                raise self._failure(error) from error
         self._sync_name()
         if self._saving is not None and self._primary and self._drop_old:
             # Only now: until the new one is on the disk, an old one is the newest.
-            self._folder.drop_old(self.keep)
+            try:
+                self._folder.drop_old(self.keep)
+            except OSError as error:
+                # What is saved is saved, and the next save deletes more.
+                logger.warning("old checkpoints stay for now: %s", error.strerror)
         self._saving = None
 
     def restore(
@@ -180,6 +198,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there are checkpoints, and every one is damaged.
+            OSError: a bucket fails or refuses.
             ValueError: a leaf is missing, not expected, or of another shape or dtype.
         """
         self.wait()
@@ -264,6 +283,11 @@ class Checkpoints:
                 self._folder.place(step), args=ocp.args.Composite(**args)
             )
         except Exception as error:
+            # A store that fails has damaged nothing, and an older checkpoint must not
+            # be continued in place of this one.
+            if is_bucket(self.directory) and is_of_store(error):
+                text = f"cannot read {self.directory / str(step)}: {shortened(error)}"
+                raise OSError(errno.EIO, with_advice(text, error)) from error
             raise CheckpointError(
                 f"it has the digests it was written with but cannot be read: "
                 f"{shortened(error)}"
@@ -296,6 +320,8 @@ class Checkpoints:
         # Some errors of the writer carry the system's text and not its number.
         if code == errno.ENOSPC or "No space left" in str(error):
             return DiskFullError(errno.ENOSPC, text)
+        if is_bucket(self.directory):
+            return RetryableError(code or errno.EIO, with_advice(text, error))
         return SaveError(code or errno.EIO, text)
 
 
@@ -317,9 +343,10 @@ def any_process(flag: bool) -> bool:
 
 
 def shortened(error: Exception) -> str:
-    """The error's text, cut to 300 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else f"{text[:300]} ..."
+    """The error's text, of long ones the beginning and the end, which has the cause."""
+    plain = isinstance(error, OSError) and not error.filename and error.strerror
+    text = " ".join(str(plain or error).split())
+    return text if len(text) <= 500 else f"{text[:250]} ... {text[-250:]}"
 
 
 def _as_json(meta: dict[str, Any]) -> dict[str, Any]:

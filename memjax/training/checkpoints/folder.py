@@ -35,7 +35,11 @@ class SaveError(OSError):
     """A checkpoint could not be written; earlier ones are untouched."""
 
 
-class DiskFullError(SaveError):
+class RetryableError(SaveError):
+    """A checkpoint could not be written now, and may be later."""
+
+
+class DiskFullError(RetryableError):
     """There is no room for the next checkpoint."""
 
 

@@ -154,8 +154,10 @@ def read_lines(path: AnyPath) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-            if type(entry["step"]) is int and entry["kind"] and entry["values"]:
-                found.append(entry)
+            kinds = {"step": int, "kind": str, "values": dict}
+            if any(type(entry[name]) is not kind for name, kind in kinds.items()):
+                raise TypeError(f"step, kind or values of another type in {entry}")
+            found.append(entry)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s line %d dropped, not a record: %s", path, number, error)
     return found
