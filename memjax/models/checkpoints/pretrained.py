@@ -127,4 +127,6 @@ def _build(
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     report_unread(checkpoint.config, checkpoint.config["model_type"], where)
-    return parameters.parameters_from_tensors(config, shapes, get, where)
+    return parameters.parameters_from_tensors(
+        config, shapes, get, where, checkpoint.config["model_type"]
+    )
