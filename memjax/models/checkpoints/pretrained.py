@@ -14,6 +14,7 @@ from memjax.models.checkpoints import own_format, own_model
 from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from memjax.models.checkpoints.hf import hub, parameters
 from memjax.models.checkpoints.hf.config import from_hf_config, require_family
+from memjax.models.checkpoints.hf.hybrids.files import text_config, text_tensors
 from memjax.models.checkpoints.hf.known_keys import report_unread
 from memjax.models.checkpoints.hf.safetensors_folder import (
     SafetensorsFolder,
@@ -111,11 +112,14 @@ def _build(
         get = checkpoint.get_compact if dtype == "bfloat16" else checkpoint.get
         if isinstance(checkpoint, GGUFCheckpoint) and dtype != "bfloat16":
             checkpoint.report_widening()
-    get = _counted(get, len(shapes), progress)
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
-        config = checkpoint.config
+        config, get = checkpoint.config, _counted(get, len(shapes), progress)
         return own_model.build_model(config, shapes, get, dtype, where)
-    layers = checkpoint.config.get("num_hidden_layers")
+    try:
+        described = text_config(checkpoint.config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    layers = described.get("num_hidden_layers")
     if isinstance(layers, int) and layers > len(shapes):
         # Checked before a model of that depth is built.
         raise ValueError(
@@ -127,6 +131,9 @@ def _build(
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     report_unread(checkpoint.config, checkpoint.config["model_type"], where)
-    return parameters.parameters_from_tensors(
-        config, shapes, get, where, checkpoint.config["model_type"]
-    )
+    family = described["model_type"]
+    if described is not checkpoint.config:
+        report_unread(described, family, f"{where}: text_config")
+    shapes, of_text = text_tensors(family, config, shapes, get, where)
+    read = _counted(of_text, len(shapes), progress)
+    return parameters.parameters_from_tensors(config, shapes, read, where, family)

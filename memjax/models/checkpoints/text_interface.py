@@ -16,6 +16,7 @@ from memjax.config_io import AnyPath
 from memjax.data.documents.tokenizer import JsonTokenizer, Tokenizer, parse_tokenizer
 from memjax.models.checkpoints.hf import text_keys
 from memjax.models.checkpoints.hf.generation_config import GenerationConfig
+from memjax.models.checkpoints.hf.hybrids.files import text_config
 from memjax.models.checkpoints.hf.safetensors_file import read_object
 from memjax.models.checkpoints.hf.safetensors_folder import (
     CHAT_TEMPLATE,
@@ -142,6 +143,8 @@ def read_text_interface(
     settings, record = parsed(TOKENIZER_CONFIG), parsed(GENERATION)
     config = read_inside(folder, CONFIG)
     config = {} if config is None else read_object(config, str(folder / CONFIG))
+    # Ids of a model of pictures and text may be in the record of the text.
+    config = dict(text_config(config)) | config
     tokenizer = None
     if TOKENIZER in files:
         tokenizer = fitting_tokenizer(

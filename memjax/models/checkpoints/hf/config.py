@@ -21,6 +21,7 @@ from memjax.models.checkpoints.hf.fields import (
     require_value,
 )
 from memjax.models.checkpoints.hf.hybrids import config as hybrid_config
+from memjax.models.checkpoints.hf.hybrids.files import TEXT_OF, text_config
 from memjax.models.checkpoints.hf.known_keys import require_only
 from memjax.models.language_model.config import Architecture, Dtype, ModelConfig, period
 
@@ -68,6 +69,8 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
             f"they are, got {short(config['quantization_config'])}"
         )
     require_only(config)
+    if family in TEXT_OF:
+        return from_hf_config(text_config(config), dtype)
     if family in hybrid_config.READ:
         return hybrid_config.READ[family](config, dtype)
     if family == "opt":

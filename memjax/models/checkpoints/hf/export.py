@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from memjax.mechanisms.layers.heads import HeadsConfig
-from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models.checkpoints.hf.config import (
     FULL,
     LAYER_NORM_EPSILON,
@@ -12,10 +11,10 @@ from memjax.models.checkpoints.hf.config import (
     Family,
     Layer,
 )
+from memjax.models.checkpoints.hf.fields import rope_scaling_record
+from memjax.models.checkpoints.hf.hybrids.export import POSITIONS, to_hybrid_config
+from memjax.models.checkpoints.hf.hybrids.names import hybrid_family
 from memjax.models.language_model.config import ModelConfig, kinds
-
-# max_position_embeddings of a model of windows alone, which has no limit: Mistral's.
-POSITIONS = 32_768
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -28,6 +27,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ValueError: if no family has the model's mechanisms, norms, biases or positions.
     """
+    if family := hybrid_family(config):
+        return to_hybrid_config(config, family)
     heads, layers = _heads(config), _layers(config)
     common = {
         "vocab_size": config.vocab_size,
@@ -102,7 +103,7 @@ def _decoder(config: ModelConfig, heads: HeadsConfig) -> dict[str, Any]:
         "max_position_embeddings": config.capacity or POSITIONS,
         "rms_norm_eps": epsilon,
         "rope_theta": rope.theta,
-        "rope_scaling": _rope_record(rope.scaling),
+        "rope_scaling": rope_scaling_record(rope.scaling),
     }
 
 
@@ -207,7 +208,7 @@ def _to_gemma(
         found["rope_local_base_freq"] = local.theta
     if full is not None:
         found["rope_theta"] = full.theta
-        found["rope_scaling"] = _rope_record(full.scaling)
+        found["rope_scaling"] = rope_scaling_record(full.scaling)
     return _named("gemma3_text", "Gemma3ForCausalLM") | found
 
 
@@ -318,23 +319,6 @@ def _qwen_windows(config: ModelConfig, layers: list[Layer]) -> dict[str, Any]:
         "max_window_layers": first,
         "layer_types": _layer_types(layers),
     }
-
-
-def _rope_record(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    record: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind != "linear":
-        record["original_max_position_embeddings"] = scaling.original_positions
-    if scaling.kind == "llama3":
-        record["low_freq_factor"] = scaling.low_frequency_factor
-        record["high_freq_factor"] = scaling.high_frequency_factor
-    elif scaling.kind == "yarn":
-        record["beta_fast"] = scaling.beta_fast
-        record["beta_slow"] = scaling.beta_slow
-        if scaling.attention_factor is not None:
-            record["attention_factor"] = scaling.attention_factor
-    return record
 
 
 def _expressible(config: ModelConfig, **expected: Any) -> None:

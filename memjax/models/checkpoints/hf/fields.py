@@ -70,6 +70,24 @@ def _rope_record(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     } | read_entry(config, key, dict, {})
 
 
+def rope_scaling_record(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """The record of a scaling, from which `read_rope` reads it."""
+    if scaling is None:
+        return None
+    record: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        record["original_max_position_embeddings"] = scaling.original_positions
+    if scaling.kind == "llama3":
+        record["low_freq_factor"] = scaling.low_frequency_factor
+        record["high_freq_factor"] = scaling.high_frequency_factor
+    elif scaling.kind == "yarn":
+        record["beta_fast"] = scaling.beta_fast
+        record["beta_slow"] = scaling.beta_slow
+        if scaling.attention_factor is not None:
+            record["attention_factor"] = scaling.attention_factor
+    return record
+
+
 def read_rope_dim(config: Mapping[str, Any], width: int, default: float) -> int:
     """Channels of a head of `width` that RoPE turns."""
     factor = read_entry(

@@ -38,6 +38,17 @@ _DECODER = _SIZES | {
     "layer_types",
 }
 _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers"}
+_DELTA = _DECODER | {
+    "attention_bias",
+    *(f"linear_{kind}_head_dim" for kind in ("key", "value")),
+    *(f"linear_num_{kind}_heads" for kind in ("key", "value")),
+    "linear_conv_kernel_dim",
+}
+_MAMBA = (_DECODER - {"layer_types"}) | {
+    *("attention_bias", "time_step_limit", "mamba_n_heads", "mamba_d_head"),
+    *("mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+    *("mamba_conv_bias", "mamba_proj_bias"),
+}
 #: By family.
 USED: dict[str, set[str]] = {
     "llama": _DECODER | {"attention_bias", "mlp_bias"},
@@ -57,6 +68,23 @@ USED: dict[str, set[str]] = {
     | {"ffn_dim", "word_embed_proj_dim", "do_layer_norm_before", "enable_bias"}
     | {"activation_function", "layer_norm_elementwise_affine"}
     | {"_remove_final_layer_norm"},
+    "qwen3_5": {"model_type", "text_config", "tie_word_embeddings"}
+    | {"auto_map", "quantization_config"},
+    "qwen3_5_text": _DELTA | {"full_attention_interval"},
+    "olmo_hybrid": _DELTA | {"linear_allow_neg_eigval"},
+    "mamba2": (_SIZES - {"num_attention_heads", "max_position_embeddings"})
+    | {"num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "hidden_act"}
+    | {"use_bias", "use_conv_bias", "layer_norm_epsilon", "time_step_limit"},
+    "granitemoehybrid": (_MAMBA - {"intermediate_size"})
+    | {"layer_types", "shared_intermediate_size", "num_local_experts"}
+    | {"position_embedding_type", "attention_multiplier", "embedding_multiplier"}
+    | {"residual_multiplier", "logits_scaling"},
+    "bamba": _MAMBA | {"attn_layer_indices", "mlp_bias"},
+    "falcon_h1": _MAMBA
+    | {"mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "mlp_bias"}
+    | {"projectors_bias", "attention_in_multiplier", "attention_out_multiplier"}
+    | {"ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "key_multiplier"}
+    | {"embedding_multiplier", "lm_head_multiplier", "mlp_multipliers"},
 }
 #: Other values than these, of any family, would change the numbers.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -65,6 +93,36 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "rope_interleaved": (None, False),
     "clip_qkv": (None,),
+    # Of Qwen3.5, Falcon-H1 and Mamba-2, whose classes know nothing else.
+    "attn_output_gate": (None, True),
+    "mamba_use_mlp": (None, True),
+    "rms_norm": (None, True),
+}
+# How a scan is computed, and how it is initialised.
+_STEPS = {"time_step_rank", "time_step_min", "time_step_max", "time_step_floor"}
+_PIECES = {"mamba_chunk_size", "num_logits_to_keep"}
+#: Without effect in a family, besides `WITHOUT_EFFECT`.
+WITHOUT_EFFECT_IN: dict[str, set[str]] = {
+    "qwen3_5": {
+        "vision_config",
+        "image_token_id",
+        "video_token_id",
+        "language_model_only",
+    }
+    | {"vision_start_token_id", "vision_end_token_id"},
+    # Memories are float32 here; further heads are not read.
+    "qwen3_5_text": {"mamba_ssm_dtype", "mtp_num_hidden_layers"}
+    | {"mtp_use_dedicated_embeddings"},
+    "olmo_hybrid": {"linear_a_log_min", "linear_a_log_max", "linear_dt_min"}
+    | {"linear_dt_max", "linear_dt_init_floor"},
+    "mamba2": _STEPS
+    | {"chunk_size", "expand", "residual_in_fp32", "rescale_prenorm_residual"}
+    | {"norm_before_gate"},
+    "granitemoehybrid": _PIECES
+    | {"intermediate_size", "num_experts_per_tok", "output_router_logits"}
+    | {"router_aux_loss_coef"},
+    "bamba": _PIECES | {"z_loss_coefficient", "attn_rotary_emb"},
+    "falcon_h1": _PIECES | {"mlp_expansion_factor"},
 }
 #: Of training, saving, text and classification.
 WITHOUT_EFFECT = {
@@ -115,9 +173,15 @@ def require_only(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} must be {allowed[-1]!r}, got {short(found)}")
 
 
+def known_keys(family: str) -> set[str]:
+    """All keys of a family of which is said what becomes of them."""
+    alone = WITHOUT_EFFECT_IN.get(family, set())
+    return USED[family] | ONLY.keys() | WITHOUT_EFFECT | alone
+
+
 def report_unread(config: Mapping[str, Any], family: str, where: str) -> None:
     """Logs the keys that are not read, and say something, in one line."""
-    known = USED[family] | ONLY.keys() | WITHOUT_EFFECT
+    known = known_keys(family)
     unread = [key for key, value in config.items() if key not in known and value]
     if unread:
         logger.warning("%s: not read of config.json: %s", where, joined(unread))

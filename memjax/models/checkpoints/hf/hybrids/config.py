@@ -155,7 +155,8 @@ def from_bamba(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
 def from_falcon_h1(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     """Attention and Mamba-2 side by side in every layer, by many multipliers."""
     require_silu(config)
-    for key in ("mlp_bias", "projectors_bias"):
+    # Biases of queries and keys would not have the multipliers of their inputs.
+    for key in ("mlp_bias", "projectors_bias", "attention_bias"):
         require_value(config, key, False, default=False)
 
     def factor(key):
@@ -200,7 +201,6 @@ def from_falcon_h1(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
 
 #: By `model_type`.
 READ: dict[str, Read] = {
-    "qwen3_5": from_qwen3_5,
     "qwen3_5_text": from_qwen3_5,
     "olmo_hybrid": from_olmo_hybrid,
     "mamba2": from_mamba2,

@@ -113,7 +113,6 @@ _BAMBA = _GRANITE._replace(
 )
 #: By `model_type`.
 HYBRIDS = {
-    "qwen3_5": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
     "olmo_hybrid": _OLMO_HYBRID,
     "mamba2": _MAMBA2,

@@ -1,0 +1,235 @@
+"""Writes `config.json` of published models with recurrent layers.
+
+The inverse of `config`: what is written is read back and compared.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from memjax.mechanisms import GatedDeltaNetConfig, Mamba2Config
+from memjax.mechanisms.layers.heads import HeadsConfig
+from memjax.models.checkpoints.hf.fields import rope_scaling_record
+from memjax.models.checkpoints.hf.hybrids.config import FULL, LINEAR, READ
+from memjax.models.checkpoints.hf.hybrids.difference import attention_of, require_same
+from memjax.models.language_model.config import ModelConfig
+
+#: max_position_embeddings of a model without a limit: Mistral's.
+POSITIONS = 32_768
+Write = Callable[[ModelConfig], dict[str, Any]]
+
+
+def to_hybrid_config(config: ModelConfig, family: str) -> dict[str, Any]:
+    """The `config.json` of a family from which transformers builds the same function.
+
+    Args:
+        config: the model.
+        family: from `hybrid_family`.
+
+    Raises:
+        ValueError: naming the first field that the family has otherwise.
+    """
+    write, architecture = WRITE[family]
+    described = {
+        "model_type": family,
+        "architectures": [architecture],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_dim,
+        "num_hidden_layers": config.num_layers,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied_head,
+    } | write(config)
+    require_same(config, READ[family](described, config.dtype), family)
+    return described
+
+
+def _to_qwen3_5(config: ModelConfig) -> dict[str, Any]:
+    return (
+        _decoder(config)
+        | {"head_dim": attention_of(config).head_dim}
+        | {"layer_types": _layer_types(config)}
+        | _gated_deltanet(_memory(config, "gated_deltanet"))
+    )
+
+
+def _to_olmo_hybrid(config: ModelConfig) -> dict[str, Any]:
+    if LINEAR not in (types := _layer_types(config)) or FULL not in types:
+        raise ValueError(
+            "mechanisms must have recurrent layers and attention in olmo_hybrid, got "
+            f"{types}"
+        )
+    memory = _memory(config, "gated_deltanet")
+    return (
+        _decoder(config)
+        | {"layer_types": types, "linear_allow_neg_eigval": memory.max_rate > 1}
+        | _gated_deltanet(memory)
+    )
+
+
+def _to_mamba2(config: ModelConfig) -> dict[str, Any]:
+    memory = _memory(config, "mamba2")
+    return {
+        "num_heads": memory.num_heads,
+        "head_dim": memory.value_dim,
+        "state_size": memory.key_dim,
+        "n_groups": memory.key_heads,
+        "conv_kernel": memory.style.conv_width,
+        "expand": _expansion(config, memory),
+        "use_bias": False,
+        "use_conv_bias": memory.style.conv_bias,
+        "layer_norm_epsilon": config.norm_epsilon,
+    } | _pace_limits(memory)
+
+
+def _to_granite(config: ModelConfig) -> dict[str, Any]:
+    heads, style = attention_of(config), config.architecture
+    names = {FULL: "attention", LINEAR: "mamba"}
+    memories: list[Any] = [m for m in config.mechanisms if m.name == "mamba2"]
+    found = {
+        "layer_types": [names[kind] for kind in _layer_types(config)],
+        "attention_multiplier": _query_scale(heads),
+        "embedding_multiplier": style.embedding_multiplier,
+        "residual_multiplier": style.residual_multiplier,
+        "logits_scaling": 1 / style.logits_multiplier,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": config.hidden_dim,
+        "position_embedding_type": "nope" if heads.rope_theta is None else "rope",
+    }
+    memory = _mamba(config, memories[0]) if memories else {}
+    return _decoder(config) | found | memory
+
+
+def _to_bamba(config: ModelConfig) -> dict[str, Any]:
+    kinds = _layer_types(config)
+    attends = [i for i, kind in enumerate(kinds) if kind == FULL]
+    memory = _mamba(config, _memory(config, "mamba2"))
+    return (
+        _decoder(config) | memory | {"attn_layer_indices": attends, "mlp_bias": False}
+    )
+
+
+def _to_falcon_h1(config: ModelConfig) -> dict[str, Any]:
+    both = _memory(config, "parallel")
+    heads, memory, style = both.attention_layer, both.memory, both.memory.style
+    model = config.architecture
+    # Multipliers of inputs are in those of what is made of them.
+    found = {
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": both.attention_multiplier,
+        "key_multiplier": _query_scale(heads) / heads.head_dim**-0.5,
+        "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": both.memory_multiplier,
+        "ssm_multipliers": [
+            *(style.gate_multiplier, style.value_multiplier, style.key_multiplier),
+            *(style.query_multiplier, style.cell_multiplier),
+        ],
+        "embedding_multiplier": model.embedding_multiplier,
+        "lm_head_multiplier": model.logits_multiplier,
+        "mlp_multipliers": list(model.feed_forward_multipliers),
+        "mamba_d_ssm": memory.num_heads * memory.value_dim,
+        "mamba_rms_norm": style.norm != "none",
+        "mamba_norm_before_gate": not style.gate_first,
+        "mlp_bias": False,
+        "projectors_bias": False,
+    }
+    return _decoder(config) | _mamba_sizes(memory) | found
+
+
+#: By family: its writer, and its class in transformers.
+WRITE: dict[str, tuple[Write, str]] = {
+    "qwen3_5_text": (_to_qwen3_5, "Qwen3_5ForCausalLM"),
+    "olmo_hybrid": (_to_olmo_hybrid, "OlmoHybridForCausalLM"),
+    "mamba2": (_to_mamba2, "Mamba2ForCausalLM"),
+    "granitemoehybrid": (_to_granite, "GraniteMoeHybridForCausalLM"),
+    "bamba": (_to_bamba, "BambaForCausalLM"),
+    "falcon_h1": (_to_falcon_h1, "FalconH1ForCausalLM"),
+}
+
+
+def _decoder(config: ModelConfig) -> dict[str, Any]:
+    """The entries of all families that may attend."""
+    heads = attention_of(config)
+    found = {
+        "intermediate_size": config.hidden_dim,
+        "num_attention_heads": heads.num_heads,
+        "num_key_value_heads": heads.num_kv_heads,
+        "attention_bias": heads.qkv_bias,
+        "max_position_embeddings": config.capacity or POSITIONS,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_parameters": _rope(heads),
+    }
+    if heads.head_dim * heads.num_heads != config.model_dim:
+        found["head_dim"] = heads.head_dim
+    return found
+
+
+def _rope(heads: HeadsConfig) -> dict[str, Any]:
+    """The record of θ, scaling and the part of a head."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": heads.rope_theta}
+    turned, width = heads.rope_dim, heads.head_dim
+    if turned is not None:
+        part = turned / width
+        # Readers round the product down.
+        exact = int(width * part) == turned
+        found["partial_rotary_factor"] = part if exact else math.nextafter(part, 1)
+    return found | (rope_scaling_record(heads.rope_scaling) or {})
+
+
+def _gated_deltanet(memory: GatedDeltaNetConfig) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": memory.key_heads,
+        "linear_num_value_heads": memory.num_heads,
+        "linear_key_head_dim": memory.key_dim,
+        "linear_value_head_dim": memory.value_dim,
+        "linear_conv_kernel_dim": memory.style.conv_width,
+    }
+
+
+def _mamba(config: ModelConfig, memory: Mamba2Config) -> dict[str, Any]:
+    """The entries of a layer whose channels are a multiple of the model's."""
+    return _mamba_sizes(memory) | {"mamba_expand": _expansion(config, memory)}
+
+
+def _mamba_sizes(memory: Mamba2Config) -> dict[str, Any]:
+    return {
+        "mamba_n_heads": memory.num_heads,
+        "mamba_d_head": memory.value_dim,
+        "mamba_n_groups": memory.key_heads,
+        "mamba_d_state": memory.key_dim,
+        "mamba_d_conv": memory.style.conv_width,
+        "mamba_conv_bias": memory.style.conv_bias,
+        "mamba_proj_bias": False,
+    } | _pace_limits(memory)
+
+
+def _pace_limits(memory: Mamba2Config) -> dict[str, Any]:
+    if memory.pace_limits is None:
+        return {}
+    low, high = memory.pace_limits
+    # As transformers 5 writes infinity, which JSON has not.
+    finite = high if math.isfinite(high) else {"__float__": "Infinity"}
+    return {"time_step_limit": [low, finite]}
+
+
+def _expansion(config: ModelConfig, memory: Mamba2Config) -> int:
+    inner = memory.num_heads * memory.value_dim
+    if inner % config.model_dim:
+        raise ValueError(
+            f"num_heads * value_dim must be a multiple of model_dim={config.model_dim} "
+            f"in transformers, got {inner}"
+        )
+    return inner // config.model_dim
+
+
+def _query_scale(heads: HeadsConfig) -> float:
+    return heads.query_scale or heads.head_dim**-0.5
+
+
+def _layer_types(config: ModelConfig) -> list[str]:
+    return [FULL if m.attention is not None else LINEAR for m in config.layers]
+
+
+def _memory(config: ModelConfig, name: str) -> Any:
+    """The first layer of a mechanism, which `hybrid_family` found."""
+    return next(m for m in config.mechanisms if m.name == name)
