@@ -6,11 +6,12 @@ program where Python has not handled it within a second.
 """
 
 import ctypes
+import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -139,12 +140,13 @@ def at_once(resumable: bool, direct: bool = False) -> Iterator[None]:
     os.set_blocking(writer, False)
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader,), daemon=True).start()
-    hooks, sys.unraisablehook = sys.unraisablehook, _unraisable
+    hook = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_unraisable, hook)
     try:
         yield
     finally:
         closed.set()
-        sys.unraisablehook = hooks
+        sys.unraisablehook = hook
         signal.set_wakeup_fd(woken)
         os.close(writer)
         for number, handler in before.items():
@@ -167,7 +169,7 @@ def _say(line: str) -> None:
     os.write(2, f"{clean}memjax: {line}\n".encode())
 
 
-def _unraisable(found: Any) -> None:
+def _unraisable(otherwise: Callable[[Any], None], found: Any) -> None:
     """Python drops exceptions of callbacks, as of JAX's garbage collection."""
     if isinstance(found.exc_value, SystemExit):
         os._exit(EXIT_PREEMPTED)
@@ -175,4 +177,4 @@ def _unraisable(found: Any) -> None:
         # Again, when the callback has returned.
         threading.Timer(0.02, signal.raise_signal, (signal.SIGINT,)).start()
     else:
-        sys.__unraisablehook__(found)
+        otherwise(found)

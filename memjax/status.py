@@ -9,15 +9,13 @@ On a terminal it is one line with a bar, which disappears; elsewhere a line as a
 begins, and further ones at most every half minute.
 """
 
-import functools
 import logging
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -162,26 +160,10 @@ def say_all(lines: Sequence[tuple[str, str]]) -> None:
         say(f"{name:{width}}  {text}", width + 2)
 
 
-#: Loggers and folders of libraries that print tracebacks of failures which they also
-#: raise, and so memjax reports.
-_REPORTED = {
-    "absl": ("orbax",),
-    "gcsfs": ("gcsfs",),
-    "asyncio": ("asyncio",),
-}
-
-
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Prints the warnings of memjax in the style of a status, in the `with` block.
-
-    Libraries print no tracebacks there of the failures that they raise.
-    """
+    """Prints the warnings of memjax in the style of a status, in the `with` block."""
     logger, handler = logging.getLogger("memjax"), _Lines(logging.WARNING)
-    for name in _REPORTED:
-        logging.getLogger(name).addFilter(_is_unreported)
-    hook = sys.unraisablehook
-    sys.unraisablehook = functools.partial(_unraisable, hook)
     # The header of a run counts the documents that are left out.
     handler.addFilter(lambda record: record.name != "memjax.data.batches.pipeline")
     before, logger.propagate = logger.propagate, False
@@ -191,22 +173,6 @@ def warnings_as_lines() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = before
-        sys.unraisablehook = hook
-        for name in _REPORTED:
-            logging.getLogger(name).removeFilter(_is_unreported)
-
-
-def _is_unreported(record: logging.LogRecord) -> bool:
-    """Whether a record of a library is to be printed."""
-    folders = set(record.pathname.split(os.sep))
-    return not record.exc_info or folders.isdisjoint(_REPORTED[record.name])
-
-
-def _unraisable(otherwise: Callable[[Any], None], found: Any) -> None:
-    # Of TensorStore's threads, where a read or write that has failed, and is reported,
-    # had others under way.
-    if str(found.exc_value) != "Event loop is closed":
-        otherwise(found)
 
 
 class _Lines(logging.Handler):

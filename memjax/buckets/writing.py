@@ -68,8 +68,11 @@ def replaced(file: AnyPath) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         # After the sync: a rename may reach the disk before the data does.
         partial.replace(file)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno:
+            # Of a write to an open file, which names none.
+            raise OSError(error.errno, error.strerror, str(file)) from error
         raise
     sync_folder(file.parent)
 

@@ -9,13 +9,14 @@ import sys
 from typing import Any, NoReturn
 
 from memjax import leaving
-from memjax.cli import hosts
+from memjax.cli import hosts, quiet
 from memjax.cli.help import quick_answer
 
 
 def main(argv: list[str] | None = None) -> None:
     """Answers --help and --version, and gives any other line to `memjax.cli.main`."""
     argv = sys.argv[1:] if argv is None else argv
+    quiet.hide_reported()
     try:
         try:
             if answer := quick_answer(argv):

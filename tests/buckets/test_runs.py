@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from memjax.buckets.bucket import Bucket
-from memjax.status import warnings_as_lines
+from memjax.cli import quiet
 from memjax.training import loop
 from memjax.training.checkpoints.folder import RetryableError
 from memjax.training.locks import bucket_lock, disk_lock, lock
@@ -84,16 +85,18 @@ def test_bucket_that_refuses_for_a_while_costs_only_time(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    quiet.hide_reported()
     monkeypatch.setattr(loop, "RETRY_SECONDS", 0.05)
     refusal = Fault("403 AccessDenied", WRITES, "checkpoints")
-    with monkeypatch.context() as patch, store.failing(refusal), warnings_as_lines():
+    with monkeypatch.context() as patch, store.failing(refusal):
         patch.setattr(loop, "ROOM_SECONDS", 0.1)
         with pytest.raises(RetryableError, match=f"{url}.*check the credentials"):
             toy_run.main(Path(url), LOOP)
     # The tracebacks of the libraries are not printed.
     said = capfd.readouterr().err
     assert "Traceback" not in said and said.count("trying again") == 1
-    with store.failing(refusal._replace(times=3)), warnings_as_lines():
+    with store.failing(refusal._replace(times=3)):
         assert toy_run.main(Path(url), LOOP) == 0
         assert store.proxy.met == 3
     assert Bucket(url).read("final.bin") == (whole / "final.bin").read_bytes()

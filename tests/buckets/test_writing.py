@@ -132,3 +132,18 @@ def functions_that_write() -> set[str]:
 def test_files_are_opened_to_write_in_one_place():
     allowed = set().union(*ALLOWED.values())
     assert functions_that_write() == allowed
+
+
+def test_a_write_that_fails_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "whole").write_text("before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device: .*whole"):
+        with replaced(tmp_path / "whole") as stream:
+            stream.write(b"new")
+    assert [p.name for p in tmp_path.iterdir()] == ["whole"]
+    assert (tmp_path / "whole").read_text() == "before"

@@ -1,0 +1,36 @@
+"""Libraries print tracebacks of failures that they also raise, and memjax reports.
+
+Of a checkpoint that cannot be written these are hundreds of lines, some of them by
+threads that end after the command.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+#: Loggers, and the packages of such messages.
+_REPORTED = {"absl": "orbax", "gcsfs": "gcsfs", "asyncio": "asyncio"}
+
+
+def hide_reported() -> None:
+    """Hides these tracebacks, and no other message, until the program ends."""
+    for name in _REPORTED:
+        # A filter that is there is not added again.
+        logging.getLogger(name).addFilter(_is_unreported)
+    sys.unraisablehook = functools.partial(_unraisable, sys.unraisablehook)
+
+
+def _is_unreported(record: logging.LogRecord) -> bool:
+    """Whether a record of a library is to be printed."""
+    return not record.exc_info or _REPORTED[record.name] not in record.pathname.split(
+        os.sep
+    )
+
+
+def _unraisable(otherwise: Callable[[Any], None], found: Any) -> None:
+    # Of TensorStore's threads, where others of a failed save were under way.
+    if str(found.exc_value) != "Event loop is closed":
+        otherwise(found)
