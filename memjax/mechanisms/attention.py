@@ -24,7 +24,7 @@ from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import documents, projections
 from memjax.mechanisms.layers.heads import HeadsConfig, mean_keys
 from memjax.mechanisms.layers.projections import AttentionParams
-from memjax.mechanisms.layers.saturating_counter import advanced
+from memjax.mechanisms.layers.saturating_counter import LAST, advanced
 from memjax.mechanisms.layers.softmax import cached
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 
@@ -37,12 +37,16 @@ class AttentionConfig(HeadsConfig, MechanismDefaults):
         capacity: longest history in tokens.
         initial_slots: slots of an empty cache; None is the capacity. A language model
             adds slots as texts grow: `LanguageModel.reserve`.
+        bounded: whether longer histories are refused. False is for models without
+            positions, as published hybrids are (NoPE): `capacity` is then the length
+            that they were trained on, and caches grow beyond it.
     """
 
     name: ClassVar[str] = "attention"
 
     capacity: int = 8192
     initial_slots: int | None = None
+    bounded: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -51,6 +55,11 @@ class AttentionConfig(HeadsConfig, MechanismDefaults):
             raise ValueError(
                 f"initial_slots must be at most capacity={self.capacity}, "
                 f"got {self.slots}"
+            )
+        if not self.bounded and self.rope_theta is not None:
+            raise ValueError(
+                "bounded must be True with RoPE, whose angles were trained up to the "
+                f"capacity, got False with rope_theta={self.rope_theta}"
             )
 
     @property
@@ -65,27 +74,29 @@ class AttentionConfig(HeadsConfig, MechanismDefaults):
 
     @property
     def max_length(self) -> int:
-        """Tokens that the cache holds."""
-        return self.capacity
+        """Tokens that the cache can hold."""
+        return self.capacity if self.bounded else LAST
 
     def keys_per_query(self, length: int) -> float:
         """All positions before it, and its own."""
-        return mean_keys(length, min(self.capacity, length))
+        return mean_keys(length, min(self.max_length, length))
 
     def within(self, length: int) -> "AttentionConfig":
         """The same attention with a cache of `length` tokens."""
-        return dataclasses.replace(self, capacity=length, initial_slots=None)
+        return dataclasses.replace(
+            self, capacity=length, initial_slots=None, bounded=True
+        )
 
     def build(self) -> Mechanism:
         """The mechanism of these sizes."""
 
         def whole_sequence(params, x, mask):
             # The same limit as with a cache, which the length need not have here.
-            _check_fits(x.shape[1], self.capacity)
+            _check_fits(x.shape[1], self.max_length)
             return whole(self, params, x, mask)
 
         def packed_rows(params, x, starts):
-            _check_fits(x.shape[1], self.capacity)
+            _check_fits(x.shape[1], self.max_length)
             return packed(self, params, x, starts)
 
         return Mechanism(
@@ -95,7 +106,7 @@ class AttentionConfig(HeadsConfig, MechanismDefaults):
             apply=functools.partial(apply, self),
             apply_masked=functools.partial(apply, self),
             whole=whole_sequence,
-            cache=Cache(functools.partial(init_state, self), self.capacity, resize),
+            cache=Cache(functools.partial(init_state, self), self.max_length, resize),
             packed=Packed(packed_rows),
         )
 
@@ -122,8 +133,8 @@ def init_state(
     slots: int | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> AttentionState:
-    """Returns an empty cache, of at most `capacity` slots; None is `config.slots`."""
-    slots = config.slots if slots is None else min(slots, config.capacity)
+    """Returns an empty cache of at most `max_length` slots; None is `config.slots`."""
+    slots = config.slots if slots is None else min(slots, config.max_length)
     shape = (batch, slots, config.num_kv_heads * config.head_dim)
     return AttentionState(
         keys=jnp.zeros(shape, dtype),

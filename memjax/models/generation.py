@@ -86,7 +86,8 @@ def generate(
         max_new_tokens: how many to draw at most, at least 1.
         key: of the draws. The same key draws the same tokens for any max_new_tokens.
         sampling: see `Sampling`.
-        lengths: tokens of each batch element's prompt, 1 to T; None is T.
+        lengths: tokens of each batch element's prompt, 1 to T; None is T. Tokens behind
+            them are not read; without lengths all are, those of padding too.
         read_before: tokens in the state that `sampling.repetition_penalty` counts as
             it does the prompt's.
         vocab_size: of the tokenizer: tokens from here on, with which a vocabulary is

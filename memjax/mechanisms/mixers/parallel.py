@@ -70,7 +70,7 @@ class ParallelConfig(MechanismDefaults):
     @property
     def max_length(self) -> int:
         """Tokens that the cache holds."""
-        return self.attention_layer.capacity
+        return self.attention_layer.max_length
 
     def keys_per_query(self, length: int) -> float:
         """Those of its attention."""

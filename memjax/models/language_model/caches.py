@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from memjax import mechanisms
 from memjax.mechanisms import Mechanism
+from memjax.mechanisms.base import empty_state, require_state
 
 # Fewer slots would save little memory, and a program more must be compiled for them.
 LEAST_SLOTS = 256
@@ -29,6 +30,32 @@ def init_state(
         else layer.cache.init(batch, capacity, dtype)
         for layer in layers
     )
+
+
+def check_state(
+    layers: Sequence[Mechanism], names: Sequence[str], state: State
+) -> None:
+    """Raises ValueError on memories of other layers, or of other sizes.
+
+    Args:
+        layers: of the model.
+        names: of their mechanisms.
+        state: of any number of batch elements, and of slots of caches.
+    """
+    for i, (layer, memory) in enumerate(zip(layers, state, strict=True)):
+        where = f"state[{i}], of {names[i]},"
+        require_state(memory, layer.init_state, where)
+        fixed = 1 if layer.cache is None or layer.cache.capacity is None else 2
+        expected = jax.tree.leaves(empty_state(layer.init_state))
+        leaves = jax.tree_util.tree_leaves_with_path(memory)
+        for (path, leaf), like in zip(leaves, expected, strict=True):
+            shape, sizes = getattr(leaf, "shape", ()), like.shape
+            if len(shape) != len(sizes) or shape[fixed:] != sizes[fixed:]:
+                axes = [*"BS"[:fixed][: len(sizes)], *map(str, sizes[fixed:])]
+                raise ValueError(
+                    f"{where} must have {jax.tree_util.keystr(path, simple=True)} "
+                    f"[{', '.join(axes)}], got {list(shape)}"
+                )
 
 
 def reset(layers: Sequence[Mechanism], state: State, mask: Bool[Array, " B"]) -> State:

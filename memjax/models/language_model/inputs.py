@@ -14,6 +14,7 @@ from memjax.checks import short
 from memjax.mechanisms.config import MechanismConfig
 from memjax.mechanisms.layers import documents
 from memjax.models import ragged
+from memjax.models.language_model import caches
 from memjax.models.language_model.config import build_once
 
 
@@ -59,14 +60,23 @@ def check_embeddings(model: Any, state: PyTree, x: Array, mask: Array | None) ->
             )
 
 
+def check_state(model: Any, state: PyTree) -> None:
+    """Raises ValueError on a state of another `LanguageModel`, or of other sizes."""
+    depth = len(model.blocks)
+    learned = bool(model.config.architecture.learned_positions)
+    ragged.check_parts(state, depth + learned)
+    layers = [block.functions for block in model.blocks]
+    names = [mechanism.name for mechanism in model.config.layers]
+    caches.check_state(layers, names, state[:depth])
+
+
 def with_room(model: Any, state: PyTree, tokens: Int[Array, "B T"]) -> PyTree:
     """The state with slots for the tokens, where its lengths are known.
 
     Raises:
         ValueError: on tokens that the model with this state cannot read.
     """
-    learned = bool(model.config.architecture.learned_positions)
-    ragged.check_parts(state, len(model.blocks) + learned)
+    check_state(model, state)
     leaves = jax.tree.leaves(state)
     shape = getattr(tokens, "shape", ())
     if len(shape) == 2 and not shape[1]:

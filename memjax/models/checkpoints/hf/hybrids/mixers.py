@@ -30,7 +30,11 @@ def full_attention(
     rope: bool = True,
     **options: Any,
 ) -> AttentionConfig:
-    """Full attention; `partial` is the default part of a head that RoPE turns."""
+    """Full attention; `partial` is the default part of a head that RoPE turns.
+
+    Without RoPE nothing depends on positions, and `max_position_embeddings` is no
+    bound: it is the length of the training texts.
+    """
     heads = read_heads(config)
     width = head_dim or read_size(
         config, "head_dim", read_size(config, "hidden_size") // heads
@@ -52,6 +56,7 @@ def full_attention(
         output_bias=bias,
         capacity=capacity,
         initial_slots=first_slots(capacity),
+        bounded=rope,
         **positions,
         **options,
     )

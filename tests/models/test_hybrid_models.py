@@ -1,0 +1,94 @@
+"""Models of published hybrids with what any model can do: generate, stream, refuse."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from memjax.models import LanguageModel, Sampling, generate
+from memjax.models.checkpoints.hf.config import from_hf_config
+from tests import tiny
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_theta": 1e3, "rope_type": "default"},
+}
+KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 3, "mamba_n_groups": 2, "mamba_d_conv": 3}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 4,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": KINDS | DELTA | {"head_dim": 8},
+    "mamba2": {"num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 16},
+    "granitemoehybrid": KINDS | MAMBA | {"shared_intermediate_size": 12},
+}
+
+
+def config(name: str, **changes: Any) -> Any:
+    """The model of a small published config."""
+    entries = SIZES | PUBLISHED[name] | {"model_type": name}
+    return from_hf_config(entries | changes)
+
+
+@functools.cache
+def model(name: str) -> Any:
+    """It with drawn parameters; do not change it in place."""
+    return tiny.drawn(lambda: LanguageModel(config(name), key=jax.random.key(0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2", "falcon_h1"])
+def test_ragged_prompts_are_read_as_single_rows(name):
+    lengths = (21, 18, 3)
+    prompt = np.asarray(tiny.tokens(1, len(lengths), max(lengths)))
+    options: Any = {"key": jax.random.key(0), "sampling": Sampling(0.0)}
+    options |= {"tokens_per_call": 16}
+    joined = generate(model(name), None, prompt, 4, lengths=lengths, **options)
+    # Padding is read like any token where no lengths say that it is padding.
+    padded = generate(model(name), None, prompt, 4, **options)
+    assert np.abs(padded.log_probs - joined.log_probs)[2].max() > 1e-3
+    for b, length in enumerate(lengths):
+        alone = generate(model(name), None, prompt[b : b + 1, :length], 4, **options)
+        np.testing.assert_array_equal(alone.tokens[0], joined.tokens[b])
+        np.testing.assert_allclose(alone.log_probs[0], joined.log_probs[b], atol=1e-5)
+
+
+def test_a_state_of_another_family_is_refused_by_name():
+    tokens = tiny.tokens(1, 1, 4)
+    qwen, mamba = model("qwen3_5_text"), model("mamba2")
+    with pytest.raises(ValueError, match=r"state\[1\], of attention, must be the arra"):
+        qwen(mamba.init_state(1), tokens)
+    with pytest.raises(ValueError, match=r"state\[1\], of mamba2, .* a BlockState"):
+        generate(mamba, qwen.init_state(1), tokens, 1, key=jax.random.key(0))
+    other = [m.build().init_state(1) for m in config("mamba2", state_size=5).layers]
+    with pytest.raises(ValueError, match=r"state\[0\], .* window \[B, 3, 2, 2, 3\]"):
+        mamba(tuple(other), tokens)
+
+
+def test_only_rope_bounds_a_text():
+    state = {name: model(name).init_state(1) for name in PUBLISHED}
+    rooms = {name: model(name).remaining(state[name]) for name in PUBLISHED}
+    assert (
+        rooms["qwen3_5_text"] == rooms["falcon_h1"] == SIZES["max_position_embeddings"]
+    )
+    assert rooms["mamba2"] is None
+    granite, tokens = model("granitemoehybrid"), tiny.tokens(1, 1, 66)
+    assert rooms["granitemoehybrid"] == 2**30
+    after, logits = granite(state["granitemoehybrid"], tokens)
+    assert jnp.isfinite(logits).all() and after[1].keys.shape[1] == 256
+    with pytest.raises(ValueError, match="full attention has room for 64 more"):
+        model("qwen3_5_text")(state["qwen3_5_text"], tokens)
