@@ -70,7 +70,9 @@ class Store:
             return sync(self._files.loop, awaited)
         except (FileNotFoundError, FileExistsError) as error:
             # The message for a missing bucket and a missing object is the same.
-            raise type(error)(error.errno, _message(verb, url, error)) from None
+            found = isinstance(error, FileExistsError)
+            code = error.errno or (errno.EEXIST if found else errno.ENOENT)
+            raise type(error)(code, _message(verb, url, error)) from None
         except Exception as error:
             code = error.errno if isinstance(error, OSError) else None
             text = with_advice(_message(verb, url, error), error)
