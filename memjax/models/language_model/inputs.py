@@ -60,14 +60,15 @@ def check_embeddings(model: Any, state: PyTree, x: Array, mask: Array | None) ->
             )
 
 
-def check_state(model: Any, state: PyTree) -> None:
-    """Raises ValueError on a state of another `LanguageModel`, or of other sizes."""
+def memories_of(model: Any, state: PyTree) -> tuple[PyTree, ...]:
+    """The memories of the layers; ValueError on a state of another model or sizes."""
     depth = len(model.blocks)
     learned = bool(model.config.architecture.learned_positions)
     ragged.check_parts(state, depth + learned)
     layers = [block.functions for block in model.blocks]
     names = [mechanism.name for mechanism in model.config.layers]
     caches.check_state(layers, names, state[:depth])
+    return state[:depth]
 
 
 def with_room(model: Any, state: PyTree, tokens: Int[Array, "B T"]) -> PyTree:
@@ -76,7 +77,7 @@ def with_room(model: Any, state: PyTree, tokens: Int[Array, "B T"]) -> PyTree:
     Raises:
         ValueError: on tokens that the model with this state cannot read.
     """
-    check_state(model, state)
+    memories_of(model, state)
     leaves = jax.tree.leaves(state)
     shape = getattr(tokens, "shape", ())
     if len(shape) == 2 and not shape[1]:

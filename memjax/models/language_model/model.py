@@ -180,8 +180,7 @@ class LanguageModel(Savable, nnx.Module):
 
     def remaining(self, state: State) -> int | None:
         """Number of further tokens that full attention can hold; None without it."""
-        inputs.check_state(self, state)
-        return caches.remaining(self._mechanisms, state[: len(self.blocks)])
+        return caches.remaining(self._mechanisms, inputs.memories_of(self, state))
 
     def reserve(self, state: State, tokens: int) -> State:
         """The same memory with room for `tokens` more.
