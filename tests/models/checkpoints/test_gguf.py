@@ -321,7 +321,7 @@ def test_every_entry_of_the_library_is_known():
     assert unknown == steps | {gguf.Keys.General.SAMPLING_SEQUENCE}
     for name, key in vars(gguf.Keys.Rope).items():
         if name.isupper() and key.removeprefix("{arch}.") not in known:
-            assert name in ("DIMENSION_COUNT_SWA", "DIMENSION_SECTIONS")
+            assert name == "DIMENSION_COUNT_SWA"
 
 
 def test_entries_that_are_not_read_are_reported_in_one_line(llama, caplog):

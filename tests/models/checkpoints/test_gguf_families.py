@@ -211,8 +211,16 @@ def test_gemma_norm_scales_are_float32(tmp_path):
         ("gemma3", dict(freq_base_swa=0.0), "gemma3.rope.freq_base_swa must be in"),
         ("gemma3", dict(freq_base_swa="a"), "freq_base_swa must be a number, got 'a'"),
         ("gemma3", dict(sliding_window_pattern=0), "pattern must be at least 1, got 0"),
-        ("gemma3", dict(sliding_window_pattern=[True]), "or 2 booleans, one a layer"),
-        ("gemma3", dict(sliding_window_pattern=[1, 0]), "or 2 booleans, one a layer"),
+        (
+            "gemma3",
+            dict(sliding_window_pattern=[True]),
+            "must be 2 booleans, one",
+        ),
+        (
+            "gemma3",
+            dict(sliding_window_pattern=[1, 0]),
+            "must be 2 booleans, one",
+        ),
         ("gemma3", dict(sliding_window_pattern=["a"]), "must be a whole number, got"),
         ("gemma3", dict(final_logit_softcapping=30.0), "must be 0, got 30.0"),
         ("gemma3", dict(type="su"), "gemma3.rope.scaling.type='su' is not read"),

@@ -16,8 +16,7 @@ from memjax.checks import joined, short
 
 logger = logging.getLogger(__name__)
 
-#: Keys of the architecture.
-USED = {
+_MODEL = {
     "context_length",
     "embedding_length",
     "block_count",
@@ -25,15 +24,15 @@ USED = {
     "vocab_size",
     "expert_count",
     "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+}
+_ATTENTION = _MODEL | {
     "attention.head_count_kv",
     "attention.key_length",
     "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
     "attention.sliding_window",
-    "attention.sliding_window_pattern",
     "rope.dimension_count",
     "rope.freq_base",
-    "rope.freq_base_swa",
     "rope.scale_linear",
     "rope.scaling.type",
     "rope.scaling.factor",
@@ -44,6 +43,24 @@ USED = {
     "rope.scaling.yarn_log_multiplier",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
+}
+_RECURRENT = {
+    f"ssm.{name}"
+    for name in ("conv_kernel", "state_size", "group_count", "time_step_rank")
+} | {"ssm.inner_size"}
+#: Keys of the architecture.
+USED = _ATTENTION | {"attention.sliding_window_pattern", "rope.freq_base_swa"}
+#: Keys of architectures with recurrent layers, of which some are in `ONLY`.
+USED_BY = {
+    "qwen35": _ATTENTION
+    | _RECURRENT
+    | {"full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"},
+    "mamba2": _MODEL | _RECURRENT,
+    "granitehybrid": _ATTENTION
+    | _RECURRENT
+    | {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
+    | {"rope.scaling.finetuned", "expert_shared_feed_forward_length"},
+    "falcon-h1": _ATTENTION | _RECURRENT,
 }
 #: Other values than these would change the numbers.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -63,6 +80,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "leading_dense_block_count": (0,),
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0, 1),
+    "ssm.dt_b_c_rms": (False,),
     "use_parallel_residual": (False,),
 }
 #: Steps of llama.cpp's sampler that are not built here, the value that turns each off,
@@ -75,7 +93,13 @@ SAMPLING: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("general.sampling.mirostat_tau", "general.sampling.mirostat_eta"),
     ),
 }
-WITHOUT_EFFECT = {"pooling_type", "rope.scaling.finetuned", "tensor_data_layout"}
+WITHOUT_EFFECT = {
+    "pooling_type",
+    # Of images: the positions of text are the same in all sections.
+    "rope.dimension_sections",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+}
 #: Of no architecture: used, or about the file, other tasks and other vocabularies.
 GENERAL = re.compile(
     r"general\.(architecture|alignment|type|file_type|quantization_version)"
@@ -101,12 +125,15 @@ def check_keys(metadata: Mapping[str, Any], where: str) -> None:
     Raises:
         ValueError: for an entry of `ONLY` with another value.
     """
-    prefix = f"{metadata['general.architecture']}."
+    architecture = metadata["general.architecture"]
+    prefix, used = f"{architecture}.", USED_BY.get(architecture, USED)
     unread, off = [], _turned_off(metadata)
     for key, value in metadata.items():
         own = key.removeprefix(prefix)
         if own == key:
             known = key in off or GENERAL.fullmatch(key) is not None
+        elif own in used:
+            known = True
         elif own in ONLY:
             if not any(np.array_equal(value, allowed) for allowed in ONLY[own]):
                 raise ValueError(
@@ -114,7 +141,7 @@ def check_keys(metadata: Mapping[str, Any], where: str) -> None:
                 )
             known = True
         else:
-            known = own in USED | WITHOUT_EFFECT
+            known = own in WITHOUT_EFFECT
         if not known and np.any(value):
             unread.append(short(key))
     if unread:
