@@ -12,10 +12,11 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import memjax_kernels as ops
+from memjax.aot.cycles.program import read_program
 from memjax_kernels._src.scans import forms
 from tests.kernels.on_tpu import needs_libtpu
 
-# More tokens than a chunk of the associative scan, and than a group of the loop.
+# More tokens than a group of the loop, and no multiple of a chunk.
 B, T, I, N = 2, 70, 5, 3
 RESET = np.zeros((B, T), bool)
 RESET[0, [0, 64]] = RESET[1, [1, 20]] = True
@@ -25,10 +26,13 @@ FORMS = {
     | {"selective_scan": forms.selective_scan_reference},
     "xla": {"gated_scan": forms.gated_scan_xla}
     | {"selective_scan": forms.selective_scan_xla},
-    "associative": {"gated_scan": forms.gated_scan_associative}
-    | {"selective_scan": forms.selective_scan_associative},
+    "parallel": {"gated_scan": forms.gated_scan_parallel}
+    | {"selective_scan": forms.selective_scan_parallel},
 }
 of_each_op = pytest.mark.parametrize("name", OPS)
+whole_and_packed = pytest.mark.parametrize(
+    "reset", [None, RESET], ids=["whole", "packed"]
+)
 of_each_form = pytest.mark.parametrize("how", FORMS)
 
 
@@ -91,20 +95,20 @@ def with_gradients(name, how, arguments, reset):
 
 @of_each_op
 @of_each_form
-def test_values_are_those_of_the_recurrence(name, how):
-    for reset in (None, RESET):
-        values, gradients = with_gradients(name, how, draw(name), reset)
-        close(values, numpy_loop(name, *draw(name), reset=reset))
-        assert all(np.abs(x).max() > 1e-2 for x in gradients)
+@whole_and_packed
+def test_values_are_those_of_the_recurrence(name, how, reset):
+    values, gradients = with_gradients(name, how, draw(name), reset)
+    close(values, numpy_loop(name, *draw(name), reset=reset))
+    assert all(np.abs(x).max() > 1e-2 for x in gradients)
 
 
 @of_each_op
-@pytest.mark.parametrize("how", ["xla", "associative"])
-def test_gradients_are_those_of_the_token_loop(name, how):
-    for reset in (None, RESET):
-        _, expected = with_gradients(name, "reference", draw(name), reset)
-        _, actual = with_gradients(name, how, draw(name), reset)
-        close(actual, expected)
+@pytest.mark.parametrize("how", ["xla", "parallel"])
+@whole_and_packed
+def test_gradients_are_those_of_the_token_loop(name, how, reset):
+    _, expected = with_gradients(name, "reference", draw(name), reset)
+    _, actual = with_gradients(name, how, draw(name), reset)
+    close(actual, expected)
 
 
 @of_each_op
@@ -129,6 +133,16 @@ def test_every_split_gives_the_same(name):
         middle, before = run(*first, state)
         after, y = run(*last, middle)
         close((after, jnp.concatenate([before, y], axis=1)), whole)
+
+
+@of_each_op
+@pytest.mark.parametrize("few", [2, 3])
+def test_segments_and_large_batches_are_the_recurrence(name, few, monkeypatch):
+    """Two batch elements have 2 of 5 chunks at once, or are a loop."""
+    monkeypatch.setattr(forms, "AT_ONCE", 4)
+    monkeypatch.setattr(forms, "FEW_CHUNKS", few)
+    values = jax.jit(FORMS["parallel"][name])(*draw(name), RESET)
+    close(values, numpy_loop(name, *draw(name), reset=RESET))
 
 
 @of_each_op
@@ -242,18 +256,18 @@ def test_bad_input_is_refused_by_name():
 
 @needs_libtpu
 @of_each_op
-def test_program_for_a_tpu_is_the_associative_scan(name):
-    """No loop over tokens, and no product on the matrix unit."""
+def test_program_for_a_tpu_runs_all_chunks_at_once(name):
+    """No loop of as many steps as tokens."""
     device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
     place = functools.partial(
         jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device)
     )
-    given = [place(x.shape, x.dtype) for x in draw(name, forms.CHUNK_SIZE)]
+    given = [place(x.shape, x.dtype) for x in draw(name, 256)]
 
     def gradient(*given):
         values, pull = jax.vjp(getattr(ops, name), *given)
         return pull(values)
 
     traced = jax.jit(gradient).trace(*given)
-    program = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
-    assert program and " while(" not in program and " convolution(" not in program
+    program = traced.lower(lowering_platforms=("tpu",)).compile().as_text() or ""
+    assert max(x.times for x in read_program(program).operations) == 16

@@ -3,9 +3,7 @@
     h = exp(g) h + u                                y = h          gated_scan
     S = exp(a Δ) S + b (Δ u)ᵀ                       y = Sᵀ c       selective_scan
 
-Both are recurrences h = decay h + write without products between channels. So a loop
-over tokens does the fewest operations, and an associative scan the fewest one after the
-other: `xla` has the loop on a CPU and associative scans of chunks elsewhere.
+`forms` says where `xla` is a loop over tokens, and where it runs all chunks at once.
 
 Shapes: B batch, T time, I channels, N states of a channel.
 """

@@ -1,15 +1,24 @@
-"""Gated scans as loops over tokens, and as associative scans of chunks.
+"""Gated scans as loops over tokens, and over the tokens of many chunks at once.
 
-The recurrence h = decay h + write is a fold of pairs (decay, write):
+The recurrence h = decay h + write is linear, and a product of decays is an exp of sums:
 
-    (d, w) then (e, x)  =  (d e, e w + x)
+    1. the memory of each chunk that starts empty       a loop over its C tokens
+    2. the memory before each of n chunks               a loop over chunks
+    3. every read, from those                           a loop over C tokens again
 
-A loop takes 2 operations for each number and token, in T steps. Scanning pairs takes 6
-(three for each of two pairs), in 2 log₂ C steps for each of T / C chunks: for C = 64
-three times the operations in a fifth of the steps. A CPU, which runs few operations at
-once, has the loop; other devices, where a step is short of work, have the scan.
+A loop over tokens takes half the operations in T steps, this 2 C + n steps of all
+chunks at once. A CPU, which runs few operations at once, has the first. Other devices,
+where the steps of few batch elements are short of work, have the second. An associative
+scan of chunks of 64 has about as many steps, but it writes all memories several times.
+Cycles a token that a v5e's schedules count, 1,024 tokens, 1,536 channels, 16 states:
 
-Shapes: B batch, T time, C tokens of a chunk, I channels, N states of a channel.
+    selective_scan                        loop       associative    this
+    one batch element, forward            10,751     4,453          1,689
+    one batch element, with backward      37,903     16,768         9,477
+    eight batch elements, forward         1,891      8,521          the loop
+
+Shapes: B batch, T time, n chunks, C tokens of a chunk, I channels, N states of a
+channel.
 """
 
 import functools
@@ -30,10 +39,14 @@ from memjax_kernels._src.scans.steps import (
 )
 
 F32 = jnp.float32
-# Tokens of a chunk: more are fewer steps, and more memory in training.
-CHUNK_SIZE = 64
-# Of the loop: tokens between two saved memories. Those of a group stay in the cache.
-GROUP = 16
+# Tokens between two saved memories of a loop: those of a group stay in a CPU's cache.
+# Fewer where all chunks run at once, and have a memory each.
+GROUP, CHUNK_GROUP = 16, 4
+# Tokens of a chunk, and memories of chunks and batch elements at once. More are fewer
+# steps, and more memory in training.
+CHUNK_SIZE, AT_ONCE = 32, 32
+# Fewer tokens or chunks at once are a loop everywhere.
+FEW_TOKENS, FEW_CHUNKS = 8, 8
 
 
 def gated_scan_reference(
@@ -53,25 +66,22 @@ def gated_scan_xla(
     state: GatedScanState,
     reset: Bool[Array, "B T"] | None,
 ) -> tuple[GatedScanState, Float[Array, "B T I"]]:
-    """The loop on a CPU, an associative scan of chunks elsewhere."""
-    return by_platform(gated_scan_reference, gated_scan_associative)(u, g, state, reset)
+    """The loop on a CPU, all chunks at once elsewhere."""
+    return by_platform(gated_scan_reference, gated_scan_parallel)(u, g, state, reset)
 
 
-def gated_scan_associative(
+def gated_scan_parallel(
     u: Float[Array, "B T I"],
     g: Float[Array, "B T I"],
     state: GatedScanState,
     reset: Bool[Array, "B T"] | None,
 ) -> tuple[GatedScanState, Float[Array, "B T I"]]:
-    """Chunks of associative scans."""
+    """The chunks of a segment at once."""
 
-    def advance(state, item):
-        u, g, reset = item
-        decay = _reset(jnp.exp(g.astype(F32)), reset)
-        states = _states(decay, u.astype(F32), state)
-        return states[:, -1], states.astype(u.dtype)
+    def passing(u, g):
+        return jnp.exp(g.astype(F32).sum(axis=1))
 
-    return _scan_chunks(advance, state, (u, g, reset))
+    return _scan_segments(gated_scan_step, passing, (u, g), state, reset)
 
 
 def selective_scan_reference(
@@ -105,16 +115,16 @@ def selective_scan_xla(
     state: SelectiveScanState,
     reset: Bool[Array, "B T"] | None,
 ) -> tuple[SelectiveScanState, Float[Array, "B T I"]]:
-    """The loop on a CPU, associative scans of chunks elsewhere.
+    """The loop on a CPU, all chunks at once elsewhere.
 
     Both save memories between groups of tokens alone: all would be [B, T, N, I].
     """
     loop = functools.partial(selective_scan_reference, remat_every=GROUP)
-    form = by_platform(loop, selective_scan_associative)
+    form = by_platform(loop, selective_scan_parallel)
     return form(u, delta, a, b, c, state, reset)
 
 
-def selective_scan_associative(
+def selective_scan_parallel(
     u: Float[Array, "B T I"],
     delta: Float[Array, "B T I"],
     a: Float[Array, "N I"],
@@ -123,46 +133,80 @@ def selective_scan_associative(
     state: SelectiveScanState,
     reset: Bool[Array, "B T"] | None,
 ) -> tuple[SelectiveScanState, Float[Array, "B T I"]]:
-    """Chunks of associative scans, whose memories [B, C, N, I] are dropped again."""
-    rates = a.astype(F32)[None, None]
+    """The chunks of a segment at once."""
+
+    def step(u, delta, b, c, state):
+        return selective_scan_step(u, delta, a, b, c, state)
+
+    def passing(u, delta, b, c):
+        steps = delta.astype(F32).sum(axis=1)
+        return jnp.exp(steps[:, None] * a.astype(F32)[None])
+
+    return _scan_segments(step, passing, (u, delta, b, c), state, reset)
+
+
+def _scan_segments(step, passing, tokens, state, reset):
+    """Scans segments of tokens, each in chunks.
+
+    Args:
+        step: (*token, state) -> (state, y).
+        passing: (*tokens [B, C, ...]) -> what a chunk leaves of the memory before it.
+        tokens: [B, T, ...].
+        state: the memory before the first.
+        reset: as in the ops.
+    """
+    batch, time = tokens[0].shape[:2]
+    at_once = AT_ONCE // batch
+    if time <= FEW_TOKENS or at_once < FEW_CHUNKS:
+        given = vary_alike((tokens, state, reset))
+        return scan_tokens(step, *given, remat_every=GROUP)
+    # Of a short text as many chunks as tokens of a chunk, about.
+    size = min(CHUNK_SIZE, 1 << ((time - 1).bit_length() + 1) // 2)
+    count = -(-time // size)
+    # Segments of equal size, for the least padding, which is no token: its decay is
+    # exp(0), and it writes nothing.
+    segments = -(-count // at_once)
+    length = -(-count // segments) * size
+
+    def split(x):
+        return jnp.moveaxis(chunks.split(x, length, None), 1, 0)
 
     def advance(state, item):
-        u, delta, b, c, reset = item
-        wide, delta, b, c = (x.astype(F32) for x in (u, delta, b, c))
-        decay = _reset(jnp.exp(delta[:, :, None] * rates), reset)
-        write = b[..., None] * (delta * wide)[:, :, None]
-        states = _states(decay, write, state)
-        y = (states * c[..., None]).sum(axis=2)
-        return states[:, -1], y.astype(u.dtype)
+        tokens, reset = item
+        return _scan_chunks(step, passing, size, tokens, reset, state)
 
-    return _scan_chunks(advance, state, (u, delta, b, c, reset))
-
-
-def _scan_chunks(advance, state, tokens):
-    """Scans advance(state, chunk) -> (state, y) over chunks of the tokens."""
-    time = tokens[0].shape[1]
-    size = min(CHUNK_SIZE, time)
-
-    # Padding is no token: its decay is exp(0), and it writes nothing.
-    def chunked(x):
-        return jnp.moveaxis(chunks.split(x, size, None), 1, 0)
-
-    state, y = chunks.scan(advance, state, jax.tree.map(chunked, tokens))
+    state, y = chunks.scan(advance, state, jax.tree.map(split, (tokens, reset)))
     return state, chunks.join(jnp.moveaxis(y, 0, 1), time, None)
 
 
-def _reset(decay, reset):
-    """Decay factors [B, C, ...], zero where the memory is emptied."""
-    if reset is None:
-        return decay
-    return jnp.where(reset.reshape(*reset.shape, *[1] * (decay.ndim - 2)), 0.0, decay)
+def _scan_chunks(step, passing, size, tokens, reset, state):
+    """A segment, [B, n C, ...], in n chunks of `size` tokens."""
+    batch = state.shape[0]
 
+    def chunked(x):
+        return x.reshape(-1, size, *x.shape[2:])
 
-def _states(decay, write, state):
-    """The memories [B, C, ...] after each token of a chunk."""
-    write = write.at[:, 0].add(decay[:, 0] * state)
+    def write(*given):
+        state, _ = step(*given)
+        # One channel in place of reads, which nothing needs.
+        return state, state[..., 0]
 
-    def then(first, second):
-        return first[0] * second[0], second[0] * first[1] + second[1]
+    # Chunks are batch elements.
+    tokens, reset = jax.tree.map(chunked, (tokens, reset))
+    scan = functools.partial(scan_tokens, remat_every=CHUNK_GROUP)
+    decay = passing(*tokens)
+    if reset is not None:
+        forgets = reset.any(axis=1).reshape(-1, *[1] * (decay.ndim - 1))
+        decay = jnp.where(forgets, 0.0, decay)
+    ends, _ = scan(write, tokens, jnp.zeros_like(decay), reset)
+    between = (x.reshape(batch, -1, *x.shape[1:]) for x in (decay, ends))
 
-    return jax.lax.associative_scan(then, (decay, write), axis=1)[1]
+    def pass_chunk(state, item):
+        decay, end = item
+        return decay * state + end, state
+
+    first = tuple(jnp.moveaxis(x, 1, 0) for x in between)
+    state, starts = jax.lax.scan(pass_chunk, state, first)
+    starts = jnp.moveaxis(starts, 0, 1).reshape(decay.shape)
+    _, y = scan(step, tokens, starts, reset)
+    return state, y.reshape(batch, -1, *y.shape[2:])
