@@ -16,6 +16,7 @@ SHARED = {
     *("causal_attention", "causal_attention.blocks"),
     *("cached_attention", "hippo", "lattice.sphere", "trellis.functions"),
     *("common", "common.cpu", "common.packs.tiles", "common.partition"),
+    "grouped_product",
 }
 
 

@@ -155,6 +155,49 @@ def token_by_token(
     return divided
 
 
+def by_experts(form: Callable[..., Any]) -> Callable[..., Any]:
+    """A function (tokens, parameters, experts, first) -> y, on each device's share.
+
+    Tokens and y are [B, ..., D], [B, T, D] where there is a sequence, and experts
+    [E, ...], divided along the axis that divides heads elsewhere. A device has the
+    experts from `first` on, and gives their part of a sum over all, whole parameters
+    as everyone. Without a mesh, the form of all experts, with `first` 0.
+
+    The call without `first` raises ValueError where the mesh does not divide E.
+    """
+
+    def divided(tokens, parameters, experts):
+        mesh = mesh_of(tokens, parameters, experts)
+        axes = _undivided(mesh)
+        if not axes:
+            return form(tokens, parameters, experts, 0)
+        count, axis = jax.tree.leaves(experts)[0].shape[0], HEADS[0]
+        ways = mesh.shape[axis] if axis in axes else 1
+        if count % ways:
+            raise ValueError(
+                f"{axis}={ways} devices of the mesh must divide the {count} experts"
+            )
+        b = _fit(mesh, [name for name in BATCH if name in axes], tokens.shape[0])
+        t = [SEQUENCE] if tokens.ndim > 2 and SEQUENCE in axes else []
+        along = P(b, _fit(mesh, t, tokens.shape[1]))
+
+        def share(tokens, parameters, experts):
+            if ways == 1:
+                return form(tokens, parameters, experts, 0)
+            first = jax.lax.axis_index(axis) * (count // ways)
+            return jax.lax.psum(form(tokens, parameters, experts, first), axis)
+
+        return jax.shard_map(
+            share,
+            mesh=mesh,
+            axis_names=set(axes),
+            in_specs=(along, P(), P(axis if ways > 1 else None)),
+            out_specs=along,
+        )(tokens, parameters, experts)
+
+    return divided
+
+
 def _undivided(mesh: AbstractMesh) -> list[str]:
     """The axes along which the caller has not divided its arrays already."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

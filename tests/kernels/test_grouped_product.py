@@ -1,0 +1,82 @@
+"""Products of sorted rows with the matrix of their group."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memjax_kernels._src.grouped_product import blocks, grouped_product
+
+
+def draw(rows, groups, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return (
+        jax.random.normal(keys[0], (rows, 5)),
+        jax.random.normal(keys[1], (groups, 5, 3)),
+        jax.random.normal(keys[2], (rows, 3)),
+    )
+
+
+ROWS, GROUPS = 12, 4
+
+
+@functools.cache
+def values_and_gradients(longest):
+    """One program for all sizes of the groups."""
+
+    @jax.jit
+    def run(x, weights, sizes, cotangent):
+        product = functools.partial(grouped_product, sizes=sizes)
+        y, pull = jax.vjp(product, x, weights)
+        return y, *pull(cotangent)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "LONGEST", longest)
+        given = draw(ROWS, GROUPS)
+        run(*given[:2], jnp.zeros(GROUPS, jnp.int32), given[2])
+    return run
+
+
+@pytest.mark.parametrize("longest", [1, 64])
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, GROUPS), min_size=ROWS, max_size=ROWS))
+def test_values_and_gradients_are_those_of_one_row_at_a_time(longest, groups):
+    # Rows of the last group are of none.
+    sizes = np.bincount(groups, minlength=GROUPS + 1)[:GROUPS]
+    x, weights, cotangent = draw(ROWS, GROUPS)
+    run = values_and_gradients(longest)
+    y, dx, dw = run(x, weights, jnp.array(sizes), cotangent)
+    group = np.repeat(np.arange(GROUPS), sizes)
+    expected = np.zeros_like(y), np.zeros_like(x), np.zeros_like(weights)
+    for i, e in enumerate(group):
+        expected[0][i] = x[i] @ weights[e]
+        expected[1][i] = weights[e] @ cotangent[i]
+        expected[2][e] += np.outer(x[i], cotangent[i])
+    for actual, wanted in zip((y, dx, dw), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-5)
+
+
+def test_a_matrix_without_rows_is_not_read():
+    x, weights, cotangent = draw(6, 4)
+    sizes = jnp.array([4, 0, 2, 0])
+    broken = weights.at[jnp.array([1, 3])].set(jnp.nan)
+    y, pull = jax.vjp(lambda x, w: grouped_product(x, w, sizes), x, broken)
+    assert jnp.isfinite(y).all()
+    assert all(jnp.isfinite(gradient).all() for gradient in pull(cotangent))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_matrices_are_cast_one_at_a_time(stored):
+    x, weights, _ = draw(6, 16)
+    given = x.astype(jnp.bfloat16), weights.astype(stored), jnp.zeros(16, jnp.int32)
+    program = jax.jit(grouped_product).lower(*given).compile().as_text()
+    assert program is not None
+    # What a loop is given. CPUs multiply float32.
+    loops = [line for line in program.splitlines() if " while(" in line]
+    cast = "bf16[16,5,3]" if stored == "float32" else "f32[16,5,3]"
+    assert loops and not any(f" {cast}" in line for line in loops)
+    assert grouped_product(*given).dtype == jnp.bfloat16
