@@ -21,6 +21,7 @@ from memjax.mechanisms import (
 )
 from memjax.mechanisms.config import require_config
 from memjax.mechanisms.layers.heads import HeadsConfig
+from memjax.models.language_model.hidden.router import ExpertsConfig
 
 Dtype = Literal["float32", "bfloat16"]
 Norm = Literal["rms", "layer"]
@@ -107,18 +108,25 @@ class BlockStyle:
         feed_forward: "swiglu", "geglu", "relu", "relu2" (the square of ReLU, without a
             gate) or "none".
         hidden_dim: width inside the feed-forward; None is the model's.
+        experts: a mixture of such feed-forwards, of widths of its own, in the place of
+            one; None is none.
     """
 
     norm_first: bool = True
     norm_outputs: bool = False
     feed_forward: FeedForward = "swiglu"
     hidden_dim: int | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self):
         check_flags(self)
         require_known("feed_forward", self.feed_forward, get_args(FeedForward))
         if self.hidden_dim is not None:
             check_sizes(hidden_dim=self.hidden_dim)
+        if self.experts is not None:
+            require_instance("experts", self.experts, ExpertsConfig)
+            if self.feed_forward == "none":
+                raise ValueError("experts must be None with feed_forward='none'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +186,10 @@ class ModelConfig:
             raise ValueError(
                 f"styles must be empty or one for each of {len(self.mechanisms)} "
                 f"mechanisms, got {len(self.styles)}"
+            )
+        if self.architecture.feed_forward_bias and any(s.experts for s in self.styles):
+            raise ValueError(
+                "architecture.feed_forward_bias must be False with experts"
             )
         check_positive(most=1.0, norm_epsilon=self.norm_epsilon)
         require_known("dtype", self.dtype, get_args(Dtype))

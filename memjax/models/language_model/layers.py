@@ -26,6 +26,11 @@ from memjax.models.language_model.hidden.dense import (
     init_feed_forward,
     times,
 )
+from memjax.models.language_model.hidden.experts import (
+    ExpertsParams,
+    experts,
+    init_experts,
+)
 from memjax.models.remat import LAYER_INPUT
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.causal_attention import READS
@@ -90,7 +95,7 @@ class BlockParams(NamedTuple):
     """Parameters of one layer; None is what its style lacks."""
 
     mechanism: Any
-    feed_forward: FeedForwardParams | None
+    feed_forward: FeedForwardParams | ExpertsParams | None
     mechanism_norm: NormParams
     feed_forward_norm: NormParams | None
     mechanism_output_norm: NormParams | None = None
@@ -127,7 +132,8 @@ class Block(nnx.Module):
             self.mechanism_output_norm = nnx.data(as_params(init_norm(config)))
         if style.feed_forward == "none":
             return
-        hidden = init_feed_forward(config, style, keys[1:])
+        init = init_experts if style.experts else init_feed_forward
+        hidden = init(config, style, keys[1:])
         self.feed_forward = nnx.data(as_params(hidden))
         self.feed_forward_norm = nnx.data(as_params(init_norm(config)))
         if both:
@@ -188,7 +194,8 @@ def run_block(
 
     def transform(x):
         assert hidden is not None
-        return along_batch(feed_forward(config, style, hidden, x)), None
+        run: Any = experts if style.experts else feed_forward
+        return along_batch(run(config, style, hidden, x)), None
 
     def add(branch, h, first, output):
         """The stream with what a branch makes of it, and the branch's result."""

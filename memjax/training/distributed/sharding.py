@@ -39,6 +39,10 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(^|/)head$", P("fsdp", "tensor")),
     # HMT's W_q and W_k, whose prompts have no second axis.
     (r"(^|/)(query|key)$", P("fsdp", "tensor")),
+    # Experts, whose matrices have them first, and their router.
+    (r"/routed/(gate|up)$", P("tensor", "fsdp")),
+    (r"/routed/down$", P("tensor", None, "fsdp")),
+    (r"/router$", P("fsdp")),
     (r"(gate|up)(/weight)?$", P("fsdp", "tensor")),
     (r"down(/weight)?$", P("tensor", "fsdp")),
     (r"", P()),
@@ -52,7 +56,7 @@ class MeshConfig:
     Attributes:
         data: copies of the model, each with its rows; 0 is all devices left over.
         fsdp: devices that share parameters and optimizer state, each with its rows.
-        tensor: devices that share heads, hidden units and vocabulary.
+        tensor: devices that share heads, hidden units, experts and vocabulary.
         slices: pods that are joined by the data-center network alone; `data` is divided
             among them, so that only gradients pass between.
         sequence: devices that share the tokens of each row, and inside of mechanisms
@@ -123,7 +127,7 @@ def _require_slices(slices: int, data: int, devices: Sequence[Any]) -> None:
 def require_divides(
     mesh: Mesh | AbstractMesh, batch_size: int, model: ModelConfig, length: int
 ) -> None:
-    """Raises ValueError if the mesh does not divide the batch, heads or tokens.
+    """Raises ValueError if the mesh does not divide batch, heads, experts or tokens.
 
     Key-value heads may be fewer than `tensor`: they are then on all its devices.
 
@@ -152,6 +156,12 @@ def require_divides(
         if sequence > 1 and not mechanism.divides_tokens:
             together = tensor * sequence
             named = f"mesh.tensor * mesh.sequence = {together}"
+        mixture = model.styles[i].experts if model.styles else None
+        if mixture is not None and mixture.num_experts % tensor:
+            raise ValueError(
+                f"mesh.tensor={tensor} does not divide the {mixture.num_experts} "
+                f"experts of model.styles[{i}]"
+            )
         heads = getattr(mechanism.attention or mechanism, "num_heads", together)
         if heads % together:
             fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]

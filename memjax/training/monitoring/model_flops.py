@@ -6,13 +6,15 @@ from jaxtyping import PyTree
 
 from memjax.mechanisms import MechanismConfig
 from memjax.models import LanguageModel
+from memjax.models.language_model.layers import Block
 
 
 def flops_per_token(model: LanguageModel, length: int) -> float:
     """Floating-point operations of a token's forward and backward pass.
 
     6 N + 12 sum_l H K A. N are the parameters that a token is multiplied with: all
-    matrices, the embedding only where it is the output head too. H K is the width of
+    matrices, of experts those of the chosen, the embedding only where it is the output
+    head too. H K is the width of
     all query heads of layer l, and A how many positions a query attends to on average,
     causally and within the layer's window. A multiply-add is two operations. Updates of
     a memory's state and recomputation in the backward pass are not counted.
@@ -58,7 +60,17 @@ def _multiplied(model: LanguageModel) -> int:
         matrices -= config.vocab_size * (
             config.architecture.embedding_dim or config.model_dim
         )
+    matrices -= sum(_unchosen(block) for block in model.blocks)
     return matrices - config.architecture.learned_positions * config.model_dim
+
+
+def _unchosen(block: Block) -> int:
+    """Parameters of those experts of a layer that a token does not choose."""
+    mixture = block.style.experts
+    if mixture is None:
+        return 0
+    each = _matrices(block.feed_forward.routed) // mixture.num_experts
+    return each * (mixture.num_experts - mixture.experts_per_token)
 
 
 def _attended(mechanism: MechanismConfig, length: int) -> float:

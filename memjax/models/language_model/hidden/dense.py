@@ -3,6 +3,7 @@
 Shapes: D model, F hidden.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -53,18 +54,28 @@ def feed_forward(
     style: BlockStyle,
     params: FeedForwardParams,
     x: Float[Array, "*B D"],
+    product: Callable[..., Array] = linear,
 ) -> Float[Array, "*B D"]:
-    """W_down (f(W_gate x) ∘ W_up x), or W_down f(W_up x) without a gate."""
+    """W_down (f(W_gate x) ∘ W_up x), or W_down f(W_up x) without a gate.
+
+    Args:
+        config: of the model.
+        style: of the layer.
+        params: the matrices and biases.
+        x: tokens.
+        product: of tokens, a matrix and its bias; `experts` has one matrix for some
+            tokens and another for others.
+    """
     of_gate, of_output = config.architecture.feed_forward_multipliers
-    up = linear(x, params.up, params.up_bias)
+    up = product(x, params.up, params.up_bias)
     if params.gate is None:
         hidden = jax.nn.relu(up)
         hidden = hidden**2 if style.feed_forward == "relu2" else hidden
     else:
-        gate = times(linear(x, params.gate, params.gate_bias), of_gate)
+        gate = times(product(x, params.gate, params.gate_bias), of_gate)
         gelu = style.feed_forward == "geglu"
         hidden = (jax.nn.gelu(gate) if gelu else jax.nn.silu(gate)) * up
-    return times(linear(hidden, params.down, params.down_bias), of_output)
+    return times(product(hidden, params.down, params.down_bias), of_output)
 
 
 def times(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:

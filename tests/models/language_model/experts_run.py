@@ -1,0 +1,79 @@
+"""A program for four pretended devices: a mixture of experts on meshes, as JSON."""
+
+import json
+import re
+
+import jax
+import numpy as np
+from flax import nnx
+
+from memjax.mechanisms import SlidingWindowConfig
+from memjax.models import LanguageModel, ModelConfig
+from memjax.models.language_model.config import BlockStyle
+from memjax.models.language_model.hidden.router import ExpertsConfig
+from memjax.training.distributed import sharding
+from memjax.training.distributed.sharding import MeshConfig
+
+EXPERTS = ExpertsConfig(
+    12,
+    3,
+    6,
+    router="sigmoid",
+    groups=4,
+    chosen_groups=2,
+    shared_dim=4,
+    shared_gate=True,
+)
+CONFIG = ModelConfig(
+    mechanisms=(SlidingWindowConfig(8, 4, 4, 2, window=4),),
+    styles=(BlockStyle(experts=EXPERTS),),
+    num_layers=1,
+    vocab_size=16,
+    model_dim=8,
+    dtype="float32",
+)
+MESHES = {
+    "tensor": MeshConfig(tensor=4),
+    "fsdp": MeshConfig(fsdp=2, tensor=2),
+    "sequence": MeshConfig(data=2, sequence=2),
+}
+
+
+def main() -> None:
+    """Loss and gradients on each mesh, and what the devices hold and send."""
+    graph, params, rest = nnx.split(
+        LanguageModel(CONFIG, rngs=nnx.Rngs(0)), nnx.Param, ...
+    )
+    tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, 16)
+
+    @jax.jit
+    @jax.value_and_grad
+    def step(params):
+        model = nnx.merge(graph, params, rest)
+        logits = model.logits(model.encode(model.embed(tokens)))
+        return (jax.nn.log_softmax(logits) ** 2).mean()
+
+    alone = jax.device_get(step(params))
+    found = {
+        name: _on_mesh(step, params, config, alone) for name, config in MESHES.items()
+    }
+    print(json.dumps(found))
+
+
+def _on_mesh(step, params, config, alone):
+    mesh = sharding.make_mesh(config)
+    with jax.set_mesh(mesh):
+        divided = jax.device_put(params, sharding.shardings(mesh, params, CONFIG))
+        program = step.lower(divided).compile()
+        result = program(divided)
+    pairs = zip(*map(jax.tree.leaves, (alone, result)), strict=True)
+    up = divided["blocks"][0]["feed_forward"].routed.up.get_value()
+    return {
+        "difference": max(
+            float(abs(a - np.asarray(b)).max() / abs(a).max())
+            for a, b in pairs
+            if a.any()
+        ),
+        "held": up.addressable_shards[0].data.shape,
+        "gathered": re.findall(r"= (\w+\[[\d,]*\])\S* all-gather", program.as_text()),
+    }
