@@ -5,7 +5,7 @@
 Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, eq. 10: β as in
 DeltaNet, g as in Mamba-2, unit q and k without a scale.
 
-Shapes: B batch, T time, D model, H heads, K key, V value.
+Shapes: B batch, T time, D model, H heads, G of keys, K key, V value.
 """
 
 import dataclasses
@@ -108,8 +108,8 @@ def step(
     config: GatedDeltaNetConfig,
     params: GatedDeltaNetParams,
     memory: Float[Array, "B H K V"],
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
+    q: Float[Array, "B G K"],
+    k: Float[Array, "B G K"],
     v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
@@ -130,8 +130,8 @@ def apply(
     config: GatedDeltaNetConfig,
     params: GatedDeltaNetParams,
     memory: Float[Array, "B H K V"] | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,

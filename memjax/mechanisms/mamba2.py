@@ -9,7 +9,7 @@ and its skip weight s (their D). It is initialised as there: A in [1, 16], Δ in
 the block that all recurrent mechanisms share. With `RecurrentStyle(unit_norm=False)`,
 as in published models, y has no 1/√K.
 
-Shapes: B batch, T time, D model, H heads, K key, V value.
+Shapes: B batch, T time, D model, H heads, G of keys, K key, V value.
 """
 
 import dataclasses
@@ -119,8 +119,8 @@ def step(
     config: Mamba2Config,
     params: Mamba2Params,
     memory: Float[Array, "B H K V"],
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
+    q: Float[Array, "B G K"],
+    k: Float[Array, "B G K"],
     v: Float[Array, "B H V"],
     x: Float[Array, "B D"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
@@ -137,8 +137,8 @@ def apply(
     config: Mamba2Config,
     params: Mamba2Params,
     memory: Float[Array, "B H K V"] | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,

@@ -18,7 +18,7 @@ from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.linear.chunks import scan_groups
 
 
-def _unsupported(q: Array, k: Array, v: Array, *gates: Array) -> str:
+def _unsupported(q: Any, k: Any, v: Any, *gates: Any) -> str:
     del gates
     return recurrence.unsupported(q, k, v)
 

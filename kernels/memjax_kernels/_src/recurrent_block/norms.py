@@ -26,11 +26,11 @@ def l2_normalize(
 
 
 def rms_norm_heads(
-    x: Float[Array, "*B H V"], scale: Float[Array, "*H V"], epsilon: float
+    x: Float[Array, "*B H V"], scale: Float[Array, "..."], epsilon: float
 ) -> Float32[Array, "*B H V"]:
     """Each head divided by its rms, times a scale, which heads may share; float32.
 
-    Heads may be joined in x and apart in the scale.
+    Scales are [V] or [H, V]. Heads may be joined in x and apart in the scale.
     """
     high = x.astype(jnp.float32)
     high = _divide_by_root(high, _head_squares(high) / x.shape[-1] + epsilon)

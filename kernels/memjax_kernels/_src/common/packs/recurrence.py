@@ -63,7 +63,7 @@ class Blocks(NamedTuple):
     columns: Any
 
 
-def unsupported(q: Array, k: Array, v: Array) -> str:
+def unsupported(q: Any, k: Any, v: Any) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
     tokens = {x.dtype.name for x in (q, k, v)}
     if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
