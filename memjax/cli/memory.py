@@ -10,7 +10,12 @@ from memjax.buckets.writing import atomic_folder
 from memjax.checks import printable
 from memjax.config_io import from_record
 from memjax.conversation import MemoryFolder, Record
-from memjax.models.checkpoints.memory_state import RECORD, TENSORS, read_note
+from memjax.models.checkpoints.memory_state import (
+    RECORD,
+    TENSORS,
+    read_note,
+    saved_bytes,
+)
 from memjax.status import size
 
 #: Entries that are shown, and characters of each.
@@ -61,6 +66,9 @@ def _show(saved: MemoryFolder, record: Record) -> None:
         "read": f"{record.tokens:,} tokens, {record.turns} answers",
         "bytes": size(held),
     }
+    kinds = (saved.load(saved_bytes) or {}).items()
+    parts = [f"{size(count)} {kind}" for kind, count in kinds if count]
+    lines["state"] = ", ".join(parts) or "empty"
     for name, text in lines.items():
         print(f"{name:7} {_escaped(text)}")
     for entry in record.entries[-SHOWN:]:

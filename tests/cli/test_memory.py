@@ -1,11 +1,15 @@
 """Saved memories are shown, copied and removed without their model."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from memjax.config_io import to_record
 from memjax.conversation import Entry, MemoryFolder, Record
 from memjax.conversation.record import Owner
+from memjax.mechanisms import Mamba2Config, ParallelConfig, RecurrentStyle
 from memjax.models.checkpoints.memory_state import read_note, save_memory
+from memjax.status import size
 from tests import tiny
 from tests.cli.commands import command, refused
 
@@ -25,7 +29,23 @@ def test_memory_is_shown_without_control_characters(saved):
     code, out, err = command("memory", "show", saved)
     assert (code, err) == (0, []) and "owner/name" in out and "14 tokens" in out
     assert "text, 9 tokens: book.txt" in out and "KiB" in out
+    assert "state   8 B attention cache" in out
     assert r"user, 5 tokens: \x1b[2Jwho" in out and "\x1b" not in out
+
+
+def test_bytes_of_a_hybrid_are_shown_by_kind(tmp_path):
+    memory = Mamba2Config(16, 2, 4, 4, style=RecurrentStyle(conv_value=True))
+    layer = ParallelConfig(tiny.LLAMA.mechanisms[0], memory)
+    model = tiny.drawn(lambda: tiny.make_llama(mechanisms=(layer,), num_layers=1))
+    full = jax.tree.map(jnp.ones_like, model.init_state(1))
+    note = to_record(Record(Owner("owner/name", "", "f", "t"), ()))
+    with MemoryFolder(tmp_path / "mem") as folder:
+        folder.save(lambda path: save_memory(path, model, full, note=note))
+    # Two heads of 4 x 4; 64 slots of keys and values, seen or not, and their number;
+    # three inputs of queries, keys and values.
+    memory, cache, inputs = 2 * 4 * 4 * 4, 64 * (2 * 8 * 4 + 1) + 4, 3 * (16 + 8) * 4
+    shown = f"state   {memory} B memory, {size(cache)} attention cache, {inputs} B con"
+    assert shown in command("memory", "show", tmp_path / "mem")[1]
 
 
 def test_copy_is_the_memory_and_remove_leaves_what_is_not(saved, tmp_path):

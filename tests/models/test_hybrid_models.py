@@ -10,6 +10,9 @@ import pytest
 
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.checkpoints.hf.config import from_hf_config
+from memjax.models.checkpoints.memory_state import bytes_by_kind
+from memjax.models.checkpoints.own_format import leaf_name, leaves_of
+from memjax.models.language_model import caches
 from tests import tiny
 
 SIZES = {
@@ -40,8 +43,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 def config(name: str, **changes: Any) -> Any:
     """The model of a small published config."""
-    entries = SIZES | PUBLISHED[name] | {"model_type": name}
-    return from_hf_config(entries | changes)
+    entries = SIZES | PUBLISHED[name] | {"model_type": name} | changes
+    return from_hf_config({k: v for k, v in entries.items() if v is not None})
 
 
 @functools.cache
@@ -92,3 +95,34 @@ def test_only_rope_bounds_a_text():
     assert jnp.isfinite(logits).all() and after[1].keys.shape[1] == 256
     with pytest.raises(ValueError, match="full attention has room for 64 more"):
         model("qwen3_5_text")(state["qwen3_5_text"], tokens)
+
+
+def test_the_state_of_qwen_is_20_mb_and_a_cache():
+    """Qwen3.5-0.8B: 18 layers of 16 memories of 128 x 128, six of attention."""
+    sizes = config(
+        "qwen3_5_text",
+        vocab_size=248_320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        layer_types=None,
+        num_attention_heads=8,
+        head_dim=256,
+        num_key_value_heads=2,
+        max_position_embeddings=262_144,
+        **{key: 16 for key in ("linear_num_key_heads", "linear_num_value_heads")},
+        **{key: 128 for key in ("linear_key_head_dim", "linear_value_head_dim")},
+    )
+    layers = [mechanism.build() for mechanism in sizes.layers]
+    slots = 1024
+    state = jax.eval_shape(lambda: caches.init_state(layers, 1, slots, "bfloat16"))
+    found = bytes_by_kind(
+        {
+            leaf_name(path): leaf.size * leaf.dtype.itemsize
+            for path, leaf in leaves_of(state)
+        }
+    )
+    assert found["memory"] == 18 * 16 * 128 * 128 * 4
+    assert found["memory"] + found["convolution"] == 20_201_472
+    numbers = found["attention cache"] - 6 * (slots + 4)
+    assert numbers == 2 * 6_144 * slots

@@ -25,6 +25,7 @@ class SafetensorsFile:
     Attributes:
         path: of the file.
         shapes: of the tensors, by name.
+        nbytes: of the tensors, by name.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class SafetensorsFile:
         # The library takes the last of two tensors with one name.
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            read_object(file.read(size), f"{path}: header")
-        self.shapes = {}
+            header = read_object(file.read(size), f"{path}: header")
+        self.shapes, self.nbytes = {}, {}
         for name in self._file.keys():
             part = self._file.get_slice(name)
             allowed = (*formats, others[name]) if name in others else formats
@@ -65,6 +66,8 @@ class SafetensorsFile:
                     f"{part.get_dtype()}, expected one of {allowed}"
                 )
             self.shapes[name] = tuple(part.get_shape())
+            first, last = header[name]["data_offsets"]
+            self.nbytes[name] = last - first
 
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """One tensor in float32, which represents the other float formats exactly."""
