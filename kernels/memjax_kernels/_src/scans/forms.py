@@ -134,6 +134,8 @@ def selective_scan_parallel(
     reset: Bool[Array, "B T"] | None,
 ) -> tuple[SelectiveScanState, Float[Array, "B T I"]]:
     """The chunks of a segment at once."""
+    given = vary_alike((u, delta, a, b, c, state, reset))
+    u, delta, a, b, c, state, reset = given
 
     def step(u, delta, b, c, state):
         return selective_scan_step(u, delta, a, b, c, state)
