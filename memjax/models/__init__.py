@@ -12,10 +12,12 @@ from memjax.models.hmt.model import HMT as HMT
 from memjax.models.hmt.model import add_hmt as add_hmt
 from memjax.models.hmt.rmt import add_rmt as add_rmt
 from memjax.models.language_model.config import Architecture as Architecture
+from memjax.models.language_model.config import BlockStyle as BlockStyle
 from memjax.models.language_model.config import ModelConfig as ModelConfig
 from memjax.models.language_model.distillation_init import (
     initialise_from_teacher as initialise_from_teacher,
 )
+from memjax.models.language_model.hidden.router import ExpertsConfig as ExpertsConfig
 from memjax.models.language_model.inputs import start_multiple as start_multiple
 from memjax.models.language_model.model import LanguageModel as LanguageModel
 from memjax.models.language_model.presets import PRESETS as PRESETS

@@ -63,11 +63,8 @@ def outer(
         other = jax.lax.dynamic_slice_in_dim(right, first, length)
         # Without the rows of the next group.
         own = first + jnp.arange(length) < end
-        product = jnp.matmul(
-            jnp.where(own[:, None], block, 0).T,
-            jnp.where(own[:, None], other, 0),
-            preferred_element_type=jnp.float32,
-        )
+        other = jnp.where(own[:, None], other, 0)
+        product = jnp.matmul(block.T, other, preferred_element_type=jnp.float32)
         return dw.at[group].add(product)
 
     shape = (sizes.shape[0], x.shape[1], dy.shape[1])
