@@ -10,12 +10,8 @@ from memjax.buckets.writing import atomic_folder
 from memjax.checks import printable
 from memjax.config_io import from_record
 from memjax.conversation import MemoryFolder, Record
-from memjax.models.checkpoints.memory_state import (
-    RECORD,
-    TENSORS,
-    read_note,
-    saved_bytes,
-)
+from memjax.models.checkpoints.memory_bytes import saved_bytes
+from memjax.models.checkpoints.memory_state import RECORD, TENSORS, read_note
 from memjax.status import size
 
 #: Entries that are shown, and characters of each.

@@ -86,7 +86,8 @@ def load(
             memjax saved in its own format, and float32 of others.
         param_dtype: of the parameters of a model without a memory. None is float32;
             with dtype="bfloat16" it is bfloat16 for what the file has in bfloat16 or
-            quantized, without a copy in float32 of more than a tensor.
+            quantized, without a copy in float32 of more than a tensor. Decays of
+            recurrent memories and skips around them are as the file has them.
         with_tokenizer: False does not read it, which helps if its kind is unknown.
         progress: called with each tensor: how many were read, and how many there are.
 

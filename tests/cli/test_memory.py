@@ -7,7 +7,12 @@ import pytest
 from memjax.config_io import to_record
 from memjax.conversation import Entry, MemoryFolder, Record
 from memjax.conversation.record import Owner
-from memjax.mechanisms import Mamba2Config, ParallelConfig, RecurrentStyle
+from memjax.mechanisms import (
+    AttentionConfig,
+    Mamba2Config,
+    ParallelConfig,
+    RecurrentStyle,
+)
 from memjax.models.checkpoints.memory_state import read_note, save_memory
 from memjax.status import size
 from tests import tiny
@@ -35,7 +40,7 @@ def test_memory_is_shown_without_control_characters(saved):
 
 def test_bytes_of_a_hybrid_are_shown_by_kind(tmp_path):
     memory = Mamba2Config(16, 2, 4, 4, style=RecurrentStyle(conv_value=True))
-    layer = ParallelConfig(tiny.LLAMA.mechanisms[0], memory)
+    layer = ParallelConfig(AttentionConfig(16, 4, 2, 4, capacity=64), memory)
     model = tiny.drawn(lambda: tiny.make_llama(mechanisms=(layer,), num_layers=1))
     full = jax.tree.map(jnp.ones_like, model.init_state(1))
     note = to_record(Record(Owner("owner/name", "", "f", "t"), ()))

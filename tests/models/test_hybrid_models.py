@@ -8,9 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.models import LanguageModel, Sampling, generate
+from memjax.models import (
+    LanguageModel,
+    Sampling,
+    SnapKVConfig,
+    add_mplus,
+    add_snapkv,
+    generate,
+    limit_attention,
+)
 from memjax.models.checkpoints.hf.config import from_hf_config
-from memjax.models.checkpoints.memory_state import bytes_by_kind
+from memjax.models.checkpoints.memory_bytes import bytes_by_kind
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.language_model import caches
 from tests import tiny
@@ -126,3 +134,42 @@ def test_the_state_of_qwen_is_20_mb_and_a_cache():
     assert found["memory"] + found["convolution"] == 20_201_472
     numbers = found["attention cache"] - 6 * (slots + 4)
     assert numbers == 2 * 6_144 * slots
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2"])
+def test_decays_of_half_precision_are_exponentials_in_float32(name):
+    """A weight's own rounding is all that bfloat16 does to A, Δ and D."""
+    layer = config(name).layers[0].build()
+    params = jax.tree.map(jnp.bfloat16, layer.init_params(jax.random.key(0)))
+    names = ("log_rate", ".bias", "skip")
+
+    def high(path, leaf):
+        exact = jax.tree_util.keystr(path).endswith(names)
+        return leaf.astype(jnp.float32) if exact else leaf
+
+    exact = jax.tree_util.tree_map_with_path(high, params)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(exact)} == {
+        "bfloat16",
+        "float32",
+    }
+    x = tiny.draw(1, 1, 16, 8).astype(jnp.bfloat16)
+    after, y = layer.apply(params, layer.init_state(1), x)
+    assert y.dtype == jnp.bfloat16
+    tiny.assert_equal((after, y), layer.apply(exact, layer.init_state(1), x))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after))
+
+
+def test_only_attention_alone_is_limited_or_compressed():
+    qwen = limit_attention(model("qwen3_5_text"), 4, sinks=1)
+    assert qwen.config.layers[0] == config("qwen3_5_text").layers[0]
+    assert (qwen.config.layers[1].name, qwen.remaining(qwen.init_state(1))) == (
+        "sliding_window",
+        None,
+    )
+    for name, kind in {"mamba2": "Mamba2Config", "falcon_h1": "ParallelConfig"}.items():
+        with pytest.raises(ValueError, match=f"layers of attention alone.* {kind}"):
+            limit_attention(model(name), 4)
+        with pytest.raises(ValueError, match=f"attention in every layer, got {kind}"):
+            add_mplus(model(name), tiny.MPLUS, key=jax.random.key(0))
+        with pytest.raises(ValueError, match=f"attention in every layer, got {kind}"):
+            add_snapkv(model(name), SnapKVConfig(keep=8, window=2))

@@ -180,38 +180,6 @@ def read_note(folder: Path | str) -> dict[str, Any]:
     return _read_record(Path(folder))["note"]
 
 
-def saved_bytes(folder: Path | str) -> dict[str, int]:
-    """`bytes_by_kind` of a saved state, without reading it.
-
-    Raises:
-        ValueError: if the file is damaged. OSError: no such folder.
-    """
-    file = _on_disk(folder) / TENSORS
-    return bytes_by_kind(SafetensorsFile(file, NUMBER_FORMATS).nbytes)
-
-
-def bytes_by_kind(leaves: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of a state's memories, caches of attention, and inputs of convolutions.
-
-    Args:
-        leaves: bytes of each, by the name that it is saved under.
-    """
-    found = dict.fromkeys(("memory", "attention cache", "convolution"), 0)
-    for name, count in leaves.items():
-        found[_kind(name, leaves)] += count
-    return found
-
-
-def _kind(name: str, names: Mapping[str, Any]) -> str:
-    """What a leaf of a state belongs to, by its name and those beside it."""
-    parent, _, leaf = name.rpartition(".")
-    if f"{parent}.keys" in names:
-        return "attention cache"
-    # Last inputs of queries and keys, and of values.
-    inputs = f"{parent}.window" in names and leaf in ("window", "values")
-    return "convolution" if inputs else "memory"
-
-
 def _write_tensors(tensors: Mapping[str, np.ndarray], file: Path) -> None:
     """Raises OSError where the file cannot be written, as on a full disk."""
     try:

@@ -27,6 +27,12 @@ from memjax.models.checkpoints.text_interface import TextInterface, read_text_in
 from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.model import LanguageModel
 
+#: Decays of recurrent memories and skips around them keep the digits that a file has:
+#: they are few, and rounding one moves everything that a memory holds.
+EXACT = (
+    *("A_log", "dt_bias", "dt_proj.bias", ".D"),
+    *("log_rate", "pace.bias", "pace_bias", ".skip"),
+)
 #: Called with how many tensors were read, and how many there are.
 Progress = Callable[[int, int], None]
 
@@ -107,7 +113,10 @@ def _build(
         saved = SAVED_DTYPES[param_dtype]
 
         def get(name):
-            return checkpoint.get_compact(name).astype(saved, copy=False)
+            found = checkpoint.get_compact(name)
+            if name.endswith(EXACT):
+                return found
+            return found.astype(saved, copy=False)
     else:
         get = checkpoint.get_compact if dtype == "bfloat16" else checkpoint.get
         if isinstance(checkpoint, GGUFCheckpoint) and dtype != "bfloat16":

@@ -82,7 +82,7 @@ def add_snapkv(model: LanguageModel, config: SnapKVConfig) -> LanguageModel:
     """
     require_instance("model", model, LanguageModel)
     require_instance("config", config, SnapKVConfig)
-    if not all(m.max_length for m in model.config.mechanisms):
+    if not all(m.plain_attention and m.max_length for m in model.config.mechanisms):
         raise ValueError(
             f"model must have attention in every layer, got {kinds(model.config)}"
         )

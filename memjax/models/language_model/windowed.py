@@ -18,27 +18,32 @@ def limit_attention(model: LanguageModel, window: int, sinks: int = 0) -> Langua
     tokens of a sequence get the same result as with full attention.
 
     Args:
-        model: with full attention or sliding windows in every layer.
+        model: with full attention or sliding windows. Layers without attention stay as
+            they are: their memory is constant.
         window: tokens that a query sees, its own included.
         sinks: first tokens of the sequence that it sees as well. Without any, a
             pretrained model fails beyond the window (Xiao et al. 2023,
             https://arxiv.org/abs/2309.17453); 4 are enough.
 
     Raises:
-        ValueError: if window is below 1, there are more sinks than it has tokens, a
-            layer is another mechanism, or the model's positions are a learned table,
-            which ends.
+        ValueError: if window is below 1, there are more sinks than it has tokens, no
+            layer attends, one attends beside a memory, or the model's positions are a
+            learned table, which ends.
     """
     require_instance("model", model, LanguageModel)
     check_sizes(window=window)
     config = model.config
-    attention = [m.plain_attention for m in config.mechanisms if m.plain_attention]
-    if len(attention) < len(config.mechanisms):
+    attends = [m for m in config.mechanisms if m.attention is not None]
+    if not attends or not all(m.plain_attention for m in attends):
         raise ValueError(
-            f"model must have attention in every layer, got {kinds(config)}"
+            "model must have layers of attention alone, and others without any, got "
+            f"{kinds(config)}"
         )
     require_unbounded_positions(config)
-    windows = (limit_layer(heads, window, sinks) for heads in attention)
+    windows = (
+        limit_layer(m.attention, window, sinks) if m.attention else m
+        for m in config.mechanisms
+    )
     return replace_config(model, mechanisms=tuple(windows))
 
 

@@ -201,7 +201,7 @@ def require_backbone(backbone: LanguageModel) -> None:
     """Raises ValueError unless a backbone is of Llama's kind."""
     require_instance("backbone", backbone, LanguageModel)
     config = backbone.config
-    if not all(m.max_length for m in config.mechanisms):
+    if not all(m.plain_attention and m.max_length for m in config.mechanisms):
         raise ValueError(
             f"backbone must have attention in every layer, got {kinds(config)}"
         )

@@ -69,9 +69,9 @@ def test_parameters_are_shared_and_the_model_is_unchanged():
     [
         ({}, 0, "window must be at least 1, got 0"),
         (
-            {"mechanisms": (*CONFIG.mechanisms, GLAConfig(CONFIG.model_dim, 2, 4, 4))},
+            {"mechanisms": (GLAConfig(CONFIG.model_dim, 2, 4, 4),)},
             4,
-            "attention in every layer, got AttentionConfig, GLAConfig",
+            "layers of attention alone, and others without any, got GLAConfig",
         ),
         (
             {

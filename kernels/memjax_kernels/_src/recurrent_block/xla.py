@@ -65,17 +65,17 @@ def gated_norm(
     def flat(z):
         return z.reshape(*z.shape[:-2], -1)
 
+    # Products of half precision would round twice.
+    opened = activate(activation, gate.astype(jnp.float32))
     if gate_first:
-        # The norm takes float32: a product of half precision would round twice.
-        opened = activate(activation, gate.astype(jnp.float32))
         y = y.astype(jnp.float32) * opened
     joined = y.reshape(*y.shape[:2], y.shape[2] // heads_per_norm, -1)
     if heads_per_norm > 1 and scale.ndim == 1:
         scale = jnp.tile(scale, heads_per_norm)
-    normed = rms_norm_heads(joined, scale, epsilon).astype(gate.dtype)
-    if gate_first:
-        return normed.reshape(y.shape)
-    return (flat(normed) * activate(activation, flat(gate))).reshape(y.shape)
+    normed = rms_norm_heads(joined, scale, epsilon)
+    if not gate_first:
+        normed = flat(normed) * flat(opened)
+    return normed.astype(gate.dtype).reshape(y.shape)
 
 
 def activate(activation: str, gate: Float[Array, "*B"]) -> Float[Array, "*B"]:

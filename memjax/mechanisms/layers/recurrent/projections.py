@@ -238,7 +238,8 @@ def output_projection(
         gate = _times(gate, style.gate_multiplier)
     joined = config.num_heads // config.key_heads if style.norm == "group" else 1
     if params.norm is None:
-        tokens = tokens if gate is None else tokens * activate(style.gate, gate)
+        if gate is not None:
+            tokens = tokens * activate(style.gate, gate.astype(jnp.float32))
     elif gate is None or style.gate == "none":
         tokens = rms_norm_heads(tokens, params.norm, config.norm_epsilon)
     else:
