@@ -159,7 +159,7 @@ def test_windows_are_where_the_config_has_them(config, windows, window):
 @pytest.mark.parametrize(
     "base,wrong,message",
     [
-        (LLAMA, dict(model_type="mamba"), r"model_type must be one of .*got 'mamba'"),
+        (LLAMA, dict(model_type="rwkv"), r"model_type must be one of .*got 'rwkv'"),
         (LLAMA, dict(model_type=None), "model_type is missing"),
         (LLAMA, dict(vocab_size=None), "vocab_size is missing"),
         (LLAMA, dict(vocab_size="48"), "vocab_size must be of type int, got '48'"),

@@ -95,8 +95,8 @@ def test_missing_models_are_refused_in_one_line(remote, tmp_path, monkeypatch):
     refuses("owner/name/no.gguf", "owner/name has no file no.gguf")
     # Another family is refused before its weights are downloaded.
     (remote / "owner/other").mkdir()
-    (remote / "owner/other/config.json").write_text('{"model_type": "mamba"}')
-    refuses("owner/other", "model_type must be one of ('llama'", "got 'mamba'")
+    (remote / "owner/other/config.json").write_text('{"model_type": "rwkv"}')
+    refuses("owner/other", "model_type must be one of ('llama'", "got 'rwkv'")
     (remote / "owner/empty").mkdir()
     refuses("owner/empty", "no config.json", "owner/name/file.gguf")
     (remote / "owner/pickled").mkdir()

@@ -74,7 +74,15 @@ FALCON = MAMBA | dict(
     embedding_multiplier=2.5,
     time_step_limit=[0.02, {"__float__": "Infinity"}],
 )
+LFM2 = MODEL | ATTENTION | dict(model_type="lfm2", full_attn_idxs=[2])
+LFM2 |= dict(intermediate_size=48, block_multiple_of=8, tie_embedding=False)
+SCAN = MODEL | dict(model_type="mamba", state_size=6, time_step_rank=5, use_bias=True)
+FALCON_MAMBA = SCAN | dict(model_type="falcon_mamba", mixer_rms_eps=1e-2)
+GRIFFIN = MODEL | dict(model_type="recurrent_gemma", num_attention_heads=3)
+GRIFFIN |= dict(num_key_value_heads=1, attention_window_size=5, logits_soft_cap=4.0)
+GRIFFIN |= dict(intermediate_size=80, tie_word_embeddings=True)
 CONFIGS = (QWEN, OLMO, MAMBA2, GRANITE, BAMBA, FALCON)
+CONFIGS += (LFM2, SCAN, FALCON_MAMBA, GRIFFIN)
 by_family = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c["model_type"])
 
 
@@ -245,6 +253,22 @@ QUANTISED = dict(quant_method="fp8")
         (FALCON, dict(attention_bias=True), "attention_bias must be False"),
         (FALCON, dict(projectors_bias=True), "projectors_bias must be False"),
         (BAMBA, dict(mlp_bias=True), "mlp_bias must be False"),
+        (LFM2, dict(conv_bias=True), "conv_bias must be False"),
+        (
+            LFM2,
+            dict(layer_types=["conv", "linear_attention"] * 2),
+            r"layer_types\[1\] must be 'conv' or 'full_attention', got 'linear_att",
+        ),
+        (SCAN, dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
+        (SCAN, dict(time_step_rank=0), "time_step_rank must be at least 1"),
+        (GRIFFIN, dict(hidden_activation="silu"), "hidden_activation must be 'gelu_p"),
+        (GRIFFIN, dict(intermediate_size=81), "intermediate_size must be even, got 81"),
+        (GRIFFIN, dict(lru_width=25), "num_blocks must divide width=25, got 3"),
+        (
+            GRIFFIN,
+            dict(block_types=["recurrent", "mamba"]),
+            r"block_types\[1\] must be one of .*got 'mamba'",
+        ),
     ],
 )
 def test_unsupported_configs_are_refused_by_key(config, wrong, message):

@@ -18,7 +18,7 @@ from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.evaluation import perplexity, token_losses
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
-from memjax.models.checkpoints.hf.known_keys import ONLY, USED, WITHOUT_EFFECT
+from memjax.models.checkpoints.hf.known_keys import USED, known_keys
 from memjax.models.checkpoints.text_interface import TextInterface
 from tests import tiny
 
@@ -95,7 +95,7 @@ def test_our_own_models_have_the_same_logits_in_transformers(
 @pytest.mark.parametrize("family", USED)
 def test_every_key_of_its_configs_is_known(family):
     config = transformers.CONFIG_MAPPING[family]()
-    assert config.to_dict().keys() <= USED[family] | ONLY.keys() | WITHOUT_EFFECT
+    assert config.to_dict().keys() <= known_keys(family)
 
 
 def test_perplexity_equals_transformers_with_the_first_token(tmp_path):

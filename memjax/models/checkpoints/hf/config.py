@@ -41,6 +41,10 @@ Family = Literal[
     "granitemoehybrid",
     "bamba",
     "falcon_h1",
+    "lfm2",
+    "mamba",
+    "falcon_mamba",
+    "recurrent_gemma",
 ]
 LAYER_NORM_EPSILON = 1e-5
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -12,7 +12,8 @@ from memjax.models.checkpoints.hf.config import (
     Layer,
 )
 from memjax.models.checkpoints.hf.fields import rope_scaling_record
-from memjax.models.checkpoints.hf.hybrids.export import POSITIONS, to_hybrid_config
+from memjax.models.checkpoints.hf.hybrids.entries import POSITIONS
+from memjax.models.checkpoints.hf.hybrids.export import to_hybrid_config
 from memjax.models.checkpoints.hf.hybrids.names import hybrid_family
 from memjax.models.language_model.config import ModelConfig, kinds
 

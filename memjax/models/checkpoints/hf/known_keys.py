@@ -86,6 +86,24 @@ USED: dict[str, set[str]] = {
     | {"ssm_in_multiplier", "ssm_out_multiplier", "ssm_multipliers", "key_multiplier"}
     | {"embedding_multiplier", "lm_head_multiplier", "mlp_multipliers"},
 }
+_OF_MAMBA = (_SIZES - {"num_attention_heads", "max_position_embeddings"}) | {
+    *("expand", "state_size", "time_step_rank", "conv_kernel", "use_conv_bias"),
+    *("use_bias", "layer_norm_epsilon", "hidden_act"),
+}
+_POSITIONS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+USED |= {
+    "lfm2": (_DECODER - {"rms_norm_eps", "hidden_act"})
+    | {"norm_eps", "conv_bias", "conv_L_cache", "full_attn_idxs", "tie_embedding"}
+    | {"block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"}
+    | {"block_multiple_of", "attention_bias"},
+    "mamba": _OF_MAMBA,
+    "falcon_mamba": _OF_MAMBA | {"mixer_rms_eps"},
+    "recurrent_gemma": (_SIZES - {"max_position_embeddings"})
+    | _POSITIONS
+    | {"original_max_position_embeddings", "num_key_value_heads", "attention_bias"}
+    | {"attention_window_size", "lru_width", "conv1d_width", "block_types"}
+    | {"intermediate_size", "hidden_activation", "logits_soft_cap", "rms_norm_eps"},
+}
 #: Other values than these, of any family, would change the numbers.
 ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
@@ -100,6 +118,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
 }
 # How a scan is computed, and how it is initialised.
 _STEPS = {"time_step_rank", "time_step_min", "time_step_max", "time_step_floor"}
+_OF_MAMBA_ALONE = (_STEPS - {"time_step_rank"}) | {
+    *("time_step_scale", "time_step_init_scheme", "residual_in_fp32"),
+    *("rescale_prenorm_residual", "use_mambapy", "use_associative_scan"),
+    # Derived from `expand`, and a former name.
+    *("intermediate_size", "use_falcon_mambapy"),
+}
 _PIECES = {"mamba_chunk_size", "num_logits_to_keep"}
 #: Without effect in a family, besides `WITHOUT_EFFECT`.
 WITHOUT_EFFECT_IN: dict[str, set[str]] = {
@@ -123,6 +147,11 @@ WITHOUT_EFFECT_IN: dict[str, set[str]] = {
     | {"router_aux_loss_coef"},
     "bamba": _PIECES | {"z_loss_coefficient", "attn_rotary_emb"},
     "falcon_h1": _PIECES | {"mlp_expansion_factor"},
+    "mamba": _OF_MAMBA_ALONE,
+    "falcon_mamba": _OF_MAMBA_ALONE,
+    "recurrent_gemma": {"w_init_variance_scale", "final_w_init_variance_scale"}
+    # Derived.
+    | {"head_dim"},
 }
 #: Of training, saving, text and classification.
 WITHOUT_EFFECT = {

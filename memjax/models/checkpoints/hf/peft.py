@@ -23,6 +23,7 @@ from memjax.models.adapters import freeze
 from memjax.models.checkpoints.hf.export import to_hf_config
 from memjax.models.checkpoints.hf.fields import read_entry, read_size
 from memjax.models.checkpoints.hf.hub import ADAPTER, ADAPTER_CONFIG
+from memjax.models.checkpoints.hf.hybrids.names import HYBRIDS
 from memjax.models.checkpoints.hf.safetensors_file import (
     SafetensorsFile,
     read_object,
@@ -189,7 +190,12 @@ def save_adapter(
 
 def _modules(model: LanguageModel) -> dict[str, Module]:
     """The matrices that LoRA may change, by transformers' names."""
-    to_hf_config(model.config)
+    family = to_hf_config(model.config)["model_type"]
+    if family in HYBRIDS:
+        # Their files join several of our matrices, whose adapters differ, in one.
+        raise ValueError(
+            f"model must have attention alone for PEFT's files, is {family}"
+        )
     return {
         tensor.name.removesuffix(".weight"): Module(layer, part, target)
         for layer, block in tensor_names(model.config)["blocks"].items()

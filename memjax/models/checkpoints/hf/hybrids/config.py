@@ -4,16 +4,22 @@ Qwen3.5 (its text), OLMo Hybrid, Mamba-2, Granite 4 H, Bamba and Falcon-H1.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memjax.checks import short
-from memjax.mechanisms import MechanismConfig, ParallelConfig
+from memjax.mechanisms import ParallelConfig
 from memjax.models.checkpoints.hf.fields import (
     read_entry,
     read_layers,
     read_size,
     require_value,
+)
+from memjax.models.checkpoints.hf.hybrids.layers import (
+    FULL,
+    LINEAR,
+    layer_kinds,
+    model_of_layers,
 )
 from memjax.models.checkpoints.hf.hybrids.mixers import (
     floats,
@@ -24,17 +30,14 @@ from memjax.models.checkpoints.hf.hybrids.mixers import (
     read_epsilon,
     require_silu,
 )
-from memjax.models.language_model.config import (
-    Architecture,
-    BlockStyle,
-    Dtype,
-    ModelConfig,
-    period,
+from memjax.models.checkpoints.hf.hybrids.scans import (
+    from_falcon_mamba,
+    from_lfm2,
+    from_mamba,
+    from_recurrent_gemma,
 )
+from memjax.models.language_model.config import BlockStyle, Dtype, ModelConfig
 
-LINEAR, FULL = "linear_attention", "full_attention"
-# Names of older files.
-RENAMED = {"mamba": LINEAR, "attention": FULL}
 # Of OLMo Hybrid's norm behind the memory, whatever the file's others are.
 OLMO_EPSILON = 1e-5
 Read = Callable[[Mapping[str, Any], Dtype], ModelConfig]
@@ -43,7 +46,7 @@ Read = Callable[[Mapping[str, Any], Dtype], ModelConfig]
 def from_qwen3_5(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     """Gated DeltaNet three layers in four; the fourth attends, with a gate."""
     interval = read_size(config, "full_attention_interval", 4)
-    kinds = _kinds(config, lambda i: FULL if (i + 1) % interval == 0 else LINEAR)
+    kinds = layer_kinds(config, lambda i: FULL if (i + 1) % interval == 0 else LINEAR)
     require_silu(config)
     attention = full_attention(
         config,
@@ -55,12 +58,12 @@ def from_qwen3_5(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     )
     mechanisms = {FULL: attention, LINEAR: gated_deltanet(config, read_epsilon(config))}
     tied = read_entry(config, "tie_word_embeddings", bool, False)
-    return _model(config, [mechanisms[kind] for kind in kinds], tied, dtype)
+    return model_of_layers(config, [mechanisms[kind] for kind in kinds], tied, dtype)
 
 
 def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     """Gated DeltaNet with β to 2; attention has norms of its outputs, as OLMo 2 has."""
-    kinds = _kinds(config, lambda i: FULL if i % 4 == 3 else LINEAR)
+    kinds = layer_kinds(config, lambda i: FULL if i % 4 == 3 else LINEAR)
     require_silu(config)
     parameters = config.get("rope_parameters")
     without = parameters is None or parameters.get("rope_theta") is None
@@ -74,7 +77,7 @@ def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         FULL: BlockStyle(norm_first=False, norm_outputs=True),
         LINEAR: BlockStyle(),
     }
-    return _model(
+    return model_of_layers(
         config,
         [mechanisms[kind] for kind in kinds],
         read_entry(config, "tie_word_embeddings", bool, False),
@@ -97,7 +100,7 @@ def from_mamba2(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         bias=read_entry(config, "use_conv_bias", bool, True),
         epsilon=read_entry(config, "layer_norm_epsilon", float, 1e-5),
     )
-    return _model(
+    return model_of_layers(
         config,
         [memory] * read_layers(config),
         read_entry(config, "tie_word_embeddings", bool, False),
@@ -123,8 +126,8 @@ def from_granite(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         rope=positions == "rope",
     )
     mechanisms = {FULL: attention, LINEAR: mamba_of_layer(config)}
-    kinds = _kinds(config, lambda i: LINEAR)
-    return _model(
+    kinds = layer_kinds(config, lambda i: LINEAR)
+    return model_of_layers(
         config,
         [mechanisms[kind] for kind in kinds],
         read_entry(config, "tie_word_embeddings", bool, False),
@@ -144,7 +147,7 @@ def from_bamba(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     attention = full_attention(config, partial=0.5)
     memory = mamba_of_layer(config)
     layers = range(read_layers(config))
-    return _model(
+    return model_of_layers(
         config,
         [attention if i in attends else memory for i in layers],
         read_entry(config, "tie_word_embeddings", bool, False),
@@ -188,7 +191,7 @@ def from_falcon_h1(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         attention_multiplier=inside * factor("attention_out_multiplier"),
         memory_multiplier=factor("ssm_out_multiplier"),
     )
-    return _model(
+    return model_of_layers(
         config,
         [both] * read_layers(config),
         read_entry(config, "tie_word_embeddings", bool, False),
@@ -207,48 +210,8 @@ READ: dict[str, Read] = {
     "granitemoehybrid": from_granite,
     "bamba": from_bamba,
     "falcon_h1": from_falcon_h1,
+    "lfm2": from_lfm2,
+    "mamba": from_mamba,
+    "falcon_mamba": from_falcon_mamba,
+    "recurrent_gemma": from_recurrent_gemma,
 }
-
-
-def _model(
-    config: Mapping[str, Any],
-    mechanisms: Sequence[MechanismConfig],
-    tied: bool,
-    dtype: Dtype,
-    styles: Sequence[BlockStyle] = (),
-    hidden: int | None = None,
-    epsilon: float | None = None,
-    **architecture: Any,
-) -> ModelConfig:
-    """The model of these layers; the period is that of mechanisms and styles."""
-    pairs = period(zip(mechanisms, styles or [None] * len(mechanisms), strict=True))
-    kinds, around = zip(*pairs, strict=True)
-    return ModelConfig(
-        mechanisms=kinds,
-        styles=around if styles else (),
-        num_layers=len(mechanisms),
-        vocab_size=read_size(config, "vocab_size"),
-        model_dim=read_size(config, "hidden_size"),
-        hidden_dim=hidden or read_size(config, "intermediate_size"),
-        architecture=Architecture(scale_embedding=False, **architecture),
-        norm_epsilon=epsilon or read_epsilon(config),
-        tied_head=tied,
-        dtype=dtype,
-    )
-
-
-def _kinds(config: Mapping[str, Any], default: Callable[[int], str]) -> list[str]:
-    """Whether each layer attends or remembers."""
-    layers = read_layers(config)
-    given = read_entry(config, "layer_types", list, list(map(default, range(layers))))
-    kinds = [RENAMED.get(k, k) if isinstance(k, str) else k for k in given]
-    if len(kinds) != layers:
-        raise ValueError(
-            f"layer_types must name {layers} layers, got {len(kinds)}: {short(given)}"
-        )
-    for i, kind in enumerate(kinds):
-        if kind not in (LINEAR, FULL):
-            raise ValueError(
-                f"layer_types[{i}] must be {LINEAR!r} or {FULL!r}, got {short(kind)}"
-            )
-    return kinds

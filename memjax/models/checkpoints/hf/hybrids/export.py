@@ -9,13 +9,21 @@ from typing import Any
 
 from memjax.mechanisms import GatedDeltaNetConfig, Mamba2Config
 from memjax.mechanisms.layers.heads import HeadsConfig
-from memjax.models.checkpoints.hf.fields import rope_scaling_record
-from memjax.models.checkpoints.hf.hybrids.config import FULL, LINEAR, READ
+from memjax.models.checkpoints.hf.hybrids.config import READ
 from memjax.models.checkpoints.hf.hybrids.difference import attention_of, require_same
+from memjax.models.checkpoints.hf.hybrids.entries import (
+    decoder,
+    memory_of,
+    multiple_of_model,
+)
+from memjax.models.checkpoints.hf.hybrids.layers import FULL, LINEAR
+from memjax.models.checkpoints.hf.hybrids.scan_export import (
+    to_lfm2,
+    to_mamba,
+    to_recurrent_gemma,
+)
 from memjax.models.language_model.config import ModelConfig
 
-#: max_position_embeddings of a model without a limit: Mistral's.
-POSITIONS = 32_768
 Write = Callable[[ModelConfig], dict[str, Any]]
 
 
@@ -45,10 +53,10 @@ def to_hybrid_config(config: ModelConfig, family: str) -> dict[str, Any]:
 
 def _to_qwen3_5(config: ModelConfig) -> dict[str, Any]:
     return (
-        _decoder(config)
+        decoder(config)
         | {"head_dim": attention_of(config).head_dim}
         | {"layer_types": _layer_types(config)}
-        | _gated_deltanet(_memory(config, "gated_deltanet"))
+        | _gated_deltanet(memory_of(config, "gated_deltanet"))
     )
 
 
@@ -58,16 +66,16 @@ def _to_olmo_hybrid(config: ModelConfig) -> dict[str, Any]:
             "mechanisms must have recurrent layers and attention in olmo_hybrid, got "
             f"{types}"
         )
-    memory = _memory(config, "gated_deltanet")
+    memory = memory_of(config, "gated_deltanet")
     return (
-        _decoder(config)
+        decoder(config)
         | {"layer_types": types, "linear_allow_neg_eigval": memory.max_rate > 1}
         | _gated_deltanet(memory)
     )
 
 
 def _to_mamba2(config: ModelConfig) -> dict[str, Any]:
-    memory = _memory(config, "mamba2")
+    memory = memory_of(config, "mamba2")
     return {
         "num_heads": memory.num_heads,
         "head_dim": memory.value_dim,
@@ -97,20 +105,18 @@ def _to_granite(config: ModelConfig) -> dict[str, Any]:
         "position_embedding_type": "nope" if heads.rope_theta is None else "rope",
     }
     memory = _mamba(config, memories[0]) if memories else {}
-    return _decoder(config) | found | memory
+    return decoder(config) | found | memory
 
 
 def _to_bamba(config: ModelConfig) -> dict[str, Any]:
     kinds = _layer_types(config)
     attends = [i for i, kind in enumerate(kinds) if kind == FULL]
-    memory = _mamba(config, _memory(config, "mamba2"))
-    return (
-        _decoder(config) | memory | {"attn_layer_indices": attends, "mlp_bias": False}
-    )
+    memory = _mamba(config, memory_of(config, "mamba2"))
+    return decoder(config) | memory | {"attn_layer_indices": attends, "mlp_bias": False}
 
 
 def _to_falcon_h1(config: ModelConfig) -> dict[str, Any]:
-    both = _memory(config, "parallel")
+    both = memory_of(config, "parallel")
     heads, memory, style = both.attention_layer, both.memory, both.memory.style
     model = config.architecture
     # Multipliers of inputs are in those of what is made of them.
@@ -133,7 +139,7 @@ def _to_falcon_h1(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": False,
         "projectors_bias": False,
     }
-    return _decoder(config) | _mamba_sizes(memory) | found
+    return decoder(config) | _mamba_sizes(memory) | found
 
 
 #: By family: its writer, and its class in transformers.
@@ -144,36 +150,11 @@ WRITE: dict[str, tuple[Write, str]] = {
     "granitemoehybrid": (_to_granite, "GraniteMoeHybridForCausalLM"),
     "bamba": (_to_bamba, "BambaForCausalLM"),
     "falcon_h1": (_to_falcon_h1, "FalconH1ForCausalLM"),
+    "lfm2": (to_lfm2, "Lfm2ForCausalLM"),
+    "mamba": (to_mamba, "MambaForCausalLM"),
+    "falcon_mamba": (to_mamba, "FalconMambaForCausalLM"),
+    "recurrent_gemma": (to_recurrent_gemma, "RecurrentGemmaForCausalLM"),
 }
-
-
-def _decoder(config: ModelConfig) -> dict[str, Any]:
-    """The entries of all families that may attend."""
-    heads = attention_of(config)
-    found = {
-        "intermediate_size": config.hidden_dim,
-        "num_attention_heads": heads.num_heads,
-        "num_key_value_heads": heads.num_kv_heads,
-        "attention_bias": heads.qkv_bias,
-        "max_position_embeddings": config.capacity or POSITIONS,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_parameters": _rope(heads),
-    }
-    if heads.head_dim * heads.num_heads != config.model_dim:
-        found["head_dim"] = heads.head_dim
-    return found
-
-
-def _rope(heads: HeadsConfig) -> dict[str, Any]:
-    """The record of θ, scaling and the part of a head."""
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": heads.rope_theta}
-    turned, width = heads.rope_dim, heads.head_dim
-    if turned is not None:
-        part = turned / width
-        # Readers round the product down.
-        exact = int(width * part) == turned
-        found["partial_rotary_factor"] = part if exact else math.nextafter(part, 1)
-    return found | (rope_scaling_record(heads.rope_scaling) or {})
 
 
 def _gated_deltanet(memory: GatedDeltaNetConfig) -> dict[str, Any]:
@@ -212,16 +193,6 @@ def _pace_limits(memory: Mamba2Config) -> dict[str, Any]:
     return {"time_step_limit": [low, finite]}
 
 
-def _expansion(config: ModelConfig, memory: Mamba2Config) -> int:
-    inner = memory.num_heads * memory.value_dim
-    if inner % config.model_dim:
-        raise ValueError(
-            f"num_heads * value_dim must be a multiple of model_dim={config.model_dim} "
-            f"in transformers, got {inner}"
-        )
-    return inner // config.model_dim
-
-
 def _query_scale(heads: HeadsConfig) -> float:
     return heads.query_scale or heads.head_dim**-0.5
 
@@ -230,6 +201,6 @@ def _layer_types(config: ModelConfig) -> list[str]:
     return [FULL if m.attention is not None else LINEAR for m in config.layers]
 
 
-def _memory(config: ModelConfig, name: str) -> Any:
-    """The first layer of a mechanism, which `hybrid_family` found."""
-    return next(m for m in config.mechanisms if m.name == name)
+def _expansion(config: ModelConfig, memory: Mamba2Config) -> int:
+    inner = memory.num_heads * memory.value_dim
+    return multiple_of_model(config, "num_heads * value_dim", inner)

@@ -27,10 +27,11 @@ def full_attention(
     *,
     head_dim: int | None = None,
     partial: float = 1.0,
+    theta: float = 10_000.0,
     rope: bool = True,
     **options: Any,
 ) -> AttentionConfig:
-    """Full attention; `partial` is the default part of a head that RoPE turns.
+    """Full attention; `partial` and `theta` are defaults of RoPE.
 
     Without RoPE nothing depends on positions, and `max_position_embeddings` is no
     bound: it is the length of the training texts.
@@ -43,7 +44,7 @@ def full_attention(
     bias = read_entry(config, "attention_bias", bool, False)
     positions: dict[str, Any] = {"rope_theta": None}
     if rope:
-        theta, scaling = read_rope(config, capacity, partial=True)
+        theta, scaling = read_rope(config, capacity, theta, partial=True)
         turned = read_rope_dim(config, width, partial)
         positions = {"rope_theta": theta, "rope_scaling": scaling}
         positions |= {} if turned == width else {"rope_dim": turned}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memjax.models.checkpoints.hf.hybrids.scan_names import mamba, rg_lru, short_conv
 from memjax.models.checkpoints.hf.tensor import Piece, Tensor
 from memjax.models.language_model.config import ModelConfig
 
@@ -111,6 +112,26 @@ _BAMBA = _GRANITE._replace(
     hidden=tuple(f"feed_forward.{name}_proj" for name in ("gate", "up", "down")),
     last_norm="final_layernorm",
 )
+_NO_ROWS: Any = {"fused": {}, "convolved": {}, "single": {}}
+_LFM2 = HybridNames(
+    **_NO_ROWS,
+    norms=("operator_norm", "ffn_norm"),
+    hidden=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    mixer="conv",
+    attends=("q_layernorm", "k_layernorm", "out_proj"),
+    last_norm="embedding_norm",
+)
+_RECURRENT_GEMMA = HybridNames(
+    **_NO_ROWS,
+    norms=("temporal_pre_norm", "channel_pre_norm"),
+    hidden=("mlp_block.gate_proj", "mlp_block.up_proj", "mlp_block.down_proj"),
+    mixer="temporal_block",
+    attention="temporal_block",
+    last_norm="final_norm",
+    less_one=True,
+)
+#: Mechanisms whose tensors have the same names in all families.
+SCANS = {"short_conv": short_conv, "mamba": mamba, "rg_lru": rg_lru}
 #: By `model_type`.
 HYBRIDS = {
     "qwen3_5_text": _QWEN3_5,
@@ -119,6 +140,10 @@ HYBRIDS = {
     "granitemoehybrid": _GRANITE,
     "bamba": _BAMBA,
     "falcon_h1": _BAMBA,
+    "lfm2": _LFM2,
+    "mamba": _MAMBA2,
+    "falcon_mamba": _MAMBA2,
+    "recurrent_gemma": _RECURRENT_GEMMA,
 }
 
 
@@ -152,6 +177,8 @@ def _block(config, layer, at, names):
     memory = getattr(mechanism, "memory", mechanism)
     if memory.name in ("gated_deltanet", "mamba2"):
         parts["memory"] = _recurrent(memory, f"{at}.{names.mixer}", names)
+    elif memory.name in SCANS:
+        parts["memory"] = SCANS[memory.name](memory, f"{at}.{names.mixer}")
     (mine, *others) = parts.values()
     before, behind = names.norms if style.norm_first else names.output_norms
     found = {
@@ -160,19 +187,24 @@ def _block(config, layer, at, names):
     }
     if style.feed_forward != "none":
         width = style.hidden_dim or config.hidden_dim
-        found["feed_forward"] = _feed_forward(width, at, names)
+        biased = config.architecture.feed_forward_bias
+        found["feed_forward"] = _feed_forward(width, at, names, biased)
         found["feed_forward_norm"] = _norm(names, f"{at}.{behind}")
     return found
 
 
-def _feed_forward(width, at, names):
+def _feed_forward(width, at, names, biased):
     gate, up, down = (f"{at}.{name}.weight" for name in names.hidden)
     joined = 2 * width if gate == up else 0
-    return {
+    found = {
         "gate": _into(gate, 0, width, joined),
         "up": _into(up, width, width, joined),
         "down": Tensor(down, "into"),
     }
+    if biased:
+        for ours, theirs in zip(("gate", "up", "down"), names.hidden, strict=True):
+            found[f"{ours}_bias"] = Tensor(f"{at}.{theirs}.bias")
+    return found
 
 
 def _into(name, first, count, whole):
@@ -293,6 +325,12 @@ def hybrid_family(config: ModelConfig) -> str | None:
     kinds = {mechanism.name: mechanism for mechanism in config.mechanisms}
     if "parallel" in kinds:
         return "falcon_h1"
+    if "mamba" in kinds:
+        normed: Any = kinds["mamba"]
+        return "mamba" if normed.norm_epsilon is None else "falcon_mamba"
+    for name, family in (("short_conv", "lfm2"), ("rg_lru", "recurrent_gemma")):
+        if name in kinds:
+            return family
     memories: list[Any] = [kinds[n] for n in ("gated_deltanet", "mamba2") if n in kinds]
     if len(memories) != 1 or not memories[0].style.conv_value:
         return None

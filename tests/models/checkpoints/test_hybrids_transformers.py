@@ -1,0 +1,69 @@
+"""transformers' models with recurrent layers, read here, and written back."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import memjax
+from tests.models.checkpoints.hybrid_reading import (
+    agree,
+    read,
+    read_parts,
+    read_token_by_token,
+)
+
+with warnings.catch_warnings():
+    # Both libraries warn of deprecated parts of their own.
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch", reason="needs torch")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from tests.models.checkpoints.hybrid_models import FAMILIES, build, numbers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def written(model, folder, tokens):
+    """The logits of transformers' model of what is written here, all tensors used."""
+    model.save(folder)
+    there, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        output_loading_info=True,
+        attn_implementation="eager",
+        dtype=torch.float32,
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not report[kind], (kind, report[kind])
+    with torch.no_grad():
+        return there(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_equal_transformers_and_are_written_back(family, tmp_path):
+    theirs = build(family, tied=False)
+    theirs.save_pretrained(tmp_path / "a")
+    expected = numbers(theirs)
+    held = any(name.startswith("state16.") for name in expected)
+    assert held or family == "recurrent_gemma"
+    model = memjax.load(tmp_path / "a").model
+    read_parts(model, expected, (7, 16))
+    read_token_by_token(model, expected)
+    agree(written(model, tmp_path / "b", expected["tokens"]), expected["logits"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_is_the_embedding_is_read_and_written(family, tmp_path):
+    theirs = build(family, tied=True)
+    theirs.save_pretrained(tmp_path / "a")
+    tokens = np.arange(22).reshape(2, 11) * 7 % 48
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    model = memjax.load(tmp_path / "a").model
+    assert model.config.tied_head
+    _, logits = read(model, model.init_state(2), jnp.asarray(tokens, jnp.int32))
+    agree(logits, expected)
+    agree(written(model, tmp_path / "b", tokens), expected)
