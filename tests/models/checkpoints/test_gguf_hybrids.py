@@ -16,7 +16,9 @@ from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.parameters import parameters_from_tensors
 from tests.models.checkpoints.gguf_conversion import (
+    ALONE,
     FAMILIES,
+    FURTHER,
     entries,
     hf_tensors,
     stored,
@@ -44,7 +46,7 @@ def from_hugging_face(family, tensors):
     return parameters_from_tensors(config, shapes, tensors.__getitem__, family=kind)
 
 
-@EVERY
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in FURTHER])
 def test_logits_are_those_of_the_original(family, tmp_path, caplog):
     tensors = hf_tensors(family)
     path = write_file(tmp_path / "a.gguf", family, tensors)
@@ -90,6 +92,14 @@ def test_tensors_and_sizes_are_those_of_hugging_face(family, tmp_path):
         np.testing.assert_allclose(found, value, rtol=1e-6, atol=2e-7, err_msg=name)
     original = FAMILIES[family].config
     assert from_hf_config(checkpoint.config) == from_hf_config(original)
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_further_families_are_read_whole(family, tmp_path, caplog):
+    path = write_file(tmp_path / "a.gguf", family, hf_tensors(family))
+    model = memjax.load(path).model
+    assert model.config == from_hf_config(FAMILIES[family].config)
+    assert not caplog.messages
 
 
 def test_multipliers_of_falcon_are_in_its_weights(tmp_path):
@@ -165,6 +175,17 @@ def test_recurrent_layers_are_those_that_are_listed(tmp_path):
     assert kinds(recurrent_layers=listed, nextn_predict_layers=1) == [*"lffl"]
 
 
+def test_rope_turns_the_channels_that_the_file_says(tmp_path):
+    # 30 / 44 * 44 is less than 30.
+    changes = {"key_length": 44, "value_length": 44, "dimension_count": 30}
+    embedding = {"token_embd.weight": np.ones((24, 32), "f4")}
+    path = tmp_path / "a.gguf"
+    write(path, embedding, entries("qwen3_5", **changes), "qwen35")
+    attention = from_hf_config(GGUFCheckpoint(path).config).layers[1].attention
+    assert attention is not None
+    assert (attention.head_dim, attention.rope_dim) == (44, 30)
+
+
 @pytest.mark.parametrize(
     "family, changes, words",
     [
@@ -177,6 +198,7 @@ def test_recurrent_layers_are_those_that_are_listed(tmp_path):
         ("qwen3_5", {"nextn_predict_layers": 2}, "must be below block_count=2, got 2"),
         ("qwen3_5", {"expert_count": 4}, "qwen35.expert_count must be 0, got 4"),
         ("mamba2", {"head_count": 4}, "mamba2.attention.head_count must be 0, got 4"),
+        ("mamba2", {"dt_b_c_rms": True}, "ssm.dt_b_c_rms must be False, got True"),
         ("mamba2", {"group_count": 3}, "must divide ssm.time_step_rank=4, got 3"),
         (
             "mamba2",
@@ -229,8 +251,15 @@ def test_tensors_that_are_missing_or_wrong_are_named(
         memjax.load(path)
 
 
-# RoPE's, which Granite's hybrids do not have, and an arbitrary length.
-UNUSED = {"granite": "rope.", "mamba2": "context_length"}
+# Keys of RoPE where there is none, an arbitrary length, and the width of dense layers
+# where there are none.
+UNUSED = {
+    **dict.fromkeys(
+        ("granite", "granite_moe", "nemotron_h", "nemotron_h_moe"), "rope."
+    ),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_next"), "feed_forward_length"),
+    **dict.fromkeys(ALONE, "context_length"),
+}
 VALUES = (True, False, 3, 0.5, "yarn")
 
 
@@ -238,7 +267,8 @@ VALUES = (True, False, 3, 0.5, "yarn")
 def test_every_entry_is_used_refused_or_reported(family, caplog):
     """No entry that the library knows changes without notice."""
     architecture, config = FAMILIES[family]
-    root = "backbone.embeddings" if family == "mamba2" else "model.embed_tokens"
+    mixers = family in ALONE or "nemotron" in family
+    root = "backbone.embeddings" if mixers else "model.embed_tokens"
     names = (f"{root}.weight", "lm_head.weight")
     shapes = {name: (24, config["hidden_size"]) for name in names}
     metadata = {

@@ -9,16 +9,18 @@ import numpy as np
 from jaxtyping import Float32
 
 from memjax.models.checkpoints.gguf import tokenizer as gguf_tokenizer
-from memjax.models.checkpoints.gguf.architectures import read_architecture
 from memjax.models.checkpoints.gguf.config import read_config
 from memjax.models.checkpoints.gguf.entries import Entries
-from memjax.models.checkpoints.gguf.hybrids import read_layers
+from memjax.models.checkpoints.gguf.hybrids.sizes import read_layers
+from memjax.models.checkpoints.gguf.known_architectures import read_architecture
 from memjax.models.checkpoints.gguf.known_keys import check_keys
 from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.gguf.tensors import (
+    Part,
     hf_names,
     hf_shape,
     is_derived,
+    join,
     restore,
 )
 from memjax.models.checkpoints.hf.generation_config import GenerationConfig
@@ -63,26 +65,30 @@ class GGUFCheckpoint:
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """The tensor of a Hugging Face name, dequantised."""
         parts = [
-            restore(own, self._file.read(own), self._architecture, self.config)
+            restore(own, self._file.read(*own), self._architecture, self.config)
             for own in self._names[name]
         ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return join(name, parts, self.config)
 
     def get_compact(self, name: str) -> np.ndarray:
         """`get` in bfloat16 where the file is no more precise."""
         tensor = self.get(name)
         precise = any(
             self._file.is_precise(own) or is_derived(own, self._architecture)
-            for own in self._names[name]
+            for own, _ in self._names[name]
         )
         return tensor if precise else tensor.astype(BFLOAT16)
 
-    def _shape(self, parts: Sequence[str]) -> tuple[int, ...]:
+    def _shape(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """The shape of a tensor that has these parts in the file, row by row."""
-        shapes = [hf_shape(own, self._file.records[own].shape) for own in parts]
-        if len({shape[1:] for shape in shapes}) > 1:
-            raise ValueError(f"{self.path}: rows of {parts} differ in width: {shapes}")
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        shapes = [hf_shape(part, self._file.records[part.own].shape) for part in parts]
+        first = shapes[0]
+        axis = max(len(first) - 2, 0)
+        if len({shape[:axis] + shape[axis + 1 :] for shape in shapes}) > 1:
+            names = [part.own for part in parts]
+            raise ValueError(f"{self.path}: rows of {names} differ in width: {shapes}")
+        rows = sum(shape[axis] for shape in shapes)
+        return (*first[:axis], rows, *first[axis + 1 :])
 
     def report_widening(self) -> None:
         """Logs the sizes of quantized weights in the file and in float32."""

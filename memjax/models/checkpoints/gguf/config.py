@@ -5,13 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from memjax.models.checkpoints.gguf import hybrids
-from memjax.models.checkpoints.gguf.architectures import (
-    THETA,
-    Architecture,
-    read_architecture,
-)
+from memjax.models.checkpoints.gguf.architecture import THETA, Architecture
 from memjax.models.checkpoints.gguf.entries import Entries
+from memjax.models.checkpoints.gguf.hybrids.config import READ
+from memjax.models.checkpoints.gguf.known_architectures import read_architecture
 from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.gguf.rope import rope_scaling
 from memjax.models.checkpoints.hf.config import FULL, SLIDING
@@ -39,15 +36,16 @@ def read_config(
     model_type = architecture.model_type
     vocab_size = shapes[f"{architecture.outside['token_embd']}.weight"][0]
     entry.require("vocab_size", vocab_size)
-    entry.require("expert_count", 0)
+    if not architecture.experts:
+        entry.require("expert_count", 0)
     config = {
         "model_type": model_type,
         "architectures": [architecture.name],
         "vocab_size": vocab_size,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
-    if model_type in hybrids.READ:
-        return config | hybrids.READ[model_type](entry, shapes)
+    if model_type in READ:
+        return config | READ[model_type](entry, shapes)
     return config | _decoder(entry, architecture, shapes)
 
 

@@ -86,12 +86,16 @@ class GGUFFile:
         """True for floats more precise than bfloat16, False for quantized tensors."""
         return self.records[name].format.name in ("F64", "F32", "F16")
 
-    def read(self, name: str) -> Float32[np.ndarray, "..."]:
-        """A tensor in float32, dequantized."""
+    def read(self, name: str, expert: int | None = None) -> Float32[np.ndarray, "..."]:
+        """A tensor in float32, dequantized; one matrix of those of all experts."""
         record = self.records[name]
-        stored = np.frombuffer(self._bytes, np.uint8, record.size, record.start)
-        rows = stored.reshape(math.prod(record.shape[:-1]), -1)
-        values = library().dequantize(rows, record.format).reshape(record.shape)
+        shape, start, size = record.shape, record.start, record.size
+        if expert is not None:
+            size //= shape[0]
+            shape, start = shape[1:], start + expert * size
+        stored = np.frombuffer(self._bytes, np.uint8, size, start)
+        rows = stored.reshape(math.prod(shape[:-1]), -1)
+        values = library().dequantize(rows, record.format).reshape(shape)
         # Float32 tensors are views of the file until here.
         return np.require(values, requirements="W")
 

@@ -48,19 +48,34 @@ _RECURRENT = {
     f"ssm.{name}"
     for name in ("conv_kernel", "state_size", "group_count", "time_step_rank")
 } | {"ssm.inner_size"}
+_EXPERTS = {
+    f"expert_{name}"
+    for name in ("used_count", "feed_forward_length", "shared_feed_forward_length")
+} | {"expert_gating_func", "expert_weights_norm", "expert_weights_scale"}
+_DELTA = (
+    _ATTENTION | _RECURRENT | {"full_attention_interval", "attention.recurrent_layers"}
+)
 #: Keys of the architecture.
 USED = _ATTENTION | {"attention.sliding_window_pattern", "rope.freq_base_swa"}
-#: Keys of architectures with recurrent layers, of which some are in `ONLY`.
+#: Keys of architectures with recurrent layers, of which some are in `ONLY`; those of
+#: experts too where there are any.
 USED_BY = {
-    "qwen35": _ATTENTION
-    | _RECURRENT
-    | {"full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers"},
+    "qwen35": _DELTA | {"nextn_predict_layers"},
+    "qwen35moe": _DELTA | {"nextn_predict_layers"},
+    "qwen3next": _DELTA,
+    "mamba": _MODEL | (_RECURRENT - {"ssm.group_count"}) | {"ssm.dt_b_c_rms"},
     "mamba2": _MODEL | _RECURRENT,
+    "lfm2": _ATTENTION | {"shortconv.l_cache"},
     "granitehybrid": _ATTENTION
     | _RECURRENT
     | {"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}
     | {"rope.scaling.finetuned", "expert_shared_feed_forward_length"},
     "falcon-h1": _ATTENTION | _RECURRENT,
+    "nemotron_h": _ATTENTION | _RECURRENT,
+    "nemotron_h_moe": _ATTENTION
+    | _RECURRENT
+    | {"expert_shared_count", "expert_group_count", "expert_group_used_count"}
+    | {"moe_latent_size", "nextn_predict_layers"},
 }
 #: Other values than these would change the numbers.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -127,6 +142,8 @@ def check_keys(metadata: Mapping[str, Any], where: str) -> None:
     """
     architecture = metadata["general.architecture"]
     prefix, used = f"{architecture}.", USED_BY.get(architecture, USED)
+    if metadata.get(f"{prefix}expert_count"):
+        used = used | _EXPERTS
     unread, off = [], _turned_off(metadata)
     for key, value in metadata.items():
         own = key.removeprefix(prefix)

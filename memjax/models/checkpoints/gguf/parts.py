@@ -61,9 +61,9 @@ class GGUFParts:
         """Whether a tensor is more precise than bfloat16; quantized ones are not."""
         return self._file_of[name].is_precise(name)
 
-    def read(self, name: str) -> Float32[np.ndarray, "..."]:
-        """A tensor in float32, dequantized."""
-        return self._file_of[name].read(name)
+    def read(self, name: str, expert: int | None = None) -> Float32[np.ndarray, "..."]:
+        """A tensor in float32, dequantized; one matrix of those of all experts."""
+        return self._file_of[name].read(name, expert)
 
 
 def _require_part(file: GGUFFile, index: int, count: int) -> None:

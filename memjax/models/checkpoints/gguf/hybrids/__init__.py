@@ -1,0 +1,1 @@
+"""Models with recurrent layers in GGUF files: their entries and tensor names."""
