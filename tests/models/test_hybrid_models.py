@@ -1,6 +1,8 @@
 """Models of published hybrids with what any model can do: generate, stream, refuse."""
 
 import functools
+import itertools
+import json
 from typing import Any
 
 import jax
@@ -17,42 +19,13 @@ from memjax.models import (
     generate,
     limit_attention,
 )
-from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.memory_bytes import bytes_by_kind
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.language_model import caches
 from tests import tiny
-
-SIZES = {
-    "vocab_size": 31,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "rope_parameters": {"rope_theta": 1e3, "rope_type": "default"},
-}
-KINDS = {"layer_types": ["linear_attention", "full_attention"]}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 3, "mamba_n_groups": 2, "mamba_d_conv": 3}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 4,
-}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": KINDS | DELTA | {"head_dim": 8},
-    "mamba2": {"num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2},
-    "falcon_h1": MAMBA | {"mamba_d_ssm": 16},
-    "granitemoehybrid": KINDS | MAMBA | {"shared_intermediate_size": 12},
-}
-
-
-def config(name: str, **changes: Any) -> Any:
-    """The model of a small published config."""
-    entries = SIZES | PUBLISHED[name] | {"model_type": name} | changes
-    return from_hf_config({k: v for k, v in entries.items() if v is not None})
+from tests.models import hybrid_run
+from tests.models.published import PUBLISHED, SIZES, config
+from tests.training.processes import Process
 
 
 @functools.cache
@@ -173,3 +146,19 @@ def test_only_attention_alone_is_limited_or_compressed():
             add_mplus(model(name), tiny.MPLUS, key=jax.random.key(0))
         with pytest.raises(ValueError, match=f"attention in every layer, got {kind}"):
             add_snapkv(model(name), SnapKVConfig(keep=8, window=2))
+
+
+@pytest.mark.slow
+def test_four_devices_read_and_train_as_one_does(with_devices):
+    names = ("qwen3_5_text", "mamba2")
+    process = Process(hybrid_run.main, *names, environment=with_devices(4))
+    found = json.loads(process.require_end().splitlines()[-1])
+    for name, mesh in itertools.product(names, hybrid_run.MESHES):
+        assert found[name][mesh]["difference"] < 1e-4, (name, mesh)
+    # Two heads of queries and keys do not divide among four devices, which all have
+    # them; four of values and of memories do. LoRA's changes are everywhere.
+    held = found["qwen3_5_text"]
+    assert held["fsdp"]["weight"] == [2, 1, 2, 1] and held["fsdp"]["value"] == [2, 2, 1]
+    assert held["heads"]["weight"] == [1] * 4 and held["heads"]["value"] == [1, 4, 1]
+    assert held["heads"]["memory"] == [1, 4, 1, 1]
+    assert {mesh["change"] == [1] * 4 for mesh in held.values()} == {True}

@@ -68,6 +68,11 @@ class ParallelConfig(MechanismDefaults):
         return self.attention_layer
 
     @property
+    def num_heads(self) -> int:
+        """Heads that devices can share: as many groups as both layers have."""
+        return math.gcd(self.attention_layer.num_heads, self.memory.num_heads)
+
+    @property
     def max_length(self) -> int:
         """Tokens that the cache holds."""
         return self.attention_layer.max_length

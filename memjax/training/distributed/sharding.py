@@ -34,7 +34,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"^memory/store/layers/\d+/keys$", P(BATCH, "tensor")),
     (r"^memory(/|$)", P(BATCH)),
     # LoRA's changes are small, and everywhere.
-    (r"/(query|key|value|output|gate|up|down)/(down|up)$", P()),
+    (r"/(gate|up|down)/(down|up)$", P()),
     (r"(^|/)embedding", P("tensor", "fsdp")),
     (r"(^|/)head$", P("fsdp", "tensor")),
     # HMT's W_q and W_k, whose prompts have no second axis.
@@ -162,7 +162,8 @@ def require_divides(
                 f"mesh.tensor={tensor} does not divide the {mixture.num_experts} "
                 f"experts of model.styles[{i}]"
             )
-        heads = getattr(mechanism.attention or mechanism, "num_heads", together)
+        heads = getattr(mechanism.attention, "num_heads", together)
+        heads = getattr(mechanism, "num_heads", heads)
         if heads % together:
             fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(
@@ -186,8 +187,7 @@ def shardings(mesh: Mesh, tree: PyTree, model: ModelConfig) -> PyTree:
 
     def place(path, leaf):
         name = leaf_name(path)
-        within = _place_in_mechanism(name)
-        spec = None if within is None else mechanisms.get(within)
+        spec = _spec_in_mechanism(mechanisms, name)
         if spec is None:
             # The last rule matches every name: all else is replicated.
             spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
@@ -211,17 +211,23 @@ def _mechanism_specs(model: ModelConfig) -> dict[tuple[int, str], P]:
     }
 
 
-def _place_in_mechanism(name: str) -> tuple[int, str] | None:
-    """Layer and name of a mechanism's parameter in a leaf's name; None is none.
+def _spec_in_mechanism(specs: dict[tuple[int, str], P], name: str) -> P | None:
+    """Of a mechanism's parameter, by a leaf's name; None is none.
 
-    A matrix with LoRA is in an `Adapted`, as its `weight`.
+    A matrix with LoRA is in an `Adapted`, as its `weight`, beside its changes.
     """
     found = re.search(r"blocks/(\d+)/mechanism/(.*)$", name)
     if found is None:
         return None
-    # The frozen matrix under an adapter is divided as it is without one.
-    adapted = r"^((attention/)?(query|key|value|output))/weight$"
-    return int(found[1]), re.sub(adapted, r"\1", found[2])
+    layer, within = int(found[1]), found[2]
+    if (layer, within) in specs:
+        return specs[layer, within]
+    matrix, _, part = within.rpartition("/")
+    if (layer, matrix) not in specs:
+        return None
+    # The frozen matrix under an adapter is divided as it is without one. LoRA's changes
+    # are small, and everywhere.
+    return specs[layer, matrix] if part == "weight" else P()
 
 
 @functools.lru_cache(maxsize=8)

@@ -59,6 +59,7 @@ def presets() -> dict[str, SegmentStage | HMTStages]:
         "rmt": rmt,
         "window": dataclasses.replace(rmt, memory="window"),
         "sinks": dataclasses.replace(rmt, memory="window", sinks=4),
+        "plain": dataclasses.replace(rmt, memory="none"),
         "reread": dataclasses.replace(rmt, memory="reread", reread=1024),
     }
     return named | {

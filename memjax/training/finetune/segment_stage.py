@@ -33,7 +33,7 @@ from memjax.training.finetune.stage import (
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.step import StepConfig, check_run
 
-Memory = Literal["hmt", "window", "reread"]
+Memory = Literal["hmt", "window", "reread", "none"]
 Trained = Literal["full", "lora"]
 WITH_RETRIEVAL, WITHOUT_RETRIEVAL = "HMT with retrieval", "HMT without retrieval"
 REREAD = "the last tokens, read again"
@@ -47,10 +47,11 @@ class SegmentStage(SampleStage):
         memory: "hmt", of which RMT is the form without sensory tokens and retrieval;
             "window", the backbone alone with windowed attention;
             "reread", the backbone on the last tokens and each segment, see
-            `ReReadWindow`.
+            `ReReadWindow`; "none", the backbone as it is, with the memories and the
+            attention of its own.
         hmt: the memory; `hmt.retrieval` False is stage 1.
         window: the segment of the baselines. With memory="window" the tokens that
-            attention sees; with "reread" those of a segment.
+            attention sees; with the others those of a segment.
         sinks: first tokens that attention sees in addition; for "window" only.
         reread: tokens that are read again before each segment, for "reread" only; 0
             reads segments independently.
@@ -125,7 +126,7 @@ class SegmentStage(SampleStage):
     def memory_name(self) -> str:
         """The model's memory, for messages."""
         match self.memory:
-            case "window":
+            case "window" | "none":
                 return NO_MEMORY
             case "reread":
                 return REREAD
@@ -140,6 +141,8 @@ class SegmentStage(SampleStage):
             case "reread":
                 sizes = f"{self.reread:,} before segments of {self.window:,}"
                 return "none: the last tokens again", sizes
+            case "none":
+                return "none: as it is", f"segments of {self.window:,}"
         hmt, bank = self.hmt, ""
         name = "HMT, stage 1" if hmt.num_sensory_tokens else "RMT"
         if hmt.retrieval:
@@ -160,7 +163,7 @@ class SegmentStage(SampleStage):
         if self.train == "lora":
             backbone = add_lora(backbone, self.lora, lora_key)
         match self.memory:
-            case "window":
+            case "window" | "none":
                 return backbone
             case "reread":
                 return ReReadWindow(backbone, reread=self.reread, segment=self.window)
