@@ -15,15 +15,9 @@ from memjax.models.checkpoints.gguf.known_keys import WITHOUT_EFFECT, check_keys
 from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.parameters import parameters_from_tensors
-from tests.models.checkpoints.gguf_conversion import (
-    ALONE,
-    FAMILIES,
-    FURTHER,
-    entries,
-    hf_tensors,
-    stored,
-    write_file,
-)
+from tests.models.checkpoints.gguf_conversion import stored, write_file
+from tests.models.checkpoints.gguf_entries import entries
+from tests.models.checkpoints.gguf_models import ALONE, FAMILIES, FURTHER, hf_tensors
 from tests.models.checkpoints.gguf_writing import gguf, write
 
 EVERY = pytest.mark.parametrize("family", FAMILIES)
