@@ -25,7 +25,7 @@ from memjax.training.config import DataConfig
 from memjax.training.distributed import sharding
 from memjax.training.launch import Run
 
-What = Literal["train", "evaluate", "decode"]
+What = Literal["train", "evaluate", "prefill", "decode"]
 
 
 class Step(NamedTuple):
@@ -55,8 +55,8 @@ def build(run: Run, what: What, mesh: Mesh) -> Step:
     )
     if what == "evaluate":
         return _evaluation(run, mesh)
-    if what == "decode":
-        return _decoding(run, mesh)
+    if what in ("prefill", "decode"):
+        return _generation(run, mesh, what)
     return _training(run, mesh)
 
 
@@ -106,19 +106,20 @@ def _evaluation(run: Run, mesh: Mesh) -> Step:
     return _reading(function, params, memory, (tokens, tokens), mesh, config)
 
 
-def _decoding(run: Run, mesh: Mesh) -> Step:
-    """One token of every sequence, as `generate` reads it."""
+def _generation(run: Run, mesh: Mesh, what: What) -> Step:
+    """A call of every sequence's prompt, or one token of it, as `generate` reads it."""
     data, graph, params, config = _model(run, mesh)
     memory = _memory(graph, params, data.batch_size, data.context_length)
-    token = _shape((data.batch_size, 1), jnp.int32)
+    count = 1 if what == "decode" else nnx.merge(graph, params).window
+    tokens = _shape((data.batch_size, count), jnp.int32)
 
-    def decode(params, state, token):
+    def read(params, state, tokens):
         model: Model = nnx.merge(graph, params)
-        state, features = model.features(state, token)
-        return state, model.logits(features[:, -1])
+        state, features = model.features(state, tokens)
+        return state, model.logits(features[:, -1:])
 
-    function = jax.jit(decode, donate_argnums=1)
-    return _reading(function, params, memory, (token,), mesh, config)
+    function = jax.jit(read, donate_argnums=1)
+    return _reading(function, params, memory, (tokens,), mesh, config)
 
 
 def _model(run: Run, mesh: Mesh) -> tuple[DataConfig, Any, PyTree, ModelConfig]:

@@ -69,7 +69,8 @@ def aot(
         topology: the chips, such as v5e:16x16, v5p:4x4x4 or v6e:8x8; the mesh must fit
             them.
         slices: number of topologies, joined by the data-center network.
-        what: the steps: train, evaluate, decode (one token of each sequence).
+        what: the steps: train, evaluate, prefill (a call of each sequence's prompt, of
+            the model's preferred number of tokens), decode (one token of each).
         backbone: for a fine-tuning, a preset of `memjax train`, or the config.json of
             any model that memjax reads.
         search: also find the largest batch or context that fits, by compiling several.

@@ -112,7 +112,7 @@ def test_cycles_of_a_training_step_are_counted():
     assert 0.1 * speed["cycles"] < total <= speed["cycles"]
 
 
-@pytest.mark.parametrize("what", ["evaluate", "decode"])
+@pytest.mark.parametrize("what", ["evaluate", "prefill", "decode"])
 def test_steps_that_read(what):
     request = Request(training("transformer"), what, CHIPS)
     check(report(request, compiled(request, cycles=False)))

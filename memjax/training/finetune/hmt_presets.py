@@ -35,6 +35,7 @@ PAPER_SIZES = {
     "smollm-135m": PaperSize(1024, 15, 300, 1536, 1e-5, "full"),
     "opt-2.7b": PaperSize(512, 8, 300, 2560, 1e-5, "full"),
     "openllama-3b": PaperSize(512, 8, 300, 2048, 1e-5, "full"),
+    "mamba-370m": PaperSize(256, 6, 400, 2048, 1e-4, "lora"),
     "llama2-7b": PaperSize(256, 8, 400, 4096, 1e-4, "lora"),
     "yi-6b": PaperSize(512, 3, 300, 4096, 2e-4, "lora"),
     "mistral-7b": PaperSize(512, 3, 300, 4096, 2e-4, "lora"),
