@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from memjax.config_io import completed, from_record, to_record
 from memjax.mechanisms import (
     MECHANISMS,
+    AttentionConfig,
     HybridConfig,
     InfiniConfig,
+    Mamba2Config,
+    ParallelConfig,
     SlidingWindowConfig,
 )
 from memjax.models import ModelConfig
@@ -171,7 +174,11 @@ def test_every_exported_mechanism_survives_json():
     for name, kind in MECHANISMS.items():
         # Of a hybrid two configurations in one, the memory by its name.
         mechanism: Any = HybridConfig(window, InfiniConfig(2, 2, 4, 4))
-        if name != "hybrid":
+        if name == "parallel":
+            mechanism = ParallelConfig(
+                AttentionConfig(8, 2, 2, 4), Mamba2Config(8, 2, 4, 4)
+            )
+        elif name != "hybrid":
             fields = {field.name for field in dataclasses.fields(kind) if field.init}
             own = {field: sizes[field] for field in fields & {*sizes}}
             mechanism = kind(model_dim=8, **own)

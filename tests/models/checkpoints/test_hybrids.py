@@ -291,6 +291,8 @@ def test_used_keys_are_those_that_are_read(config):
     derived = ("layer_types", "mamba_d_ssm")
     more = {key: value for key, value in config.items() if key not in derived}
     more |= dict(position_embedding_type="rope", rope_parameters=dict(rope_theta=9.0))
+    # Granite's experts.
+    more |= dict(num_local_experts=3, num_experts_per_tok=2)
     from_hf_config(Watched(more))
     assert seen - {*ONLY} <= USED[config["model_type"]]
     elsewhere = {"original_max_position_embeddings", "auto_map", "rope_scaling"}

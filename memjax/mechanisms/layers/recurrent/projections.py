@@ -14,12 +14,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from memjax.mechanisms.base import axes, check_input
 from memjax.mechanisms.cells.base import Cell
 from memjax.mechanisms.layers.gates import draw_weight, flat_product
+from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
 from memjax_kernels import gated_norm, short_convolution
 from memjax_kernels._src.common.partition import by_tokens, channels_by_heads
-from memjax_kernels._src.recurrent_block.norms import rms_norm_heads
-from memjax_kernels._src.recurrent_block.xla import activate
+
+_ACTIVATIONS = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 class BlockParams(NamedTuple):
@@ -237,12 +238,7 @@ def output_projection(
         gate = flat_product(x, params.gate).reshape(tokens.shape)
         gate = _times(gate, style.gate_multiplier)
     joined = config.num_heads // config.key_heads if style.norm == "group" else 1
-    if params.norm is None:
-        if gate is not None:
-            tokens = tokens * activate(style.gate, gate.astype(jnp.float32))
-    elif gate is None or style.gate == "none":
-        tokens = rms_norm_heads(tokens, params.norm, config.norm_epsilon)
-    else:
+    if gate is not None and style.gate != "none" and params.norm is not None:
         tokens = gated_norm(
             tokens,
             gate,
@@ -252,8 +248,21 @@ def output_projection(
             gate_first=style.gate_first,
             heads_per_norm=joined,
         )
+    elif gate is not None:
+        tokens = tokens * _ACTIVATIONS[style.gate](gate.astype(jnp.float32))
+    elif params.norm is not None:
+        tokens = _norm(tokens, params.norm, config.norm_epsilon, joined)
     y = tokens.astype(x.dtype).reshape(*x.shape[:-1], -1)
     return linear(y, _flat_rows(params.output))
+
+
+def _norm(tokens, scale, epsilon, joined):
+    """RMSNorm of `joined` neighbouring heads [B, T, H, V], without a gate."""
+    scale = scale.reshape(-1, joined * scale.shape[-1])
+    rows = tokens.reshape(*tokens.shape[:2], -1, joined * tokens.shape[-1])
+    ones = jnp.ones(rows.shape[-1])
+    normed = rms_norm(rows, ones, epsilon) * scale.astype(rows.dtype)[None, None]
+    return normed.reshape(tokens.shape)
 
 
 def _flat_rows(weight):

@@ -49,6 +49,10 @@ _MAMBA = (_DECODER - {"layer_types"}) | {
     *("mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
     *("mamba_conv_bias", "mamba_proj_bias"),
 }
+_EXPERTS = {
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
+}
 #: By family.
 USED: dict[str, set[str]] = {
     "llama": _DECODER | {"attention_bias", "mlp_bias"},
@@ -71,12 +75,25 @@ USED: dict[str, set[str]] = {
     "qwen3_5": {"model_type", "text_config", "tie_word_embeddings"}
     | {"auto_map", "quantization_config"},
     "qwen3_5_text": _DELTA | {"full_attention_interval"},
+    "qwen3_5_moe": {"model_type", "text_config", "tie_word_embeddings"}
+    | {"auto_map", "quantization_config"},
+    "qwen3_5_moe_text": _DELTA | _EXPERTS | {"full_attention_interval"},
+    "qwen3_next": _DELTA | _EXPERTS | {"full_attention_interval"},
+    "nemotron_h": (_DECODER - {"hidden_act", "rms_norm_eps", "layer_types"})
+    | {"attention_bias", "mlp_bias", "use_bias", "use_conv_bias", "mamba_proj_bias"}
+    | {"layers_block_type", "hybrid_override_pattern", "layer_norm_epsilon"}
+    | {"mlp_hidden_act", "mamba_hidden_act", "mamba_num_heads", "mamba_head_dim"}
+    | {"ssm_state_size", "n_groups", "conv_kernel", "time_step_limit"}
+    | {"n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"}
+    | {"moe_intermediate_size", "moe_shared_expert_intermediate_size", "topk_group"}
+    | {"norm_topk_prob", "routed_scaling_factor", "moe_latent_size"},
     "olmo_hybrid": _DELTA | {"linear_allow_neg_eigval"},
     "mamba2": (_SIZES - {"num_attention_heads", "max_position_embeddings"})
     | {"num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "hidden_act"}
     | {"use_bias", "use_conv_bias", "layer_norm_epsilon", "time_step_limit"},
-    "granitemoehybrid": (_MAMBA - {"intermediate_size"})
+    "granitemoehybrid": _MAMBA
     | {"layer_types", "shared_intermediate_size", "num_local_experts"}
+    | {"num_experts_per_tok"}
     | {"position_embedding_type", "attention_multiplier", "embedding_multiplier"}
     | {"residual_multiplier", "logits_scaling"},
     "bamba": _MAMBA | {"attn_layer_indices", "mlp_bias"},
@@ -126,6 +143,7 @@ _OF_MAMBA_ALONE = (_STEPS - {"time_step_rank"}) | {
 }
 _PIECES = {"mamba_chunk_size", "num_logits_to_keep"}
 #: Without effect in a family, besides `WITHOUT_EFFECT`.
+_ROUTING = {"output_router_logits", "router_aux_loss_coef"}
 WITHOUT_EFFECT_IN: dict[str, set[str]] = {
     "qwen3_5": {
         "vision_config",
@@ -137,14 +155,24 @@ WITHOUT_EFFECT_IN: dict[str, set[str]] = {
     # Memories are float32 here; further heads are not read.
     "qwen3_5_text": {"mamba_ssm_dtype", "mtp_num_hidden_layers"}
     | {"mtp_use_dedicated_embeddings"},
+    "qwen3_5_moe": {"vision_config", "image_token_id", "video_token_id"}
+    | {"language_model_only", "vision_start_token_id", "vision_end_token_id"},
+    "qwen3_5_moe_text": {"mamba_ssm_dtype", "mtp_num_hidden_layers"}
+    | {"mtp_use_dedicated_embeddings"}
+    | _ROUTING,
+    "qwen3_next": _ROUTING,
+    "nemotron_h": _STEPS
+    | _ROUTING
+    | {"chunk_size", "expand", "residual_in_fp32", "rescale_prenorm_residual"}
+    | {"hidden_dropout", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"}
+    | {"mtp_layers_block_type", "num_logits_to_keep", "num_nextn_predict_layers"}
+    | {"use_mamba_kernels", "sliding_window"},
     "olmo_hybrid": {"linear_a_log_min", "linear_a_log_max", "linear_dt_min"}
     | {"linear_dt_max", "linear_dt_init_floor"},
     "mamba2": _STEPS
     | {"chunk_size", "expand", "residual_in_fp32", "rescale_prenorm_residual"}
     | {"norm_before_gate"},
-    "granitemoehybrid": _PIECES
-    | {"intermediate_size", "num_experts_per_tok", "output_router_logits"}
-    | {"router_aux_loss_coef"},
+    "granitemoehybrid": _PIECES | _ROUTING,
     "bamba": _PIECES | {"z_loss_coefficient", "attn_rotary_emb"},
     "falcon_h1": _PIECES | {"mlp_expansion_factor"},
     "mamba": _OF_MAMBA_ALONE,

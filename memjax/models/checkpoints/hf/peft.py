@@ -23,7 +23,7 @@ from memjax.models.adapters import freeze
 from memjax.models.checkpoints.hf.export import to_hf_config
 from memjax.models.checkpoints.hf.fields import read_entry, read_size
 from memjax.models.checkpoints.hf.hub import ADAPTER, ADAPTER_CONFIG
-from memjax.models.checkpoints.hf.hybrids.names import HYBRIDS
+from memjax.models.checkpoints.hf.hybrids.tables import HYBRIDS
 from memjax.models.checkpoints.hf.safetensors_file import (
     SafetensorsFile,
     read_object,

@@ -14,12 +14,15 @@ from jaxtyping import Float32
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.models.checkpoints.hf.export import is_gemma, tied_in_file
-from memjax.models.checkpoints.hf.hybrids.names import (
-    HYBRIDS,
-    hybrid_family,
-    hybrid_names,
+from memjax.models.checkpoints.hf.hybrids.names import hybrid_family, hybrid_names
+from memjax.models.checkpoints.hf.hybrids.tables import HYBRIDS
+from memjax.models.checkpoints.hf.tensor import (
+    Piece,
+    Tensor,
+    split_parameter,
+    tensors_of,
+    to_stored,
 )
-from memjax.models.checkpoints.hf.tensor import Piece, Tensor, tensors_of, to_stored
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.layers import FeedForwardParams, LayerNormParams
 
@@ -71,20 +74,23 @@ def tensors_from_parameters(
         stored = to_stored(np.asarray(value), tensor.layout)
         if not tensor.pieces:
             yield tensor.name, stored
-        for piece in tensor.pieces:
-            rows, stored = np.split(stored, [len(piece.rows)])
+        for piece, rows in split_parameter(tensor, stored):
             found = parts.setdefault(piece.name, [])
             found.append((piece, rows))
             if sum(len(each.rows) for each, _ in found) == piece.total:
-                yield piece.name, _joined(parts.pop(piece.name))
+                # Rows of [E, out, in] are those of its middle axis.
+                axis = int(tensor.layout == "experts" and len(tensor.pieces) == 1)
+                yield piece.name, _joined(parts.pop(piece.name), axis)
 
 
-def _joined(found: list[tuple[Piece, np.ndarray]]) -> np.ndarray:
+def _joined(found: list[tuple[Piece, np.ndarray]], axis: int) -> np.ndarray:
     """A tensor from the rows of several parameters."""
     (piece, first), *_ = found
-    whole = np.empty((piece.total, *first.shape[1:]), first.dtype)
+    shape = list(first.shape)
+    shape[axis] = piece.total
+    whole = np.empty(shape, first.dtype)
     for each, rows in found:
-        whole[each.rows] = rows
+        whole[(slice(None),) * axis + (each.rows,)] = rows
     return whole
 
 

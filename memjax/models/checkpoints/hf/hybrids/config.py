@@ -4,7 +4,7 @@ Qwen3.5 (its text), OLMo Hybrid, Mamba-2, Granite 4 H, Bamba and Falcon-H1.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from memjax.checks import short
@@ -18,6 +18,7 @@ from memjax.models.checkpoints.hf.fields import (
 from memjax.models.checkpoints.hf.hybrids.layers import (
     FULL,
     LINEAR,
+    RENAMED,
     layer_kinds,
     model_of_layers,
 )
@@ -29,6 +30,11 @@ from memjax.models.checkpoints.hf.hybrids.mixers import (
     mamba_of_layer,
     read_epsilon,
     require_silu,
+)
+from memjax.models.checkpoints.hf.hybrids.mixtures import (
+    granite_experts,
+    nemotron_experts,
+    qwen_experts,
 )
 from memjax.models.checkpoints.hf.hybrids.scans import (
     from_falcon_mamba,
@@ -43,22 +49,43 @@ OLMO_EPSILON = 1e-5
 Read = Callable[[Mapping[str, Any], Dtype], ModelConfig]
 
 
-def from_qwen3_5(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+def from_qwen3_5(
+    config: Mapping[str, Any], dtype: Dtype, *, styles: Sequence[BlockStyle] = ()
+) -> ModelConfig:
     """Gated DeltaNet three layers in four; the fourth attends, with a gate."""
     interval = read_size(config, "full_attention_interval", 4)
     kinds = layer_kinds(config, lambda i: FULL if (i + 1) % interval == 0 else LINEAR)
     require_silu(config)
+    epsilon = read_epsilon(config)
     attention = full_attention(
         config,
         head_dim=read_size(config, "head_dim", 256),
         qk_norm="head",
-        qk_norm_epsilon=read_epsilon(config),
+        qk_norm_epsilon=epsilon,
         output_gate=True,
         partial=0.25,
     )
-    mechanisms = {FULL: attention, LINEAR: gated_deltanet(config, read_epsilon(config))}
-    tied = read_entry(config, "tie_word_embeddings", bool, False)
-    return model_of_layers(config, [mechanisms[kind] for kind in kinds], tied, dtype)
+    mechanisms = {FULL: attention, LINEAR: gated_deltanet(config, epsilon)}
+    return model_of_layers(
+        config,
+        [mechanisms[kind] for kind in kinds],
+        read_entry(config, "tie_word_embeddings", bool, False),
+        dtype,
+        styles=styles,
+        hidden=read_size(config, "intermediate_size", 1) if styles else None,
+    )
+
+
+def from_qwen3_moe(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Qwen3.5 and Qwen3-Next with experts in some or all layers."""
+    experts = qwen_experts(config)
+    dense = read_entry(config, "mlp_only_layers", list, [])
+    step = read_size(config, "decoder_sparse_step", 1)
+    styles = [
+        BlockStyle(experts=None if i in dense or (i + 1) % step else experts)
+        for i in range(read_layers(config))
+    ]
+    return from_qwen3_5(config, dtype, styles=styles)
 
 
 def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
@@ -113,11 +140,8 @@ def from_mamba2(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
 
 def from_granite(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     """Mamba-2 with a feed-forward, and a few attention layers, by multipliers."""
-    if config.get("num_local_experts"):
-        raise ValueError(
-            "num_local_experts must be 0, got "
-            f"{short(config['num_local_experts'])}: experts are not read here"
-        )
+    experts = granite_experts(config)
+    layers = read_layers(config)
     require_silu(config)
     positions = read_entry(config, "position_embedding_type", str, "nope")
     attention = full_attention(
@@ -132,6 +156,7 @@ def from_granite(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         [mechanisms[kind] for kind in kinds],
         read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
+        styles=[BlockStyle(experts=experts)] * layers if experts else (),
         hidden=read_size(config, "shared_intermediate_size"),
         embedding_multiplier=read_entry(config, "embedding_multiplier", float, 1.0),
         residual_multiplier=read_entry(config, "residual_multiplier", float, 1.0),
@@ -202,9 +227,75 @@ def from_falcon_h1(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     )
 
 
+def from_nemotron_h(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
+    """Layers of one branch: Mamba-2, attention without positions, or a feed-forward.
+
+    A feed-forward and the layer before it are one of ours.
+    """
+    for key in ("use_bias", "mlp_bias", "mamba_proj_bias"):
+        require_value(config, key, False, default=False)
+    require_value(config, "mlp_hidden_act", "relu2", default="relu2")
+    require_value(config, "mamba_hidden_act", "silu", default="silu")
+    epsilon = read_entry(config, "layer_norm_epsilon", float, 1e-5)
+    memory = mamba2(
+        config,
+        heads=read_size(config, "mamba_num_heads"),
+        width=read_size(config, "mamba_head_dim"),
+        state=read_size(config, "ssm_state_size", 128),
+        groups=read_size(config, "n_groups", 8),
+        taps=read_size(config, "conv_kernel", 4),
+        bias=read_entry(config, "use_conv_bias", bool, True),
+        epsilon=epsilon,
+    )
+    mixers = {LINEAR: memory, FULL: full_attention(config, rope=False)}
+    hidden = {
+        "mlp": BlockStyle(feed_forward="relu2"),
+        "moe": BlockStyle(feed_forward="relu2", experts=nemotron_experts(config)),
+    }
+    mechanisms, styles = [], []
+    for i, kind in enumerate(_branches(config)):
+        if kind in mixers:
+            mechanisms.append(mixers[kind])
+            styles.append(BlockStyle(feed_forward="none"))
+        elif kind in hidden and styles and styles[-1].feed_forward == "none":
+            styles[-1] = hidden[kind]
+        else:
+            raise ValueError(
+                f"layers_block_type[{i}] must be a memory, attention, or a "
+                f"feed-forward behind one of them, got {short(kind)}"
+            )
+    return model_of_layers(
+        config,
+        mechanisms,
+        read_entry(config, "tie_word_embeddings", bool, False),
+        dtype,
+        styles=styles,
+        hidden=read_size(config, "intermediate_size"),
+        epsilon=epsilon,
+    )
+
+
+def _branches(config: Mapping[str, Any]) -> list[Any]:
+    """The kind of each layer of one branch, from a list or a pattern of letters."""
+    letters = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+    pattern = read_entry(config, "hybrid_override_pattern", str, "")
+    given = read_entry(config, "layers_block_type", list, list(pattern))
+    layers = read_size(config, "num_hidden_layers", len(given))
+    if len(given) != layers:
+        raise ValueError(
+            f"layers_block_type must name {layers} layers, got {len(given)}: "
+            f"{short(given)}"
+        )
+    names = RENAMED | letters
+    return [names.get(kind, kind) if isinstance(kind, str) else kind for kind in given]
+
+
 #: By `model_type`.
 READ: dict[str, Read] = {
     "qwen3_5_text": from_qwen3_5,
+    "qwen3_5_moe_text": from_qwen3_moe,
+    "qwen3_next": from_qwen3_moe,
+    "nemotron_h": from_nemotron_h,
     "olmo_hybrid": from_olmo_hybrid,
     "mamba2": from_mamba2,
     "granitemoehybrid": from_granite,

@@ -9,6 +9,7 @@ from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
 from memjax.models.language_model.config import Architecture, ModelConfig
+from memjax.models.language_model.hidden.router import ExpertsConfig
 
 # How a model runs, and the sizes of its first cache.
 _WITHOUT_EFFECT = {
@@ -94,6 +95,12 @@ def _completed(mechanism: Any) -> Any:
         epsilon = mechanism.norm_epsilon if normed else 1e-6
         return dataclasses.replace(mechanism, style=style, norm_epsilon=epsilon)
     return mechanism
+
+
+def experts_of(config: ModelConfig) -> ExpertsConfig | None:
+    """The first mixture of experts; None without one."""
+    styles = (config.style(i) for i in range(config.num_layers))
+    return next((style.experts for style in styles if style.experts), None)
 
 
 def attention_of(config: ModelConfig) -> HeadsConfig:

@@ -10,7 +10,11 @@ from typing import Any
 from memjax.mechanisms import GatedDeltaNetConfig, Mamba2Config
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.models.checkpoints.hf.hybrids.config import READ
-from memjax.models.checkpoints.hf.hybrids.difference import attention_of, require_same
+from memjax.models.checkpoints.hf.hybrids.difference import (
+    attention_of,
+    experts_of,
+    require_same,
+)
 from memjax.models.checkpoints.hf.hybrids.entries import (
     decoder,
     memory_of,
@@ -60,6 +64,21 @@ def _to_qwen3_5(config: ModelConfig) -> dict[str, Any]:
     )
 
 
+def _to_qwen3_next(config: ModelConfig) -> dict[str, Any]:
+    mixture = experts_of(config)
+    assert mixture is not None
+    layers = range(config.num_layers)
+    return _to_qwen3_5(config) | {
+        "num_experts": mixture.num_experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "moe_intermediate_size": mixture.hidden_dim,
+        "norm_topk_prob": mixture.renormalize,
+        "shared_expert_intermediate_size": mixture.shared_dim,
+        "mlp_only_layers": [i for i in layers if config.style(i).experts is None],
+        "decoder_sparse_step": 1,
+    }
+
+
 def _to_olmo_hybrid(config: ModelConfig) -> dict[str, Any]:
     if LINEAR not in (types := _layer_types(config)) or FULL not in types:
         raise ValueError(
@@ -104,6 +123,13 @@ def _to_granite(config: ModelConfig) -> dict[str, Any]:
         "shared_intermediate_size": config.hidden_dim,
         "position_embedding_type": "nope" if heads.rope_theta is None else "rope",
     }
+    if (mixture := experts_of(config)) is not None:
+        found |= {
+            "num_local_experts": mixture.num_experts,
+            "num_experts_per_tok": mixture.experts_per_token,
+            "intermediate_size": mixture.hidden_dim,
+            "shared_intermediate_size": mixture.shared_dim,
+        }
     memory = _mamba(config, memories[0]) if memories else {}
     return decoder(config) | found | memory
 
@@ -142,9 +168,49 @@ def _to_falcon_h1(config: ModelConfig) -> dict[str, Any]:
     return decoder(config) | _mamba_sizes(memory) | found
 
 
+def _to_nemotron_h(config: ModelConfig) -> dict[str, Any]:
+    memory, mixture = memory_of(config, "mamba2"), experts_of(config)
+    branches = []
+    for i, kind in enumerate(_layer_types(config)):
+        style = config.style(i)
+        branches.append(kind)
+        if style.feed_forward != "none":
+            branches.append("moe" if style.experts else "mlp")
+    heads = attention_of(config)
+    found = {
+        "num_hidden_layers": len(branches),
+        "layers_block_type": branches,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "head_dim": heads.head_dim,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": memory.num_heads,
+        "mamba_head_dim": memory.value_dim,
+        "ssm_state_size": memory.key_dim,
+        "n_groups": memory.key_heads,
+        "conv_kernel": memory.style.conv_width,
+        "use_conv_bias": memory.style.conv_bias,
+    } | {key: False for key in ("use_bias", "mlp_bias", "mamba_proj_bias")}
+    if mixture is not None:
+        found |= {
+            "n_routed_experts": mixture.num_experts,
+            "num_experts_per_tok": mixture.experts_per_token,
+            "moe_intermediate_size": mixture.hidden_dim,
+            "norm_topk_prob": mixture.renormalize,
+            "n_group": mixture.groups,
+            "topk_group": mixture.chosen_groups,
+            "routed_scaling_factor": mixture.scale,
+            "n_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": mixture.shared_dim,
+        }
+    return decoder(config) | _pace_limits(memory) | found
+
+
 #: By family: its writer, and its class in transformers.
 WRITE: dict[str, tuple[Write, str]] = {
     "qwen3_5_text": (_to_qwen3_5, "Qwen3_5ForCausalLM"),
+    "qwen3_next": (_to_qwen3_next, "Qwen3NextForCausalLM"),
+    "nemotron_h": (_to_nemotron_h, "NemotronHForCausalLM"),
     "olmo_hybrid": (_to_olmo_hybrid, "OlmoHybridForCausalLM"),
     "mamba2": (_to_mamba2, "Mamba2ForCausalLM"),
     "granitemoehybrid": (_to_granite, "GraniteMoeHybridForCausalLM"),

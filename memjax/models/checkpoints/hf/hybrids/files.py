@@ -19,7 +19,7 @@ from memjax.models.language_model.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 #: model_type of a file with a `text_config` -> that of its text.
-TEXT_OF = {"qwen3_5": "qwen3_5_text"}
+TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 # Beginnings of names, where "model." may be missing.
 _TEXT = "model.language_model."
 _NOT_TEXT = ("model.visual.", "visual.", "mtp.")

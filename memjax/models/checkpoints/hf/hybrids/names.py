@@ -1,150 +1,23 @@
 """Names of the tensors of published models with recurrent layers.
 
-A family is a row of `HYBRIDS`. Its recurrent layers join several of our parameters in
-one matrix; `fused` and `convolved` say which, in the order of the rows:
-
-    q k v z     queries, keys, values, output gate
-    rate pace   β, and Δ of the decay
+A family is a row of `tables.HYBRIDS`.
 
 Shapes: D model, H heads of values, G of keys, K key, V value, r = H / G.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from memjax.models.checkpoints.hf.hybrids.scan_names import mamba, rg_lru, short_conv
+from memjax.models.checkpoints.hf.hybrids.tables import MATRICES, HybridNames
 from memjax.models.checkpoints.hf.tensor import Piece, Tensor
 from memjax.models.language_model.config import ModelConfig
 
-#: Names of the parts of fused matrices and of convolutions, in order.
-Parts = Mapping[str, tuple[str, ...]]
-
-
-class HybridNames(NamedTuple):
-    """A family's names, below a layer's unless said otherwise.
-
-    Attributes:
-        fused: parts of each matrix of a recurrent layer.
-        convolved: parts of each convolution.
-        single: our name -> theirs, of recurrent parameters that are one tensor.
-        norms: of a layer, before the mechanism and the feed-forward.
-        output_norms: of a layer that has norms of outputs alone.
-        hidden: gate, up and down of the feed-forward; gate and up are one tensor where
-            their names are equal.
-        mixer: of recurrent layers.
-        attention: of attention layers.
-        attends: of an attention layer, the norms of queries and keys and the output.
-        root: of all layers, and of the embedding and the last norm.
-        embedding: the embedding's.
-        last_norm: the last norm's.
-        by_key_head: whether rows of fused matrices go by key heads.
-        less_one: whether norms are stored with 1 taken from them.
-    """
-
-    fused: Parts
-    convolved: Parts
-    single: Mapping[str, str]
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    output_norms: tuple[str, str] = (
-        "post_attention_layernorm",
-        "post_feedforward_layernorm",
-    )
-    hidden: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    mixer: str = "linear_attn"
-    attention: str = "self_attn"
-    attends: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
-    root: str = "model"
-    embedding: str = "embed_tokens"
-    last_norm: str = "norm"
-    by_key_head: bool = False
-    less_one: bool = False
-
-
-_QWEN3_5 = HybridNames(
-    fused={
-        "in_proj_qkv": ("q", "k", "v"),
-        "in_proj_z": ("z",),
-        "in_proj_b": ("rate",),
-        "in_proj_a": ("pace",),
-    },
-    convolved={"conv1d": ("q", "k", "v")},
-    single={"norm": "norm.weight", "output": "out_proj.weight"},
-    less_one=True,
-)
-_OLMO_HYBRID = HybridNames(
-    fused={
-        **{f"{part}_proj": (part,) for part in "qkv"},
-        "g_proj": ("z",),
-        "b_proj": ("rate",),
-        "a_proj": ("pace",),
-    },
-    convolved={f"{part}_conv1d": (part,) for part in "qkv"},
-    single={"norm": "o_norm.weight", "output": "o_proj.weight"},
-    norms=("attention_layer_norm", "feedforward_layer_norm"),
-)
-_MAMBA2 = HybridNames(
-    fused={"in_proj": ("z", "v", "k", "q", "pace")},
-    convolved={"conv1d": ("v", "k", "q")},
-    single={"norm": "norm.weight", "output": "out_proj.weight", "skip": "D"},
-    norms=("norm", "norm"),
-    mixer="mixer",
-    root="backbone",
-    embedding="embeddings",
-    last_norm="norm_f",
-)
-_GRANITE = _MAMBA2._replace(
-    norms=("input_layernorm", "post_attention_layernorm"),
-    hidden=(
-        "shared_mlp.input_linear",
-        "shared_mlp.input_linear",
-        "shared_mlp.output_linear",
-    ),
-    mixer="mamba",
-    root="model",
-    embedding="embed_tokens",
-    last_norm="norm",
-)
-_BAMBA = _GRANITE._replace(
-    norms=("input_layernorm", "pre_ff_layernorm"),
-    hidden=tuple(f"feed_forward.{name}_proj" for name in ("gate", "up", "down")),
-    last_norm="final_layernorm",
-)
-_NO_ROWS: Any = {"fused": {}, "convolved": {}, "single": {}}
-_LFM2 = HybridNames(
-    **_NO_ROWS,
-    norms=("operator_norm", "ffn_norm"),
-    hidden=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
-    mixer="conv",
-    attends=("q_layernorm", "k_layernorm", "out_proj"),
-    last_norm="embedding_norm",
-)
-_RECURRENT_GEMMA = HybridNames(
-    **_NO_ROWS,
-    norms=("temporal_pre_norm", "channel_pre_norm"),
-    hidden=("mlp_block.gate_proj", "mlp_block.up_proj", "mlp_block.down_proj"),
-    mixer="temporal_block",
-    attention="temporal_block",
-    last_norm="final_norm",
-    less_one=True,
-)
 #: Mechanisms whose tensors have the same names in all families.
 SCANS = {"short_conv": short_conv, "mamba": mamba, "rg_lru": rg_lru}
-#: By `model_type`.
-HYBRIDS = {
-    "qwen3_5_text": _QWEN3_5,
-    "olmo_hybrid": _OLMO_HYBRID,
-    "mamba2": _MAMBA2,
-    "granitemoehybrid": _GRANITE,
-    "bamba": _BAMBA,
-    "falcon_h1": _BAMBA,
-    "lfm2": _LFM2,
-    "mamba": _MAMBA2,
-    "falcon_mamba": _MAMBA2,
-    "recurrent_gemma": _RECURRENT_GEMMA,
-}
 
 
 def hybrid_names(config: ModelConfig, names: HybridNames) -> dict[str, Any]:
@@ -153,8 +26,10 @@ def hybrid_names(config: ModelConfig, names: HybridNames) -> dict[str, Any]:
     found = {
         "embedding": Tensor(f"{root}.{names.embedding}.weight"),
         "blocks": {
-            i: _block(config, i, f"{root}.layers.{i}", names)
-            for i in range(config.num_layers)
+            i: _block(
+                config, i, f"{root}.layers.{at}", f"{root}.layers.{behind}", names
+            )
+            for i, (at, behind) in enumerate(_places(config, names.one_branch))
         },
         "norm": _norm(names, f"{root}.{names.last_norm}"),
     }
@@ -167,7 +42,16 @@ def _norm(names, at):
     return Tensor(f"{at}.weight", "less_one" if names.less_one else "as_is")
 
 
-def _block(config, layer, at, names):
+def _places(config, one_branch):
+    """Numbers of a layer's mechanism and of its feed-forward in the file."""
+    next_place = 0
+    for i in range(config.num_layers):
+        hidden = one_branch and config.style(i).feed_forward != "none"
+        yield next_place, next_place + hidden
+        next_place += 1 + hidden
+
+
+def _block(config, layer, at, at_hidden, names):
     """The tensors of one layer."""
     mechanism, style = config.layers[layer], config.style(layer)
     parts = {}
@@ -186,15 +70,20 @@ def _block(config, layer, at, names):
         "mechanism_norm": _norm(names, f"{at}.{before}"),
     }
     if style.feed_forward != "none":
-        width = style.hidden_dim or config.hidden_dim
-        biased = config.architecture.feed_forward_bias
-        found["feed_forward"] = _feed_forward(width, at, names, biased)
-        found["feed_forward_norm"] = _norm(names, f"{at}.{behind}")
+        found["feed_forward_norm"] = _norm(names, f"{at_hidden}.{behind}")
+        if style.experts:
+            found["feed_forward"] = _experts(config, style, at_hidden, names.experts)
+        else:
+            width = style.hidden_dim or config.hidden_dim
+            biased = config.architecture.feed_forward_bias
+            found["feed_forward"] = _feed_forward(
+                width, style, at_hidden, names.hidden, biased
+            )
     return found
 
 
-def _feed_forward(width, at, names, biased):
-    gate, up, down = (f"{at}.{name}.weight" for name in names.hidden)
+def _feed_forward(width, style, at, hidden, biased=False):
+    gate, up, down = (f"{at}.{name}.weight" for name in hidden)
     joined = 2 * width if gate == up else 0
     found = {
         "gate": _into(gate, 0, width, joined),
@@ -202,8 +91,43 @@ def _feed_forward(width, at, names, biased):
         "down": Tensor(down, "into"),
     }
     if biased:
-        for ours, theirs in zip(("gate", "up", "down"), names.hidden, strict=True):
+        for ours, theirs in zip(MATRICES, hidden, strict=True):
             found[f"{ours}_bias"] = Tensor(f"{at}.{theirs}.bias")
+    return _without_gate(found) if style.feed_forward == "relu2" else found
+
+
+def _without_gate(found):
+    return {name: tensor for name, tensor in found.items() if name != "gate"}
+
+
+def _experts(config, style, at, names):
+    """The tensors of a mixture of experts."""
+    mixture, d = style.experts, config.model_dim
+    width = mixture.hidden_dim
+    gate, up, down = names.routed
+    joined = 2 * width if gate == up else width
+
+    def matrices(name, first, count, total):
+        rows = np.arange(first, first + count)
+        each = mixture.num_experts if "{}" in name else 1
+        pieces = (Piece(f"{at}.{name.format(i)}", rows, total) for i in range(each))
+        return Tensor("", "experts", tuple(pieces))
+
+    routed = {
+        "gate": matrices(gate, 0, width, joined),
+        "up": matrices(up, joined - width, width, joined),
+        "down": matrices(down, 0, d, d),
+    }
+    found: dict[str, Any] = {
+        "router": Tensor(f"{at}.{names.router}", "into"),
+        "routed": _without_gate(routed) if style.feed_forward == "relu2" else routed,
+    }
+    if mixture.router == "sigmoid":
+        found["router_bias"] = Tensor(f"{at}.{names.router_bias}")
+    if mixture.shared_dim:
+        found["shared"] = _feed_forward(mixture.shared_dim, style, at, names.shared)
+    if mixture.shared_gate:
+        found["shared_gate"] = Tensor(f"{at}.{names.shared_gate}", "into")
     return found
 
 
@@ -336,9 +260,14 @@ def hybrid_family(config: ModelConfig) -> str | None:
         return None
     (memory,) = memories
     attends = [m.attention for m in config.mechanisms if m.attention]
+    styles = [config.style(i) for i in range(config.num_layers)]
     if memory.name == "gated_deltanet":
+        if any(style.experts for style in styles):
+            return "qwen3_next"
         gated = math.isclose(memory.max_rate, 1.0)
         return "qwen3_5_text" if gated else "olmo_hybrid"
-    if not attends and config.style(0).feed_forward == "none":
+    if any(style.feed_forward == "relu2" for style in styles):
+        return "nemotron_h"
+    if not attends and styles[0].feed_forward == "none":
         return "mamba2"
     return "bamba" if any(heads.rope_dim for heads in attends) else "granitemoehybrid"
