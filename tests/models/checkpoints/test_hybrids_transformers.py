@@ -1,12 +1,15 @@
 """transformers' models with recurrent layers, read here, and written back."""
 
+import json
 import warnings
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import memjax
+from memjax.models.checkpoints.hf.config import from_hf_config
 from tests.models.checkpoints.hybrid_reading import (
     agree,
     read,
@@ -67,3 +70,21 @@ def test_a_head_that_is_the_embedding_is_read_and_written(family, tmp_path):
     _, logits = read(model, model.init_state(2), jnp.asarray(tokens, jnp.int32))
     agree(logits, expected)
     agree(written(model, tmp_path / "b", tokens), expected)
+
+
+@pytest.mark.parametrize("family", sorted({kind for kind, _ in FAMILIES.values()}))
+def test_missing_keys_have_the_defaults_of_transformers(family):
+    """Or have to be given."""
+    kind: Any = transformers.CONFIG_MAPPING[family]
+    # Its default is a mixture of experts.
+    dense = {"num_local_experts": 0} if family == "granitemoehybrid" else {}
+    config = json.loads(json.dumps(kind(**dense).to_dict()))
+    model = from_hf_config(config)
+    # transformers' modules read a missing record as no RoPE, its class as a default.
+    skipped = {"rope_parameters"} if family == "olmo_hybrid" else set()
+    for key in config.keys() - skipped:
+        rest = {other: value for other, value in config.items() if other != key}
+        try:
+            assert from_hf_config(rest) == model, key
+        except ValueError as error:
+            assert f"{key} is missing from config.json" in str(error)

@@ -60,6 +60,7 @@ def from_qwen3_5(
     attention = full_attention(
         config,
         head_dim=read_size(config, "head_dim", 256),
+        kv_heads=read_size(config, "num_key_value_heads"),
         qk_norm="head",
         qk_norm_epsilon=epsilon,
         output_gate=True,
@@ -98,7 +99,15 @@ def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         config, qk_norm="width", qk_norm_epsilon=read_epsilon(config), rope=not without
     )
     negative = read_entry(config, "linear_allow_neg_eigval", bool, True)
-    memory = gated_deltanet(config, OLMO_EPSILON, 2.0 if negative else 1.0)
+    heads = read_size(config, "num_attention_heads")
+    width = int(0.75 * read_size(config, "hidden_size") / heads)
+    memory = gated_deltanet(
+        config,
+        OLMO_EPSILON,
+        2.0 if negative else 1.0,
+        heads=heads,
+        key_dim=read_size(config, "linear_key_head_dim", width),
+    )
     mechanisms = {FULL: attention, LINEAR: memory}
     styles = {
         FULL: BlockStyle(norm_first=False, norm_outputs=True),
@@ -169,7 +178,8 @@ def from_bamba(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     require_silu(config)
     require_value(config, "mlp_bias", False, default=False)
     attends = read_entry(config, "attn_layer_indices", list, [])
-    attention = full_attention(config, partial=0.5)
+    kv_heads = read_size(config, "num_key_value_heads")
+    attention = full_attention(config, kv_heads=kv_heads, partial=0.5)
     memory = mamba_of_layer(config)
     layers = range(read_layers(config))
     return model_of_layers(
@@ -194,14 +204,15 @@ def from_falcon_h1(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     gate, value, key, query, pace = (
         outside * part for part in floats(config, "ssm_multipliers", 5)
     )
-    attention = full_attention(config)
+    kv_heads = read_size(config, "num_key_value_heads")
+    attention = full_attention(config, kv_heads=kv_heads)
     # Scores have the multipliers of queries and keys, reads those of values.
     scale = attention.head_dim**-0.5 * inside**2 * factor("key_multiplier")
     normed = read_entry(config, "mamba_rms_norm", bool, False)
     first = not read_entry(config, "mamba_norm_before_gate", bool, True)
     memory = mamba_of_layer(
         config,
-        inner=read_size(config, "mamba_d_ssm", 0) or None,
+        inner=_inner(config),
         norm="group" if normed else "none",
         gate_first=first and normed,
         gate_multiplier=gate,
@@ -288,6 +299,13 @@ def _branches(config: Mapping[str, Any]) -> list[Any]:
         )
     names = RENAMED | letters
     return [names.get(kind, kind) if isinstance(kind, str) else kind for kind in given]
+
+
+def _inner(config: Mapping[str, Any]) -> int | None:
+    """Channels of Falcon-H1's memory; null is as many as `mamba_expand` says."""
+    if "mamba_d_ssm" not in config:
+        raise ValueError("mamba_d_ssm is missing from config.json")
+    return read_size(config, "mamba_d_ssm", 0) or None
 
 
 #: By `model_type`.

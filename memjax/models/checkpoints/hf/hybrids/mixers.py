@@ -26,12 +26,15 @@ def full_attention(
     config: Mapping[str, Any],
     *,
     head_dim: int | None = None,
+    kv_heads: int | None = None,
     partial: float = 1.0,
     theta: float = 10_000.0,
     rope: bool = True,
     **options: Any,
 ) -> AttentionConfig:
     """Full attention; `partial` and `theta` are defaults of RoPE.
+
+    `kv_heads` where a family's default is another number than all heads.
 
     Without RoPE nothing depends on positions, and `max_position_embeddings` is no
     bound: it is the length of the training texts.
@@ -51,7 +54,7 @@ def full_attention(
     return AttentionConfig(
         model_dim=read_size(config, "hidden_size"),
         num_heads=heads,
-        num_kv_heads=read_size(config, "num_key_value_heads", heads),
+        num_kv_heads=kv_heads or read_size(config, "num_key_value_heads", heads),
         head_dim=width,
         qkv_bias=bias,
         output_bias=bias,
@@ -64,17 +67,24 @@ def full_attention(
 
 
 def gated_deltanet(
-    config: Mapping[str, Any], epsilon: float, max_rate: float = 1.0
+    config: Mapping[str, Any],
+    epsilon: float,
+    max_rate: float = 1.0,
+    *,
+    heads: int | None = None,
+    key_dim: int | None = None,
 ) -> GatedDeltaNetConfig:
-    """A layer whose keys begin with linear_; `epsilon` is of its norm."""
-    heads = read_size(config, "num_attention_heads")
-    width = int(0.75 * read_size(config, "hidden_size") / heads)
-    key_dim = read_size(config, "linear_key_head_dim", width)
+    """A layer whose keys begin with linear_; `epsilon` is of its norm.
+
+    `heads` is a default, and twice `key_dim` that of values; None must be given.
+    """
+    double = 2 * key_dim if key_dim else None
+    key_dim = key_dim or read_size(config, "linear_key_head_dim")
     return GatedDeltaNetConfig(
         model_dim=read_size(config, "hidden_size"),
         num_heads=read_size(config, "linear_num_value_heads", heads),
         key_dim=key_dim,
-        value_dim=read_size(config, "linear_value_head_dim", 2 * key_dim),
+        value_dim=read_size(config, "linear_value_head_dim", double),
         norm_epsilon=epsilon,
         max_rate=max_rate,
         style=RecurrentStyle(
@@ -177,5 +187,5 @@ def require_silu(config: Mapping[str, Any]) -> None:
 
 
 def read_epsilon(config: Mapping[str, Any]) -> float:
-    """Of the model's norms."""
-    return read_entry(config, "rms_norm_eps", float, 1e-6)
+    """Of the model's norms; the defaults of families differ, so it must be given."""
+    return read_entry(config, "rms_norm_eps", float)

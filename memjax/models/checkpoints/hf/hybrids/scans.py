@@ -47,7 +47,11 @@ def from_lfm2(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     kinds = layer_kinds(config, lambda i: FULL if i in attends else CONV, (CONV, FULL))
     mechanisms = {
         FULL: full_attention(
-            config, theta=LFM2_THETA, qk_norm="head", qk_norm_epsilon=epsilon
+            config,
+            kv_heads=read_size(config, "num_key_value_heads"),
+            theta=LFM2_THETA,
+            qk_norm="head",
+            qk_norm_epsilon=epsilon,
         ),
         CONV: ShortConvConfig(
             read_size(config, "hidden_size"), read_size(config, "conv_L_cache", 3)
