@@ -2,7 +2,8 @@
 
 They are written relative to the page, as `../memjax/nnx/memory.py`, so that they work
 where the repository is read. The site has only `docs/`: there they lead to `repo_url`
-of `mkdocs.yml`, or become plain text, with the path, as long as none is set.
+of `mkdocs.yml`, or become plain text, with the path, as long as none is set. Links of
+notebooks to pages get the pages' names in the site.
 """
 
 import posixpath
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"\[(?P<text>[^\]\n]+)\]\((?P<target>\.\./[^)\s]+)\)")
+_PAGE = re.compile(r'href="([^":]+)\.md(?=["#])')
 
 
 class Link(NamedTuple):
@@ -56,3 +58,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             shown = f"{link.text} (`{link.path}`)"
         markdown = markdown.replace(link.markdown, shown)
     return markdown
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Lets links of notebooks to pages lead there: mkdocs-jupyter keeps the `.md`."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    return _PAGE.sub(r'href="\1.html', html)
