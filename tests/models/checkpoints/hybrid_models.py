@@ -26,6 +26,16 @@ DELTA = ATTENTION | dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
 )
+QWEN = DELTA | dict(
+    head_dim=16, rope_parameters=ROPE | dict(partial_rotary_factor=0.25)
+)
+EXPERTS = dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    shared_expert_intermediate_size=20,
+    norm_topk_prob=True,
+)
 MAMBA = ATTENTION | dict(
     mamba_n_heads=4,
     mamba_d_head=12,
@@ -63,11 +73,7 @@ SCAN = MODEL | dict(state_size=6, layer_norm_epsilon=1e-3, time_step_rank=5)
 SCAN |= dict(num_hidden_layers=3)
 #: Family and variant -> model_type and sizes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": (
-        "qwen3_5_text",
-        DELTA
-        | dict(head_dim=16, rope_parameters=ROPE | dict(partial_rotary_factor=0.25)),
-    ),
+    "qwen3_5": ("qwen3_5_text", QWEN),
     "olmo_hybrid": ("olmo_hybrid", DELTA | dict(rope_parameters=dict(rope_theta=None))),
     "olmo_hybrid_rope": ("olmo_hybrid", DELTA | dict(rope_parameters=ROPE)),
     "mamba2": (
@@ -104,6 +110,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1_gate": (
         "falcon_h1",
         MAMBA | FALCON | dict(mamba_rms_norm=True, mamba_norm_before_gate=False),
+    ),
+    "qwen3_next": ("qwen3_next", QWEN | EXPERTS | dict(mlp_only_layers=[1])),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {key: size for key, size in QWEN.items() if key != "intermediate_size"}
+        | EXPERTS,
+    ),
+    "granite_moe": (
+        "granitemoehybrid",
+        GRANITE
+        | dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=12)
+        | dict(shared_intermediate_size=20),
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        MODEL
+        | dict(intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
+        | dict(head_dim=8, layer_norm_epsilon=1e-3, mamba_num_heads=4)
+        | dict(mamba_head_dim=12, ssm_state_size=10, n_groups=2, chunk_size=8)
+        # transformers has the least step when it reads and not when it draws.
+        | dict(time_step_min=1e-9, n_routed_experts=6, num_experts_per_tok=2)
+        | dict(moe_intermediate_size=12, moe_shared_expert_intermediate_size=20)
+        | dict(n_group=3, topk_group=2, routed_scaling_factor=1.3)
+        | dict(layers_block_type=["linear_attention", "mlp", "full_attention", "moe"])
+        | dict(num_hidden_layers=4),
     ),
     "lfm2": (
         "lfm2",
@@ -153,7 +184,7 @@ def _drawn(name, parameter, model_type, tied):
         return noise * (1e-3 if small else 0.5)
     if leaf == "D" or parameter.ndim == 1:
         # Norms that are stored with 1 taken from them.
-        less_one = model_type in ("qwen3_5_text", "recurrent_gemma")
+        less_one = "qwen3" in model_type or model_type == "recurrent_gemma"
         own = "linear_attn.norm" in name
         return (0.0 if leaf == "bias" or less_one and not own else 1.0) + 0.3 * noise
     if "embed" in name:

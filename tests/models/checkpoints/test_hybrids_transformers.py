@@ -58,7 +58,8 @@ def test_numbers_equal_transformers_and_are_written_back(family, tmp_path):
     agree(written(model, tmp_path / "b", expected["tokens"]), expected["logits"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# transformers ties no head of Nemotron-H, whatever its file says.
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "nemotron_h"])
 def test_a_head_that_is_the_embedding_is_read_and_written(family, tmp_path):
     theirs = build(family, tied=True)
     theirs.save_pretrained(tmp_path / "a")
