@@ -26,6 +26,7 @@ DELTA = {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": KINDS | DELTA | {"head_dim": 8},
     "mamba2": {"num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2},
+    "mamba": {"intermediate_size": 16, "state_size": 3, "time_step_rank": 2},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 16},
     "granitemoehybrid": KINDS | MAMBA | {"shared_intermediate_size": 12},
 }

@@ -1,14 +1,17 @@
 """Models of published hybrids with what any model can do: generate, stream, refuse."""
 
+import dataclasses
 import functools
 import itertools
 import json
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from memjax.models import (
     LanguageModel,
@@ -22,6 +25,8 @@ from memjax.models import (
 from memjax.models.checkpoints.memory_bytes import bytes_by_kind
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.language_model import caches
+from memjax.training.finetune.curricula import HMTStages
+from memjax.training.finetune.hmt_presets import presets
 from tests import tiny
 from tests.models import hybrid_run
 from tests.models.published import PUBLISHED, SIZES, config
@@ -162,3 +167,49 @@ def test_four_devices_read_and_train_as_one_does(with_devices):
     assert held["heads"]["weight"] == [1] * 4 and held["heads"]["value"] == [1, 4, 1]
     assert held["heads"]["memory"] == [1, 4, 1, 1]
     assert {mesh["change"] == [1] * 4 for mesh in held.values()} == {True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba", "falcon_h1"])
+def test_hmt_around_a_hybrid_with_lora(name):
+    """The paper's stage 2 of Mamba 370M at small sizes, in one call and in two."""
+    stages = presets()["hmt-mamba-370m"]
+    assert isinstance(stages, HMTStages) and stages.stage2.train == "lora"
+    memory = dataclasses.replace(
+        stages.stage2.hmt,
+        segment_length=4,
+        num_sensory_tokens=1,
+        num_memories=3,
+        retrieval_dim=4,
+        summary_source="previous",
+    )
+    stage = dataclasses.replace(
+        stages.stage2, hmt=memory, dtype="float32", scan_layers=False
+    )
+
+    def make():
+        backbone = LanguageModel(config(name), key=jax.random.key(0))
+        return stage.wrap(backbone, jax.random.key(1))
+
+    hmt, tokens = tiny.drawn(make), tiny.tokens(1, 1, 10)
+    state, whole = tiny.method(hmt, "features", hmt.init_state(1), tokens)
+    middle, first = tiny.method(hmt, "features", hmt.init_state(1), tokens[:, :5])
+    after, second = tiny.method(hmt, "features", middle, tokens[:, 5:])
+    tiny.assert_close(jnp.concatenate([first, second], 1), whole, 1e-4)
+    tiny.assert_close(after, state, 1e-4)
+    graph, trained, frozen = nnx.split(hmt, nnx.Param, ...)
+
+    @jax.jit
+    @jax.grad
+    def gradient(trained):
+        model = nnx.merge(graph, trained, frozen)
+        return (model.features(model.init_state(1), tokens)[1] ** 2).sum()
+
+    # Every matrix of a recurrent layer and of attention learns, and M_init too.
+    leaves = jax.tree_util.tree_leaves_with_path(gradient(trained))
+    still = [leaf_name(path) for path, leaf in leaves if not leaf.any()]
+    assert leaves and not still
+    layer = "memory" if name == "falcon_h1" else ""
+    named = " ".join(leaf_name(path) for path, _ in leaves)
+    for matrix in ("gate", "output", "query_key" if name != "mamba" else "selection"):
+        assert re.search(rf"blocks.0.mechanism.{layer}.*{matrix}.up", named), matrix
