@@ -64,10 +64,11 @@ BATCHES, CORES, REPEATS = (1, 8), (1, 2), 5
 
 
 class Prompts(NamedTuple):
-    """Tokens [B, T], and the lengths of the prompts in them."""
+    """Tokens [B, T], the lengths of the prompts in them, and how many are drawn."""
 
     tokens: np.ndarray
     lengths: tuple[int, ...]
+    drawn: int = NEW_TOKENS
 
 
 def passages(file: Path, batch: int) -> Prompts:
@@ -89,7 +90,7 @@ def make(name: str, file: Path, prompts: Prompts) -> Callable[[], dict[str, Any]
 
     def step() -> dict[str, Any]:
         seconds, tokens = {}, np.zeros(0)
-        for part, count in (("first", 1), ("whole", NEW_TOKENS)):
+        for part, count in (("first", 1), ("whole", prompts.drawn)):
             begin = time.perf_counter()
             tokens = draw(count)
             seconds[part] = time.perf_counter() - begin
@@ -126,7 +127,7 @@ def _transformers(
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
+        **_source(file), dtype=torch.float32
     ).eval()
     options: dict[str, Any] = {}
     if compiled:
@@ -158,6 +159,13 @@ def _transformers(
         return out[:, longest:].numpy()
 
     return draw
+
+
+def _source(file: Path) -> dict[str, Any]:
+    """A GGUF file or a folder, as transformers takes it."""
+    if file.is_dir():
+        return {"pretrained_model_name_or_path": file}
+    return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
 
 
 def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import pytest
 from experiments.lab.timing import Round
 from experiments.speed import (
     generation,
-    memory_curve,
     official_hmt,
     official_mplus,
     official_mplus_programs,
@@ -98,15 +97,3 @@ def test_every_merge_of_the_peer_drops_the_oldest_rows():
     # Three merges of 8 rows, the last of 4: one recall is left to the oldest.
     assert first == 4 and ages.tolist() == list(range(27, 7, -1))
     assert recalls.tolist() == [1] * 4 + [2] * 8 + [3] * 8
-
-
-@pytest.mark.slow
-def test_memory_curve_compares_models_of_equal_state():
-    sizes = {}
-    for kind in ("HMT", "sliding window"):
-        model = memory_curve.build(kind, 2048)
-        state = jax.eval_shape(lambda model=model: model.init_state(1))
-        sizes[kind] = memory_curve.tree_bytes(state)
-    assert 0 <= sizes["sliding window"] - sizes["HMT"] < 2000
-    row = memory_curve.measure("HMT", 1024)
-    assert row["state_bytes"] == sizes["HMT"] and row["seconds"] > 0

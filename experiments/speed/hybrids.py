@@ -1,0 +1,150 @@
+"""Speed of published hybrids on a CPU, against transformers.
+
+    pip install torch transformers accelerate
+    python -m experiments.speed.hybrids
+
+Random weights in float32: four layers of Qwen3.5-0.8B's sizes (three of Gated DeltaNet,
+one of attention) and Mamba-2 130m at full depth. Each reads a prompt and continues it
+greedily, in a process of its own, timed interleaved; loading, compilation and the first
+round are left out. transformers runs its PyTorch forms of the memories, as it does
+where their GPU kernels are not.
+
+What this does not show: a GPU or TPU, other precisions, batches.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import memjax
+from experiments.lab.results import RESULTS, Rows, number, table, write_report
+from experiments.lab.timing import PAGES, speedup, summary, time_processes, versions
+from experiments.speed import generation
+from experiments.speed.generation import Prompts
+
+#: Tokens of the prompt, tokens that are drawn behind it, cores and rounds.
+PROMPT, NEW_TOKENS, CORES, REPEATS = 4096, 64, 2, 3
+#: Tokens after which the bytes of a state are counted.
+LENGTHS = (1024, 102_400)
+CLASSES = {
+    "Qwen3.5 0.8B, 4 layers": (
+        "Qwen3_5TextConfig",
+        {
+            "vocab_size": 248_320,
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "max_position_embeddings": 262_144,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Mamba-2 130m": (
+        "Mamba2Config",
+        {
+            "vocab_size": 50_288,
+            "hidden_size": 768,
+            "num_hidden_layers": 24,
+            "num_heads": 24,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def folder_of(name: str) -> Path:
+    """A folder with random weights, written by transformers once."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    folder = Path("runs/hybrids") / name.replace(" ", "_")
+    if not (folder / "config.json").exists():
+        kind, sizes = CLASSES[name]
+        torch.manual_seed(0)
+        config = getattr(transformers, kind)(**sizes)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def state_bytes(folder: Path) -> list[int]:
+    """Bytes of a state that has read the tokens of `LENGTHS`."""
+    model = memjax.load(folder, with_tokenizer=False).model
+
+    def count(length):
+        state = jax.eval_shape(lambda: model.init_state(1, length))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+    return list(map(count, LENGTHS))
+
+
+def time_row(name: str) -> dict[str, Any]:
+    """Both programs with one model."""
+    folder = folder_of(name)
+    tokens = np.random.default_rng(0).integers(2, 50_000, (1, PROMPT))
+    prompts = Prompts(tokens, (PROMPT,), NEW_TOKENS)
+    names = ("memjax", "transformers")
+    arguments = {each: (each, folder, prompts) for each in names}
+    found = time_processes(generation.make, arguments, CORES, REPEATS)
+    rows = {}
+    for each, rounds in found.items():
+        timed = [x.value for x in rounds[1:]]
+        drawing = [step["whole"] - step["first"] for step in timed]
+        rows[each] = {
+            "prompt": summary([step["first"] for step in timed]),
+            "drawing": summary(drawing),
+            "peak_mebibytes": rounds[-1].peak_mebibytes,
+        }
+    parts = ("prompt", "drawing")
+    ratios = {
+        part: speedup(rows["memjax"][part], {"t": rows["transformers"][part]})["t"]
+        for part in parts
+    }
+    return {"name": name, "bytes": state_bytes(folder), "speedup": ratios} | rows
+
+
+def main() -> None:
+    """Times and writes the results."""
+    rows = [time_row(name) for name in CLASSES]
+    results = {"rows": rows, "packages": versions("torch", "transformers")}
+    used = {"cores": CORES, "prompt": PROMPT, "environment": PAGES["large"]}
+    question = "speed of published hybrids on a CPU"
+    write_report(RESULTS / "speed" / "hybrids", question, used, results)
+
+
+@table("hybrids/speed", "speed/hybrids")
+def hybrids(result: dict[str, Any]) -> Rows:
+    """Both programs with every model."""
+    for found in result["rows"]:
+        for each in ("memjax", "transformers"):
+            row, ours = found[each], each == "memjax"
+            seconds = {part: row[part]["median_s"] for part in ("prompt", "drawing")}
+            yield {
+                "model": found["name"],
+                "program": each,
+                "prompt: tokens/s": number(PROMPT / seconds["prompt"], 0),
+                "drawing: tokens/s": number((NEW_TOKENS - 1) / seconds["drawing"], 1),
+                "peak MiB": number(row["peak_mebibytes"], 0),
+                "memjax is faster by": " and ".join(
+                    number(x, 1) for x in found["speedup"].values()
+                )
+                if ours
+                else "",
+                "MB of state at 1k and 100k tokens": " and ".join(
+                    number(x / 1e6, 1) for x in found["bytes"]
+                )
+                if ours
+                else "",
+            }
+
+
+if __name__ == "__main__":
+    main()
