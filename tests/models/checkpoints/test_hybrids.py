@@ -18,7 +18,10 @@ from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.export import to_hf_config
 from memjax.models.checkpoints.hf.hybrids.files import text_config, text_tensors
 from memjax.models.checkpoints.hf.known_keys import ONLY, USED, report_unread
-from memjax.models.checkpoints.hf.parameters import parameters_from_tensors
+from memjax.models.checkpoints.hf.parameters import (
+    parameter_shapes,
+    parameters_from_tensors,
+)
 from memjax.models.checkpoints.hf.tensor_names import tensors_from_parameters
 from memjax.models.checkpoints.own_model import abstract_model
 from memjax.models.language_model.config import Architecture
@@ -81,8 +84,11 @@ FALCON_MAMBA = SCAN | dict(model_type="falcon_mamba", mixer_rms_eps=1e-2)
 GRIFFIN = MODEL | dict(model_type="recurrent_gemma", num_attention_heads=3)
 GRIFFIN |= dict(num_key_value_heads=1, attention_window_size=5, logits_soft_cap=4.0)
 GRIFFIN |= dict(rms_norm_eps=1e-3, intermediate_size=80, tie_word_embeddings=True)
+FLA = MODEL | dict(model_type="gated_deltanet", num_heads=2, num_v_heads=4, head_dim=6)
+FLA |= dict(expand_v=1.5, allow_neg_eigval=True, hidden_ratio=2)
+FLA |= dict(attn=dict(layers=[1, 3], num_heads=4, num_kv_heads=2, qkv_bias=True))
 CONFIGS = (QWEN, OLMO, MAMBA2, GRANITE, BAMBA, FALCON)
-CONFIGS += (LFM2, SCAN, FALCON_MAMBA, GRIFFIN)
+CONFIGS += (FLA, LFM2, SCAN, FALCON_MAMBA, GRIFFIN)
 by_family = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c["model_type"])
 
 
@@ -253,6 +259,15 @@ QUANTISED = dict(quant_method="fp8")
         (FALCON, dict(attention_bias=True), "attention_bias must be False"),
         (FALCON, dict(projectors_bias=True), "projectors_bias must be False"),
         (BAMBA, dict(mlp_bias=True), "mlp_bias must be False"),
+        (FLA, dict(use_short_conv=False), "use_short_conv must be True"),
+        (FLA, dict(expand_v=1.55), "expand_v must make a whole number of head_dim=6"),
+        (FLA, dict(attn=dict(num_heads=4)), "layers is missing"),
+        (
+            FLA,
+            dict(attn=FLA["attn"] | dict(qk_norm=True)),
+            "attn must have no keys but .*got 'qk_norm'",
+        ),
+        (FLA, dict(attn=FLA["attn"] | dict(num_heads=5)), "attn.num_heads must divide"),
         (LFM2, dict(conv_bias=True), "conv_bias must be False"),
         (
             LFM2,
@@ -343,3 +358,19 @@ def changed(config, **style):
 def test_models_that_no_family_has_are_refused_by_field(model, message):
     with pytest.raises(ValueError, match=message):
         to_hf_config(model)
+
+
+def test_gated_deltanet_of_flash_linear_attention_is_that_of_olmo():
+    """Which is compared with transformers; their norms have other epsilons."""
+    sizes = dict(linear_key_head_dim=6, linear_value_head_dim=9)
+    (theirs,) = {m for m in from_hf_config(OLMO | sizes).layers if not m.attention}
+    model = from_hf_config(FLA | dict(norm_eps=1e-5))
+    assert model.layers[0] == theirs and model.hidden_dim == 256
+    attention: Any = model.layers[1]
+    assert (attention.rope_theta, attention.qkv_bias) == (1e4, True)
+    windows = FLA | dict(use_gate=False, attn=FLA["attn"] | dict(window_size=5))
+    model = from_hf_config(windows)
+    assert [m.tokens_per_call for m in model.layers] == [None, 5, None, 5]
+    assert from_hf_config(to_hf_config(model)) == model
+    assert "model.layers.0.attn.g_proj.weight" not in parameter_shapes(model)
+    assert "model.layers.0.attn.b_proj.weight" in parameter_shapes(model)

@@ -92,7 +92,8 @@ def test_our_own_models_have_the_same_logits_in_transformers(
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", USED)
+# Gated DeltaNet alone is flash-linear-attention's.
+@pytest.mark.parametrize("family", sorted(USED.keys() - {"gated_deltanet"}))
 def test_every_key_of_its_configs_is_known(family):
     config = transformers.CONFIG_MAPPING[family]()
     assert config.to_dict().keys() <= known_keys(family)

@@ -45,6 +45,7 @@ Family = Literal[
     "granitemoehybrid",
     "bamba",
     "falcon_h1",
+    "gated_deltanet",
     "lfm2",
     "mamba",
     "falcon_mamba",

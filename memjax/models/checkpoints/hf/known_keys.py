@@ -109,6 +109,10 @@ _OF_MAMBA = (_SIZES - {"num_attention_heads", "max_position_embeddings"}) | {
 }
 _POSITIONS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 USED |= {
+    "gated_deltanet": (_SIZES - {"num_attention_heads"})
+    | {"attn", "num_heads", "num_v_heads", "head_dim", "expand_v", "use_gate"}
+    | {"use_short_conv", "allow_neg_eigval", "conv_size", "hidden_ratio"}
+    | {"intermediate_size", "hidden_act", "norm_eps"},
     "lfm2": (_DECODER - {"rms_norm_eps", "hidden_act"})
     | {"norm_eps", "conv_bias", "conv_L_cache", "full_attn_idxs", "tie_embedding"}
     | {"block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"}
@@ -175,6 +179,8 @@ WITHOUT_EFFECT_IN: dict[str, set[str]] = {
     "granitemoehybrid": _PIECES | _ROUTING,
     "bamba": _PIECES | {"z_loss_coefficient", "attn_rotary_emb"},
     "falcon_h1": _PIECES | {"mlp_expansion_factor"},
+    "gated_deltanet": {"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"}
+    | {"fuse_linear_cross_entropy", "use_l2warp"},
     "mamba": _OF_MAMBA_ALONE,
     "falcon_mamba": _OF_MAMBA_ALONE,
     "recurrent_gemma": {"w_init_variance_scale", "final_w_init_variance_scale"}

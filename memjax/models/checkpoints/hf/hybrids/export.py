@@ -20,6 +20,7 @@ from memjax.models.checkpoints.hf.hybrids.entries import (
     memory_of,
     multiple_of_model,
 )
+from memjax.models.checkpoints.hf.hybrids.fla import to_gated_deltanet
 from memjax.models.checkpoints.hf.hybrids.layers import FULL, LINEAR
 from memjax.models.checkpoints.hf.hybrids.scan_export import (
     to_lfm2,
@@ -216,6 +217,7 @@ WRITE: dict[str, tuple[Write, str]] = {
     "granitemoehybrid": (_to_granite, "GraniteMoeHybridForCausalLM"),
     "bamba": (_to_bamba, "BambaForCausalLM"),
     "falcon_h1": (_to_falcon_h1, "FalconH1ForCausalLM"),
+    "gated_deltanet": (to_gated_deltanet, "GatedDeltaNetForCausalLM"),
     "lfm2": (to_lfm2, "Lfm2ForCausalLM"),
     "mamba": (to_mamba, "MambaForCausalLM"),
     "falcon_mamba": (to_mamba, "FalconMambaForCausalLM"),

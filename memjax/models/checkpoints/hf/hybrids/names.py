@@ -5,7 +5,6 @@ A family is a row of `tables.HYBRIDS`.
 Shapes: D model, H heads of values, G of keys, K key, V value, r = H / G.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -228,12 +227,13 @@ def _recurrent(config, at, names):
     found = {
         "query_key": Tensor("", "into", (fused["q"], fused["k"])),
         "value": Tensor("", "into", (fused["v"],)),
-        "gate": Tensor("", "into", (fused["z"],)),
         "filters": Tensor("", "taps", (taps["q"], taps["k"])),
         "value_filters": Tensor("", "taps", (taps["v"],)),
         "output": Tensor(single["output"], "out_of"),
         "cell": cell,
     }
+    if style.gate != "none":
+        found["gate"] = Tensor("", "into", (fused["z"],))
     if style.norm != "none":
         layout = "as_is" if style.norm == "head" else "flat"
         found["norm"] = Tensor(single["norm"], layout)
@@ -264,8 +264,10 @@ def hybrid_family(config: ModelConfig) -> str | None:
     if memory.name == "gated_deltanet":
         if any(style.experts for style in styles):
             return "qwen3_next"
-        gated = math.isclose(memory.max_rate, 1.0)
-        return "qwen3_5_text" if gated else "olmo_hybrid"
+        if any(heads.output_gate for heads in attends):
+            return "qwen3_5_text"
+        normed = any(heads.qk_norm == "width" for heads in attends)
+        return "olmo_hybrid" if normed else "gated_deltanet"
     if any(style.feed_forward == "relu2" for style in styles):
         return "nemotron_h"
     if not attends and styles[0].feed_forward == "none":

@@ -113,6 +113,12 @@ _OLMO_HYBRID = HybridNames(
     single={"norm": "o_norm.weight", "output": "o_proj.weight"},
     norms=("attention_layer_norm", "feedforward_layer_norm"),
 )
+_GATED_DELTANET = _OLMO_HYBRID._replace(
+    norms=("attn_norm", "mlp_norm"),
+    mixer="attn",
+    attention="attn",
+    embedding="embeddings",
+)
 _MAMBA2 = HybridNames(
     fused={"in_proj": ("z", "v", "k", "q", "pace")},
     convolved={"conv1d": ("v", "k", "q")},
@@ -191,6 +197,7 @@ HYBRIDS = {
     "granitemoehybrid": _GRANITE,
     "bamba": _BAMBA,
     "falcon_h1": _BAMBA,
+    "gated_deltanet": _GATED_DELTANET,
     "lfm2": _LFM2,
     "mamba": _MAMBA2,
     "falcon_mamba": _MAMBA2,
