@@ -84,7 +84,9 @@ FALCON_MAMBA = SCAN | dict(model_type="falcon_mamba", mixer_rms_eps=1e-2)
 GRIFFIN = MODEL | dict(model_type="recurrent_gemma", num_attention_heads=3)
 GRIFFIN |= dict(num_key_value_heads=1, attention_window_size=5, logits_soft_cap=4.0)
 GRIFFIN |= dict(rms_norm_eps=1e-3, intermediate_size=80, tie_word_embeddings=True)
-FLA = MODEL | dict(model_type="gated_deltanet", num_heads=2, num_v_heads=4, head_dim=6)
+FLA: dict[str, Any] = MODEL | dict(
+    model_type="gated_deltanet", num_heads=2, num_v_heads=4, head_dim=6
+)
 FLA |= dict(expand_v=1.5, allow_neg_eigval=True, hidden_ratio=2)
 FLA |= dict(attn=dict(layers=[1, 3], num_heads=4, num_kv_heads=2, qkv_bias=True))
 CONFIGS = (QWEN, OLMO, MAMBA2, GRANITE, BAMBA, FALCON)

@@ -89,3 +89,31 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
             assert from_hf_config(rest) == model, key
         except ValueError as error:
             assert f"{key} is missing from config.json" in str(error)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_of_a_model_of_pictures_is_read(tied, tmp_path, caplog):
+    """As transformers saves it; written back as the text model alone."""
+    text = build("qwen3_5", tied)
+    kind: Any = transformers.CONFIG_MAPPING["qwen3_5"]
+    vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2)
+    vision |= dict(out_hidden_size=24, num_position_embeddings=4)
+    config = kind(
+        text_config=text.config.to_dict(),
+        vision_config=vision,
+        tie_word_embeddings=tied,
+    )
+    both = transformers.AutoModelForImageTextToText.from_config(config).eval().float()
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    both.save_pretrained(tmp_path / "a")
+    model = memjax.load(tmp_path / "a").model
+    assert model.config.tied_head == tied
+    assert "tensors of pictures" in caplog.text
+    assert "not read of config.json" not in caplog.text
+    tokens = np.arange(22).reshape(2, 11) * 7 % 48
+    with torch.no_grad():
+        expected = both(torch.from_numpy(tokens), use_cache=False).logits.numpy()
+    _, logits = read(model, model.init_state(2), jnp.asarray(tokens, jnp.int32))
+    agree(logits, expected)
+    agree(written(model, tmp_path / "b", tokens), expected)
