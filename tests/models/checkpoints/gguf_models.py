@@ -211,8 +211,6 @@ FURTHER = {
         },
     ),
 }
-# Experts are read from a folder first.
-FURTHER = {k: v for k, v in FURTHER.items() if k in ("mamba", "falcon_mamba", "lfm2")}
 FAMILIES |= FURTHER
 ALONE = ("mamba", "falcon_mamba", "mamba2")
 MOE = ("qwen3_5_moe", "qwen3_next", "granite_moe", "nemotron_h_moe")
