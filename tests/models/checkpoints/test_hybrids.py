@@ -220,6 +220,15 @@ def test_files_without_text_are_refused(tmp_path):
         load(from_hf_config(QWEN), others, "qwen3_5_text")
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next"])
+def test_further_heads_of_files_with_experts_are_passed_over(family):
+    tensors = {name: np.ones(1) for name in ("model.norm.weight", "mtp.norm.weight")}
+    shapes = {name: value.shape for name, value in tensors.items()}
+    get = tensors.__getitem__
+    found, _ = text_tensors(family, from_hf_config(QWEN), shapes, get, "here")
+    assert found == {"model.norm.weight": (1,)}
+
+
 def test_the_outer_record_decides_whether_the_head_is_the_embedding():
     nested = dict(
         model_type="qwen3_5", text_config=QWEN | dict(tie_word_embeddings=True)
@@ -376,3 +385,14 @@ def test_gated_deltanet_of_flash_linear_attention_is_that_of_olmo():
     assert from_hf_config(to_hf_config(model)) == model
     assert "model.layers.0.attn.g_proj.weight" not in parameter_shapes(model)
     assert "model.layers.0.attn.b_proj.weight" in parameter_shapes(model)
+
+
+def test_the_first_files_of_mamba_are_read(caplog):
+    """As published: a copy of sizes under other keys, another name of the embedding."""
+    record = SCAN | dict(d_model=24, n_layer=4, d_inner=48, rms_norm=True, ssm_cfg={})
+    report_unread(record | dict(intermediate_size=48), "mamba", "here")
+    assert not caplog.records
+    model, tensors = tensors_of("mamba")
+    first = dict(tensors)
+    first["backbone.embedding.weight"] = first.pop("backbone.embeddings.weight")
+    same(load(from_hf_config(record), first, "mamba"), model)

@@ -132,18 +132,22 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "rope_interleaved": (None, False),
     "clip_qkv": (None,),
-    # Of Qwen3.5, Falcon-H1 and Mamba-2, whose classes know nothing else.
+    # Of hybrids, whose classes know nothing else.
     "attn_output_gate": (None, True),
     "mamba_use_mlp": (None, True),
     "rms_norm": (None, True),
+    "normalization_function": (None, "rmsnorm"),
+    "block_use_swiglu": (None, True),
+    "use_pos_enc": (None, True),
 }
 # How a scan is computed, and how it is initialised.
 _STEPS = {"time_step_rank", "time_step_min", "time_step_max", "time_step_floor"}
 _OF_MAMBA_ALONE = (_STEPS - {"time_step_rank"}) | {
     *("time_step_scale", "time_step_init_scheme", "residual_in_fp32"),
     *("rescale_prenorm_residual", "use_mambapy", "use_associative_scan"),
-    # Derived from `expand`, and a former name.
-    *("intermediate_size", "use_falcon_mambapy"),
+    # Derived from `expand`, and former names.
+    *("intermediate_size", "use_falcon_mambapy", "d_model", "d_inner", "n_layer"),
+    *("fused_add_norm", "pad_vocab_size_multiple"),
 }
 _PIECES = {"mamba_chunk_size", "num_logits_to_keep"}
 #: Without effect in a family, besides `WITHOUT_EFFECT`.
@@ -176,9 +180,12 @@ WITHOUT_EFFECT_IN: dict[str, set[str]] = {
     "mamba2": _STEPS
     | {"chunk_size", "expand", "residual_in_fp32", "rescale_prenorm_residual"}
     | {"norm_before_gate"},
-    "granitemoehybrid": _PIECES | _ROUTING,
+    "granitemoehybrid": _PIECES | _ROUTING | {"init_method"},
     "bamba": _PIECES | {"z_loss_coefficient", "attn_rotary_emb"},
-    "falcon_h1": _PIECES | {"mlp_expansion_factor"},
+    "falcon_h1": _PIECES | _STEPS | {"mlp_expansion_factor"},
+    "lfm2": {"block_dim", "block_mlp_init_scale", "block_out_init_scale", "conv_dim"}
+    | {"block_use_xavier_init", "conv_dim_out", "conv_use_xavier_init", "num_heads"}
+    | {"block_norm_eps"},
     "gated_deltanet": {"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"}
     | {"fuse_linear_cross_entropy", "use_l2warp"},
     "mamba": _OF_MAMBA_ALONE,

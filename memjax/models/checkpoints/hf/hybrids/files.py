@@ -23,6 +23,7 @@ TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 # Beginnings of names, where "model." may be missing.
 _TEXT = "model.language_model."
 _NOT_TEXT = ("model.visual.", "visual.", "mtp.")
+_FIRST_EMBEDDING = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 Get = Callable[[str], np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -65,10 +66,12 @@ def text_tensors(
         ValueError: if no tensor is the text model's.
     """
     match family:
-        case "qwen3_5_text":
+        case "qwen3_5_text" | "qwen3_5_moe_text" | "qwen3_next":
             return _of_qwen(shapes, get, where)
         case "olmo_hybrid":
             return _of_olmo(config, shapes, get)
+        case "mamba" | "mamba2" | "falcon_mamba":
+            return _of_mamba(shapes, get)
     return shapes, get
 
 
@@ -91,6 +94,16 @@ def _of_qwen(shapes: Shapes, get: Get, where: str) -> tuple[Shapes, Get]:
             where,
             passed,
         )
+
+    def by_name(name):
+        return get(names[name])
+
+    return {ours: shapes[name] for ours, name in names.items()}, by_name
+
+
+def _of_mamba(shapes: Shapes, get: Get) -> tuple[Shapes, Get]:
+    """The embedding has another name in the first files."""
+    names = {_FIRST_EMBEDDING.get(name, name): name for name in shapes}
 
     def by_name(name):
         return get(names[name])
