@@ -6,6 +6,7 @@ import json
 import os
 import signal
 
+import jax
 import pytest
 
 from memjax.cli.texts import chat_loop
@@ -13,18 +14,33 @@ from memjax.cli.texts.drawing import Drawing
 from memjax.conversation import Answer, Conversation, MemoryFolder
 from memjax.conversation.answer import CHAT
 from memjax.mechanisms import SlidingWindowConfig
-from memjax.models import Sampling
+from memjax.models import LanguageModel, Sampling
 from memjax.models.checkpoints.hf.generation_config import GenerationConfig
 from memjax.models.checkpoints.memory_state import read_note
 from memjax.models.checkpoints.text_interface import TextInterface
 from tests import tiny
 from tests.cli.commands import command, refused, run
+from tests.models.published import config
 
 
 def saved(folder) -> str:
     """The newest save and its record."""
     memory = MemoryFolder(folder)
     return f"{memory.newest()} {memory.load(read_note)}"
+
+
+@pytest.mark.slow
+def test_a_published_hybrid_is_told_more_than_it_was_trained_on(tmp_path, monkeypatch):
+    """Granite 4 H has no RoPE: 64 positions of its file are no limit."""
+    monkeypatch.chdir(tmp_path)
+    granite = LanguageModel(config("granitemoehybrid"), key=jax.random.key(0))
+    granite.save(tmp_path / "model", TextInterface(tiny.tokenizer()))
+    (tmp_path / "book.txt").write_text("nobodysawtheriver" * 5)
+    code, out, err = run("tell", "model", "book.txt", "--memory", "memory")
+    assert (code, "85 tokens" in out) == (0, True), err
+    assert any("of any length; the cache of attention grows" in line for line in err)
+    out = command("memory", "show", "memory")[1]
+    assert " memory, " in out and " attention cache, " in out and "convolution" in out
 
 
 @pytest.mark.slow

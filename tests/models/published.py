@@ -13,6 +13,7 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_theta": 1e3, "rope_type": "default"},
 }
 KINDS = {"layer_types": ["linear_attention", "full_attention"]}

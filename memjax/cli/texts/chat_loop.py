@@ -26,6 +26,8 @@ PROMPT = "> "
 LONGEST_LINE = 2**20
 #: Answers that full attention has room for when it is first said to be nearly full.
 FEW = 4
+#: Tokens of room from which it is no limit, as without RoPE.
+ENDLESS = 2**29
 with contextlib.suppress(ImportError):
     # Gives `input` line editing and history; not on every system.
     import readline as _readline  # noqa: F401
@@ -173,7 +175,9 @@ def open_block(talk: Conversation) -> None:
     """Model, memory, and the room that is left, on stderr."""
     turns, path = talk.record.turns, talk.memory and talk.memory.path
     held = f"{talk.tokens:,} tokens read, {turns} answer{'s' * (turns != 1)}"
-    if talk.room is not None:
+    if talk.room is not None and talk.room > ENDLESS:
+        room = "texts of any length; the cache of attention grows with them"
+    elif talk.room is not None:
         room = f"{talk.room:,} more tokens"
     elif talk.model.reach is not None:
         room = f"texts of any length; it reaches back {talk.model.reach:,} tokens"
