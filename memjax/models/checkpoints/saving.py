@@ -37,7 +37,7 @@ def plain_contents(config: ModelConfig, model: nnx.Module) -> Contents:
     """Content of the folder of a language model without adapters.
 
     Of the family of `to_hf_config`, or in memjax's own format where no family has such
-    a model, as all with recurrent layers.
+    a model, as those with the recurrent layers of papers.
     """
     try:
         described = to_hf_config(config)
@@ -100,8 +100,8 @@ class Savable(Sized):
         """Writes a folder that transformers loads, if it has such a model.
 
         Models of the families of `from_hf_config` have their tensor names. Others, as
-        all with recurrent layers, are written for `memjax.load` alone. LoRA adapters
-        are merged.
+        those with the recurrent layers of papers, are written for `memjax.load` alone.
+        LoRA adapters are merged.
 
         Args:
             folder: must not exist, or be empty; it appears whole or not at all.
