@@ -4,10 +4,10 @@
     python -m experiments.speed.hybrids
 
 Random weights in float32: four layers of Qwen3.5-0.8B's sizes (three of Gated DeltaNet,
-one of attention) and Mamba-2 130m at full depth. Each reads a prompt and continues it
-greedily, in a process of its own, timed interleaved; loading, compilation and the first
-round are left out. transformers runs its PyTorch forms of the memories, as it does
-where their GPU kernels are not.
+one of attention) and Mamba-2 130m at full depth. Each reads a long prompt, and goes on
+with a short one greedily, in a process of its own, timed interleaved; loading,
+compilation and the first round are left out. transformers runs its PyTorch forms of the
+memories, as it does where their GPU kernels are not.
 
 What this does not show: a GPU or TPU, other precisions, batches.
 """
@@ -24,8 +24,9 @@ from experiments.lab.timing import PAGES, speedup, summary, time_processes, vers
 from experiments.speed import generation
 from experiments.speed.generation import Prompts
 
-#: Tokens of the prompt, tokens that are drawn behind it, cores and rounds.
-PROMPT, NEW_TOKENS, CORES, REPEATS = 4096, 64, 2, 3
+#: Tokens of the prompt that is timed, tokens that are drawn behind a short one, cores
+#: and rounds.
+PROMPT, SHORT, NEW_TOKENS, CORES, REPEATS = 4096, 64, 64, 2, 3
 #: Tokens after which the bytes of a state are counted.
 LENGTHS = (1024, 102_400)
 CLASSES = {
@@ -90,18 +91,22 @@ def time_row(name: str) -> dict[str, Any]:
     """Both programs with one model."""
     folder = folder_of(name)
     tokens = np.random.default_rng(0).integers(2, 50_000, (1, PROMPT))
-    prompts = Prompts(tokens, (PROMPT,), NEW_TOKENS)
     names = ("memjax", "transformers")
-    arguments = {each: (each, folder, prompts) for each in names}
-    found = time_processes(generation.make, arguments, CORES, REPEATS)
+
+    def rounds_of(length, drawn):
+        prompts = Prompts(tokens[:, :length], (length,), drawn)
+        arguments = {each: (each, folder, prompts) for each in names}
+        return time_processes(generation.make, arguments, CORES, REPEATS)
+
+    reading, drawing = rounds_of(PROMPT, 1), rounds_of(SHORT, NEW_TOKENS)
     rows = {}
-    for each, rounds in found.items():
-        timed = [x.value for x in rounds[1:]]
-        drawing = [step["whole"] - step["first"] for step in timed]
+    for each in names:
+        read = [x.value["first"] for x in reading[each][1:]]
+        drew = [x.value["whole"] - x.value["first"] for x in drawing[each][1:]]
         rows[each] = {
-            "prompt": summary([step["first"] for step in timed]),
-            "drawing": summary(drawing),
-            "peak_mebibytes": rounds[-1].peak_mebibytes,
+            "prompt": summary(read),
+            "drawing": summary(drew),
+            "peak_mebibytes": reading[each][-1].peak_mebibytes,
         }
     parts = ("prompt", "drawing")
     ratios = {
