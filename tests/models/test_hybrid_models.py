@@ -27,6 +27,8 @@ from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.language_model import caches
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.hmt_presets import presets
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.optimizer import decays
 from tests import tiny
 from tests.models import hybrid_run
 from tests.models.published import PUBLISHED, SIZES, config
@@ -213,3 +215,18 @@ def test_hmt_around_a_hybrid_with_lora(name):
     named = " ".join(leaf_name(path) for path, _ in leaves)
     for matrix in ("gate", "output", "query_key" if name != "mamba" else "selection"):
         assert re.search(rf"blocks.0.mechanism.{layer}.*{matrix}.up", named), matrix
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba", "falcon_h1"])
+def test_plain_fine_tuning_decays_matrices_and_filters_alone(name):
+    stage = presets()["plain"]
+    assert isinstance(stage, SegmentStage) and not stage.optimizer.decay_vectors
+    assert stage.wrap(model(name), jax.random.key(0)) is model(name)
+    names = [leaf_name(path) for path, _ in leaves_of(tiny.parameters(model(name)))]
+    decayed = {part for part in names if decays(part.replace(".", "/"))}
+    kept = {part.rpartition(".")[2] for part in set(names) - decayed}
+    rates = {"log_rate", "pace_bias" if name == "mamba" else "bias"}
+    skip = set() if name == "qwen3_5_text" else {"skip", "filter_bias"}
+    assert rates | skip | {"mechanism_norm", "norm"} <= kept
+    matrices = {part.rpartition(".")[2] for part in decayed}
+    assert not re.search("norm|bias|rate$|skip", " ".join(matrices - {"rate"}))

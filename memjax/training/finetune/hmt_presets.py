@@ -60,7 +60,12 @@ def presets() -> dict[str, SegmentStage | HMTStages]:
         "rmt": rmt,
         "window": dataclasses.replace(rmt, memory="window"),
         "sinks": dataclasses.replace(rmt, memory="window", sinks=4),
-        "plain": dataclasses.replace(rmt, memory="none"),
+        # HMT's program decays all; decay rates and norms of a backbone had none.
+        "plain": dataclasses.replace(
+            rmt,
+            memory="none",
+            optimizer=dataclasses.replace(rmt.optimizer, decay_vectors=False),
+        ),
         "reread": dataclasses.replace(rmt, memory="reread", reread=1024),
     }
     return named | {
