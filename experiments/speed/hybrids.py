@@ -26,7 +26,7 @@ from experiments.speed.generation import Prompts
 
 #: Tokens of the prompt that is timed, tokens that are drawn behind a short one, cores
 #: and rounds.
-PROMPT, SHORT, NEW_TOKENS, CORES, REPEATS = 4096, 64, 64, 2, 3
+PROMPT, SHORT, NEW_TOKENS, CORES, REPEATS = 4096, 64, 64, 2, 2
 #: Tokens after which the bytes of a state are counted.
 LENGTHS = (1024, 102_400)
 CLASSES = {
