@@ -22,6 +22,7 @@ from memjax.models.checkpoints.hf.parameters import (
     parameter_shapes,
     parameters_from_tensors,
 )
+from memjax.models.checkpoints.hf.peft import save_adapter
 from memjax.models.checkpoints.hf.tensor_names import tensors_from_parameters
 from memjax.models.checkpoints.own_model import abstract_model
 from memjax.models.language_model.config import Architecture
@@ -396,3 +397,11 @@ def test_the_first_files_of_mamba_are_read(caplog):
     first = dict(tensors)
     first["backbone.embedding.weight"] = first.pop("backbone.embeddings.weight")
     same(load(from_hf_config(record), first, "mamba"), model)
+
+
+def test_adapters_of_joined_matrices_are_not_written_as_pefts(tmp_path):
+    model, _ = tensors_of("mamba2")
+    with pytest.raises(
+        ValueError, match="attention alone for PEFT's files, got mamba2"
+    ):
+        save_adapter(model, tmp_path / "a", base="owner/name")

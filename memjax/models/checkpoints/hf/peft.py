@@ -194,7 +194,7 @@ def _modules(model: LanguageModel) -> dict[str, Module]:
     if family in HYBRIDS:
         # Their files join several of our matrices, whose adapters differ, in one.
         raise ValueError(
-            f"model must have attention alone for PEFT's files, is {family}"
+            f"model must have attention alone for PEFT's files, got {family}"
         )
     return {
         tensor.name.removesuffix(".weight"): Module(layer, part, target)
