@@ -117,8 +117,8 @@ def _on_device(op: Op, tokens: Tokens, state: Array, *, interpret: Any):
     return results
 
 
-def _heads(q: Array, v: Array) -> int:
-    """Heads of a pack, as few as fill the lanes; 0 is none."""
+def _heads(q: Any, v: Any) -> int:
+    """Heads of a pack, as few as fill the lanes; 0 is none. Shapes alone will do."""
     widths = (q.shape[-1], v.shape[-1])
     return min(packings(q.shape[-2], widths, _block_bytes(*widths)), default=0)
 
