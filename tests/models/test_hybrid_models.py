@@ -17,6 +17,7 @@ from memjax.models import (
     LanguageModel,
     Sampling,
     SnapKVConfig,
+    add_memory,
     add_mplus,
     add_snapkv,
     generate,
@@ -230,3 +231,16 @@ def test_plain_fine_tuning_decays_matrices_and_filters_alone(name):
     assert rates | skip | {"mechanism_norm", "norm"} <= kept
     matrices = {part.rpartition(".")[2] for part in decayed}
     assert not re.search("norm|bias|rate$|skip", " ".join(matrices - {"rate"}))
+
+
+@pytest.mark.slow
+def test_a_memory_in_the_attention_of_a_hybrid_starts_as_its_window():
+    qwen, tokens = model("qwen3_5_text"), tiny.tokens(1, 1, 12)
+    layers: dict[str, Any] = {"memory": "gated_deltanet", "layers": [1]}
+    hybrid = add_memory(qwen, window=5, sinks=1, key=jax.random.key(0), **layers)
+    windowed = limit_attention(qwen, 5, sinks=1)
+    # The gate of Qwen3.5's attention and its partial RoPE are in both.
+    pair = [tiny.method(m, "encode", m.embed(tokens)) for m in (hybrid, windowed)]
+    tiny.assert_close(*pair)
+    assert hybrid.config.layers[1].name == "hybrid"
+    assert hybrid.remaining(hybrid.init_state(1)) is None
