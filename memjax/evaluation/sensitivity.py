@@ -96,16 +96,17 @@ def _layer(model, i, h, limits=None):
     if limits is not None:
         assert mechanism.plain_attention is not None
         mechanism = limit_layer(mechanism.plain_attention, *limits)
-    return _run(model.config, build_once(mechanism), model.blocks[i].parameters(), h)
+    block = model.blocks[i]
+    return _run(model.config, block.style, build_once(mechanism), block.parameters(), h)
 
 
 # Layers of one kind share a program, which is compiled once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(config, mechanism, parameters, h):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(config, style, mechanism, parameters, h):
     def mix(params, memory, x):
         return memory, read_whole(mechanism, params, x)
 
-    return run_block(config, mix, parameters, None, h)[1]
+    return run_block(config, mix, parameters, None, h, style)[1]
 
 
 def _loss(model: LanguageModel, text: Array, first: int, h: Array) -> float:

@@ -29,6 +29,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 4, "state_size": 3, "n_groups": 2},
     "mamba": {"intermediate_size": 16, "state_size": 3, "time_step_rank": 2},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 16},
+    "olmo_hybrid": DELTA
+    | {"layer_types": 2 * KINDS["layer_types"], "num_hidden_layers": 4},
     "granitemoehybrid": KINDS | MAMBA | {"shared_intermediate_size": 12},
 }
 

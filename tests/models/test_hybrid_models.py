@@ -26,6 +26,8 @@ from memjax.models import (
 from memjax.models.checkpoints.memory_bytes import bytes_by_kind
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 from memjax.models.language_model import caches
+from memjax.models.language_model.config import BlockStyle
+from memjax.models.language_model.teacher import run_teacher
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.hmt_presets import presets
 from memjax.training.finetune.segment_stage import SegmentStage
@@ -244,3 +246,18 @@ def test_a_memory_in_the_attention_of_a_hybrid_starts_as_its_window():
     tiny.assert_close(*pair)
     assert hybrid.config.layers[1].name == "hybrid"
     assert hybrid.remaining(hybrid.init_state(1)) is None
+
+
+def test_the_teacher_of_a_layer_reads_what_the_layer_does():
+    """OLMo Hybrid: attention has no norm before it, other layers have one."""
+    olmo, tokens = model("olmo_hybrid"), tiny.tokens(1, 1, 6)
+    found = run_teacher(olmo, olmo.config, tokens, (1, 3))
+    h = olmo.embed(tokens)
+    for block, state in zip(olmo.blocks[:3], olmo.init_state(1)[:3], strict=True):
+        _, h = block(state, h)
+    tiny.assert_close(found[3].x, h)
+    with pytest.raises(ValueError, match="layers of one style, got 2"):
+        two = tuple(BlockStyle(norm_outputs=flag) for flag in (False, True))
+        both = tiny.LLAMA.mechanisms * 2
+        styled = tiny.drawn(lambda: tiny.make_llama(mechanisms=both, styles=two))
+        add_mplus(styled, tiny.MPLUS, key=jax.random.key(0))

@@ -176,15 +176,13 @@ def run_block(
     parameters: BlockParams,
     memory: PyTree,
     h: Float[Array, "B T D"],
-    style: BlockStyle | None = None,
+    style: BlockStyle,
 ) -> tuple[PyTree, Float[Array, "B T D"]]:
     """One layer around `mix(mechanism parameters, memory, x) -> (memory, y)`.
 
-    The style says where the norms are; None is that of a model with one style. On a
-    mesh the stream between sublayers is divided along the batch, and parameters are
-    gathered for their use.
+    The style says where the norms are. On a mesh the stream between sublayers is
+    divided along the batch, and parameters are gathered for their use.
     """
-    style = config.style(0) if style is None else style
     norm = functools.partial(normalize, epsilon=config.norm_epsilon)
     hidden = parameters.feed_forward
 

@@ -64,7 +64,7 @@ def run_teacher(
                 found[i] = TeacherOutput(x, y)
             return memory, y
 
-        _, h = run_block(model.config, mix, block.parameters(), None, h)
+        _, h = run_block(model.config, mix, block.parameters(), None, h, block.style)
     return found
 
 

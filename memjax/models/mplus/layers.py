@@ -62,7 +62,7 @@ def write_layer(
             params, attend.causal(q, k, made.values, visible), normed
         )
 
-    return run_block(config, mix, block, None, x[:, first:])[1]
+    return run_block(config, mix, block, None, x[:, first:], config.style(0))[1]
 
 
 def memory_slots(
@@ -145,7 +145,7 @@ def read_layer(
             y = attention(plain, q, split(keys), split(values), start, visible)
         return slots, projections.output_projection(params, y, normed)
 
-    return run_block(config, mix, block, slots, h)
+    return run_block(config, mix, block, slots, h, config.style(0))
 
 
 def compress(

@@ -205,7 +205,10 @@ def require_backbone(backbone: LanguageModel) -> None:
         raise ValueError(
             f"backbone must have attention in every layer, got {kinds(config)}"
         )
-    theta, norm_first = config.heads.rope_theta, config.architecture.norm_first
+    styles = {config.style(i) for i in range(config.num_layers)}
+    if len(styles) > 1:
+        raise ValueError(f"backbone must have layers of one style, got {len(styles)}")
+    theta, norm_first = config.heads.rope_theta, styles.pop().norm_first
     if theta is None or not norm_first:
         raise ValueError(
             "backbone must be of Llama's kind, with RoPE and norms first, got "
