@@ -74,7 +74,8 @@ def from_qwen3_5(
         read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         styles=styles,
-        hidden=read_size(config, "intermediate_size", 1) if styles else None,
+        # Of no effect where all layers have experts.
+        hidden=1 if styles and all(style.experts for style in styles) else None,
     )
 
 
@@ -259,7 +260,9 @@ def from_nemotron_h(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         bias=read_entry(config, "use_conv_bias", bool, True),
         epsilon=epsilon,
     )
-    mixers = {LINEAR: memory, FULL: full_attention(config, rope=False)}
+    kv_heads = read_size(config, "num_key_value_heads")
+    attention = full_attention(config, kv_heads=kv_heads, rope=False)
+    mixers = {LINEAR: memory, FULL: attention}
     hidden = {
         "mlp": BlockStyle(feed_forward="relu2"),
         "moe": BlockStyle(feed_forward="relu2", experts=nemotron_experts(config)),
@@ -270,6 +273,8 @@ def from_nemotron_h(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
             mechanisms.append(mixers[kind])
             styles.append(BlockStyle(feed_forward="none"))
         elif kind in hidden and styles and styles[-1].feed_forward == "none":
+            if kind == "moe" and hidden[kind].experts is None:
+                raise ValueError("n_routed_experts is missing from config.json")
             styles[-1] = hidden[kind]
         else:
             raise ValueError(
@@ -292,6 +297,8 @@ def _branches(config: Mapping[str, Any]) -> list[Any]:
     letters = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
     pattern = read_entry(config, "hybrid_override_pattern", str, "")
     given = read_entry(config, "layers_block_type", list, list(pattern))
+    if not given:
+        raise ValueError("layers_block_type is missing from config.json")
     layers = read_size(config, "num_hidden_layers", len(given))
     if len(given) != layers:
         raise ValueError(
