@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,7 @@ def masked(state, following, slots):
     x = np.asarray(tiny().embed(following), float)
     positions = T + np.arange(following.shape[1])[None, :, None]
     for memory, kept, block in zip(state, slots, tiny().blocks, strict=True):
+        hidden: Any
         mechanism, hidden = (
             block.parameters().mechanism,
             block.parameters().feed_forward,
