@@ -150,6 +150,11 @@ def linear(
     return y + expand_leading_dims(bias.astype(x.dtype), y)
 
 
+def times(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
+    """x times a constant of the configuration, in the dtype of x."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 def qkv_projection(
     config: HeadsConfig, params: AttentionParams, x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:

@@ -24,12 +24,12 @@ from memjax.checks import check_flags, check_positive, check_sizes, require_know
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import documents
+from memjax.mechanisms.layers.convolution import convolve, draw_filters, no_inputs
 from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.projections import Weight, linear
 from memjax.mechanisms.layers.recurrent.style import Implementation
 from memjax.mechanisms.mixers import segments
-from memjax.mechanisms.mixers.convolution import convolve, draw_filters, no_inputs
 from memjax_kernels import (
     selective_scan,
     selective_scan_init_state,

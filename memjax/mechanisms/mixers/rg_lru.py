@@ -25,11 +25,11 @@ from memjax.checks import check_sizes, require_known
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import documents
+from memjax.mechanisms.layers.convolution import convolve, draw_filters, no_inputs
 from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.projections import Weight, linear
 from memjax.mechanisms.layers.recurrent.style import Implementation
 from memjax.mechanisms.mixers import segments
-from memjax.mechanisms.mixers.convolution import convolve, draw_filters, no_inputs
 from memjax_kernels import gated_scan, gated_scan_init_state, gated_scan_step
 
 #: c of the paper: the sharpest decay is exp(-c softplus(Λ)).

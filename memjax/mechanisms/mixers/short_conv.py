@@ -18,10 +18,10 @@ from memjax.checks import check_sizes
 from memjax.mechanisms.base import Mechanism, axes
 from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import documents
+from memjax.mechanisms.layers.convolution import convolve, draw_filters, no_inputs
 from memjax.mechanisms.layers.gates import draw_weight
 from memjax.mechanisms.layers.projections import Weight, linear
 from memjax.mechanisms.mixers import segments
-from memjax.mechanisms.mixers.convolution import convolve, draw_filters, no_inputs
 
 
 @dataclasses.dataclass(frozen=True)

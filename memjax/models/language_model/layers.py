@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from memjax.mechanisms import Mechanism
 from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
+from memjax.mechanisms.layers.projections import times
 from memjax.models.language_model.config import BlockStyle, ModelConfig
 from memjax.models.language_model.depth import Layer
 from memjax.models.language_model.hidden.dense import (
     FeedForwardParams,
     feed_forward,
     init_feed_forward,
-    times,
 )
 from memjax.models.language_model.hidden.experts import (
     ExpertsParams,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.checks import check_sizes, require_instance
 from memjax.mechanisms.layers import documents
-from memjax.mechanisms.layers.projections import linear
+from memjax.mechanisms.layers.projections import linear, times
 from memjax.mechanisms.layers.ragged import apply_ragged
 from memjax.models import ragged
 from memjax.models.adapters import merge_lora
@@ -32,7 +32,6 @@ from memjax.models.checkpoints.saving import (
 from memjax.models.language_model import caches, inputs
 from memjax.models.language_model.config import Dtype, ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
-from memjax.models.language_model.hidden.dense import times
 from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
     Block,

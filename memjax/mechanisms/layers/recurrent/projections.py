@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from memjax.mechanisms.base import axes, check_input
 from memjax.mechanisms.cells.base import Cell
+from memjax.mechanisms.layers.convolution import draw_filters, last_inputs
 from memjax.mechanisms.layers.gates import draw_weight, flat_product
 from memjax.mechanisms.layers.norms import rms_norm
-from memjax.mechanisms.layers.projections import Adapted, linear
+from memjax.mechanisms.layers.projections import Adapted, linear, times
 from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
 from memjax_kernels import gated_norm, short_convolution
 from memjax_kernels._src.common.partition import by_tokens, channels_by_heads
@@ -97,22 +98,21 @@ def init_params(
     scales = {"head": jnp.ones(v), "group": jnp.ones((h, v)), "none": None}
     biased = style.conv_bias
 
-    def draw_filters(key, *channels):
-        # A depthwise filter has a fan-in of its width alone.
-        shape, bound = (style.conv_width, *channels), style.conv_width**-0.5
-        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
     values_key = jax.random.fold_in(filter_key, 1)
     return BlockParams(
         query_key=draw_weight(qk_key, d, projections, g, k),
-        filters=draw_filters(filter_key, 2, g, k),
+        filters=draw_filters(filter_key, style.conv_width, 2, g, k),
         value=draw_weight(v_key, d, h, v),
         gate=None if style.gate == "none" else draw_weight(gate_key, d, h, v),
         norm=scales[style.norm],
         output=jax.random.normal(out_key, (h, v, d)) * (h * v) ** -0.5,
         cell=cell.init_params(cell_key),
         filter_bias=jnp.zeros((2, g, k)) if biased else None,
-        value_filters=draw_filters(values_key, h, v) if style.conv_value else None,
+        value_filters=(
+            draw_filters(values_key, style.conv_width, h, v)
+            if style.conv_value
+            else None
+        ),
         value_bias=jnp.zeros((h, v)) if style.conv_value and biased else None,
     )
 
@@ -134,11 +134,7 @@ def for_each_value(config, z):
 
 def cell_input(config: RecurrentSizes, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
     """The tokens as the cell's gates read them."""
-    return _times(x, config.style.cell_multiplier)
-
-
-def _times(x, factor: float):
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+    return times(x, config.style.cell_multiplier)
 
 
 def qkv_projection(
@@ -163,7 +159,7 @@ def qkv_projection(
 
     def project(weight, heads, factor=1.0):
         y = channels_by_heads(flat_product(x, weight), heads)
-        return _times(y.reshape(*x.shape[:2], heads, -1), factor)
+        return times(y.reshape(*x.shape[:2], heads, -1), factor)
 
     factors = (style.query_multiplier, style.key_multiplier)
     # Two products, where one would have to be cut in two again.
@@ -185,13 +181,13 @@ def qkv_projection(
         )
         for i in range(2)
     )
-    window = jnp.stack(list(map(_last, before, inputs)), axis=2)
+    window = jnp.stack(list(map(last_inputs, before, inputs)), axis=2)
     v = project(params.value, config.num_heads, style.value_multiplier)
     values = None
     if params.value_filters is not None:
         before_values = state.values
         assert before_values is not None
-        values = _last(before_values, v)
+        values = last_inputs(before_values, v)
         v = short_convolution(
             v,
             params.value_filters,
@@ -200,14 +196,8 @@ def qkv_projection(
             bias=params.value_bias,
             unit_norm=False,
         )
-    q = _times(q, style.query_scale)
+    q = times(q, style.query_scale)
     return BlockState(window, state.memory, values), QKV(q, k, v)
-
-
-def _last(before, inputs):
-    """As many of the newest inputs of a convolution as there were before, float32."""
-    new = jnp.concatenate([before, inputs.astype(jnp.float32)], axis=1)
-    return new[:, new.shape[1] - before.shape[1] :]
 
 
 def part_shape(weight: Array | Adapted) -> tuple[int, ...]:
@@ -236,7 +226,7 @@ def output_projection(
     gate = None
     if params.gate is not None:
         gate = flat_product(x, params.gate).reshape(tokens.shape)
-        gate = _times(gate, style.gate_multiplier)
+        gate = times(gate, style.gate_multiplier)
     joined = config.num_heads // config.key_heads if style.norm == "group" else 1
     if gate is not None and style.gate != "none" and params.norm is not None:
         tokens = gated_norm(
@@ -252,8 +242,8 @@ def output_projection(
         tokens = tokens * _ACTIVATIONS[style.gate](gate.astype(jnp.float32))
     elif params.norm is not None:
         tokens = _norm(tokens, params.norm, config.norm_epsilon, joined)
-    y = tokens.astype(x.dtype).reshape(*x.shape[:-1], -1)
-    return linear(y, _flat_rows(params.output))
+    y = tokens.astype(x.dtype).reshape(*x.shape[:-1], *tokens.shape[2:])
+    return linear(y, params.output, axes=2)
 
 
 def _norm(tokens, scale, epsilon, joined):
@@ -263,11 +253,3 @@ def _norm(tokens, scale, epsilon, joined):
     ones = jnp.ones(rows.shape[-1])
     normed = rms_norm(rows, ones, epsilon) * scale.astype(rows.dtype)[None, None]
     return normed.reshape(tokens.shape)
-
-
-def _flat_rows(weight):
-    """An output matrix [H, V, D] with the axes of its input as one."""
-    if isinstance(weight, Adapted):
-        parts = (_flat_rows(weight.weight), _flat_rows(weight.down))
-        return weight._replace(weight=parts[0], down=parts[1])
-    return weight.reshape(-1, weight.shape[-1])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from memjax.mechanisms.layers.projections import Adapted, linear
+from memjax.mechanisms.layers.projections import Adapted, linear, times
 from memjax.models.language_model.config import BlockStyle, ModelConfig
 
 
@@ -76,8 +76,3 @@ def feed_forward(
         gelu = style.feed_forward == "geglu"
         hidden = (jax.nn.gelu(gate) if gelu else jax.nn.silu(gate)) * up
     return times(product(hidden, params.down, params.down_bias), of_output)
-
-
-def times(x: Float[Array, "*B"], factor: float) -> Float[Array, "*B"]:
-    """x times a constant of the configuration, in the dtype of x."""
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)

@@ -12,15 +12,24 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from memjax_kernels import short_convolution
 
 
-def draw_filters(key: PRNGKeyArray, width: int, channels: int) -> Float[Array, "W C"]:
+def draw_filters(
+    key: PRNGKeyArray, width: int, *channels: int
+) -> Float[Array, "W ..."]:
     """Filters of a depthwise convolution, whose fan-in is their width alone."""
     bound = width**-0.5
-    return jax.random.uniform(key, (width, channels), minval=-bound, maxval=bound)
+    return jax.random.uniform(key, (width, *channels), minval=-bound, maxval=bound)
 
 
 def no_inputs(batch: int, width: int, channels: int) -> Float[Array, "B _ C"]:
     """The inputs before a text: zeros."""
     return jnp.zeros((batch, width - 1, channels), jnp.float32)
+
+
+def last_inputs(
+    before: Float[Array, "B _ *C"], x: Float[Array, "B T *C"]
+) -> Float[Array, "B _ *C"]:
+    """As many of the newest inputs as there were before the segment x, float32."""
+    return jnp.concatenate([before, x.astype(jnp.float32)], axis=1)[:, x.shape[1] :]
 
 
 def convolve(
@@ -41,7 +50,6 @@ def convolve(
         positions: of each token in its document; None is one document.
         activation: of the convolved channels.
     """
-    inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
     # One head of all channels.
     y = short_convolution(
         x[:, :, None],
@@ -52,4 +60,4 @@ def convolve(
         activation=activation,
         unit_norm=False,
     )
-    return inputs[:, x.shape[1] :], y[:, :, 0]
+    return last_inputs(before, x), y[:, :, 0]
