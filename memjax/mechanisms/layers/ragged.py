@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax.mechanisms.base import Mechanism, replace_rows
+from memjax.mechanisms.base import Mechanism, refuse_mask, replace_rows
 
 # Tokens a chunk, where a mechanism compresses them.
 RAGGED_CHUNK = 64
@@ -31,8 +31,7 @@ def apply_ragged(
     if mechanism.apply_masked is not None:
         return mechanism.apply_masked(params, state, x, mask, lengths)
 
-    if mask is not None:
-        raise ValueError("mask must be None with a mechanism that compresses, got one")
+    refuse_mask(mask)
     length = x.shape[1]
     size = min(RAGGED_CHUNK, length)
     padded = jnp.pad(x, ((0, 0), (0, -length % size), (0, 0)))

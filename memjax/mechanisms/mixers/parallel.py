@@ -78,7 +78,7 @@ class ParallelConfig(MechanismDefaults):
         return self.attention_layer.max_length
 
     def keys_per_query(self, length: int) -> float:
-        """Those of its attention."""
+        """Keys per query of its attention."""
         return self.attention_layer.keys_per_query(length)
 
     def within(self, length: int) -> "ParallelConfig":
@@ -177,9 +177,7 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[ParallelState, Float[Array, "B D"]]:
     """Both read one token."""
-    read = zip(parts, params, state, strict=True)
-    after, y = zip(*(part.step(p, s, x) for part, p, s in read), strict=True)
-    return ParallelState(*after), _sum(config, *y)
+    return _read(config, [part.step for part in parts], params, state, x)
 
 
 def apply(
@@ -190,8 +188,13 @@ def apply(
     x: Float[Array, "B T D"],
 ) -> tuple[ParallelState, Float[Array, "B T D"]]:
     """Both read a segment."""
-    read = zip(parts, params, state, strict=True)
-    after, y = zip(*(part.apply(p, s, x) for part, p, s in read), strict=True)
+    return _read(config, [part.apply for part in parts], params, state, x)
+
+
+def _read(config, functions, params, state, x):
+    """The states after both functions, and the sum of their outputs."""
+    read = zip(functions, params, state, strict=True)
+    after, y = zip(*(function(p, s, x) for function, p, s in read), strict=True)
     return ParallelState(*after), _sum(config, *y)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from jaxtyping import Array, Bool, Float, PyTree
 
-from memjax.mechanisms.base import Mechanism, Packed, check_input
+from memjax.mechanisms.base import Mechanism, Packed, check_input, refuse_mask
 from memjax.mechanisms.config import MechanismConfig
 from memjax.mechanisms.layers import documents
 
@@ -58,10 +58,7 @@ def mechanism(
         return read_segment(params, state, x)
 
     def whole(params, x, mask=None):
-        if mask is not None:
-            raise ValueError(
-                "mask must be None with a mechanism that compresses, got one"
-            )
+        refuse_mask(mask)
         return apply(params, empty(x.shape[0]), x)[1]
 
     def packed(params, x, starts):

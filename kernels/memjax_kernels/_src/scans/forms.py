@@ -98,12 +98,8 @@ def selective_scan_reference(
     """A loop of steps; see `scan_tokens` for `remat_every`."""
     given = vary_alike((u, delta, a, b, c, state, reset))
     u, delta, a, b, c, state, reset = given
-
-    def step(u, delta, b, c, state):
-        return selective_scan_step(u, delta, a, b, c, state)
-
     tokens = (u, delta, b, c)
-    return scan_tokens(step, tokens, state, reset, remat_every=remat_every)
+    return scan_tokens(_step(a), tokens, state, reset, remat_every=remat_every)
 
 
 def selective_scan_xla(
@@ -137,14 +133,16 @@ def selective_scan_parallel(
     given = vary_alike((u, delta, a, b, c, state, reset))
     u, delta, a, b, c, state, reset = given
 
-    def step(u, delta, b, c, state):
-        return selective_scan_step(u, delta, a, b, c, state)
-
     def passing(u, delta, b, c):
         steps = delta.astype(F32).sum(axis=1)
         return jnp.exp(steps[:, None] * a.astype(F32)[None])
 
-    return _scan_segments(step, passing, (u, delta, b, c), state, reset)
+    return _scan_segments(_step(a), passing, (u, delta, b, c), state, reset)
+
+
+def _step(a):
+    """`selective_scan_step` of these rates, which all tokens share."""
+    return lambda u, delta, *given: selective_scan_step(u, delta, a, *given)
 
 
 def _scan_segments(step, passing, tokens, state, reset):

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from memjax.mechanisms.base import Mechanism, Packed
+from memjax.mechanisms.base import Mechanism, Packed, refuse_mask
 from memjax.mechanisms.cells.base import Cell, CellDefaults
 from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import documents
@@ -152,8 +152,7 @@ def whole(
     Raises:
         ValueError: on a mask: a compressed token cannot be left out.
     """
-    if mask is not None:
-        raise ValueError("mask must be None with a mechanism that compresses, got one")
+    refuse_mask(mask)
     return _whole(config, cell, params, x)
 
 
