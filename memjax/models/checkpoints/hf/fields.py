@@ -102,6 +102,12 @@ def read_rope_dim(config: Mapping[str, Any], width: int, default: float) -> int:
     return turned
 
 
+def rope_part(turned: int, width: int) -> float:
+    """The partial_rotary_factor of `turned` channels, for readers that truncate."""
+    factor = turned / width
+    return factor if int(width * factor) == turned else math.nextafter(factor, 1)
+
+
 def first_slots(capacity: int) -> int | None:
     """Slots of an empty cache; None is all."""
     return FIRST_SLOTS if capacity > FIRST_SLOTS else None

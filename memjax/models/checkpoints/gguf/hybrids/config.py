@@ -4,7 +4,6 @@ Functions are by families. Keys are Hugging Face's.
 """
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ from memjax.models.checkpoints.gguf.hybrids.sizes import (
     read_recurrent,
     read_some_layers,
 )
+from memjax.models.checkpoints.hf.fields import rope_part
 from memjax.models.checkpoints.hf.hybrids.config import FULL, LINEAR
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def _qwen_mixers(entry: Entries, shapes: Shapes) -> dict[str, Any]:
         "num_key_value_heads": entry(
             "attention.head_count_kv", found["num_attention_heads"]
         ),
-        "partial_rotary_factor": _part(
+        "partial_rotary_factor": rope_part(
             entry("rope.dimension_count"), found["head_dim"]
         ),
         "layer_types": _recurrent_layers(entry, layers),
@@ -66,12 +66,6 @@ def _qwen_mixers(entry: Entries, shapes: Shapes) -> dict[str, Any]:
         "linear_value_head_dim": sizes.value_dim,
         "linear_conv_kernel_dim": sizes.taps,
     }
-
-
-def _part(turned: int, width: int) -> float:
-    """The factor of a width that Hugging Face, which truncates, takes as `turned`."""
-    factor = turned / width
-    return factor if int(width * factor) == turned else math.nextafter(factor, 1)
 
 
 def _recurrent_layers(entry: Entries, layers: int) -> list[str]:

@@ -1,6 +1,7 @@
 """Reads `config.json` of published models with recurrent layers.
 
-Qwen3.5 (its text), OLMo Hybrid, Mamba-2, Granite 4 H, Bamba and Falcon-H1.
+`READ` has a function for each family; those of LFM2, Mamba, RecurrentGemma and
+flash-linear-attention are in `scans` and `fla`.
 """
 
 import dataclasses
@@ -71,7 +72,6 @@ def from_qwen3_5(
     return model_of_layers(
         config,
         [mechanisms[kind] for kind in kinds],
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         styles=styles,
         # Of no effect where all layers have experts.
@@ -118,7 +118,6 @@ def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     return model_of_layers(
         config,
         [mechanisms[kind] for kind in kinds],
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         styles=[styles[kind] for kind in kinds],
     )
@@ -141,7 +140,6 @@ def from_mamba2(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     return model_of_layers(
         config,
         [memory] * read_layers(config),
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         hidden=1,
         epsilon=read_entry(config, "layer_norm_epsilon", float, 1e-5),
@@ -165,7 +163,6 @@ def from_granite(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     return model_of_layers(
         config,
         [mechanisms[kind] for kind in kinds],
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         styles=[BlockStyle(experts=experts)] * layers if experts else (),
         hidden=read_size(config, "shared_intermediate_size"),
@@ -187,7 +184,6 @@ def from_bamba(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     return model_of_layers(
         config,
         [attention if i in attends else memory for i in layers],
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
     )
 
@@ -232,7 +228,6 @@ def from_falcon_h1(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     return model_of_layers(
         config,
         [both] * read_layers(config),
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         embedding_multiplier=factor("embedding_multiplier"),
         logits_multiplier=factor("lm_head_multiplier"),
@@ -284,7 +279,6 @@ def from_nemotron_h(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     return model_of_layers(
         config,
         mechanisms,
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         styles=styles,
         hidden=read_size(config, "intermediate_size"),

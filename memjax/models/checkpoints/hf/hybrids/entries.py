@@ -1,10 +1,9 @@
 """Entries of `config.json` that families share, as they are written."""
 
-import math
 from typing import Any
 
 from memjax.mechanisms.layers.heads import HeadsConfig
-from memjax.models.checkpoints.hf.fields import rope_scaling_record
+from memjax.models.checkpoints.hf.fields import rope_part, rope_scaling_record
 from memjax.models.checkpoints.hf.hybrids.difference import attention_of
 from memjax.models.language_model.config import ModelConfig
 
@@ -34,12 +33,8 @@ def decoder(config: ModelConfig, norm: str = "rms_norm_eps") -> dict[str, Any]:
 def _rope(heads: HeadsConfig) -> dict[str, Any]:
     """The record of θ, scaling and the part of a head."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": heads.rope_theta}
-    turned, width = heads.rope_dim, heads.head_dim
-    if turned is not None:
-        part = turned / width
-        # Readers round the product down.
-        exact = int(width * part) == turned
-        found["partial_rotary_factor"] = part if exact else math.nextafter(part, 1)
+    if heads.rope_dim is not None:
+        found["partial_rotary_factor"] = rope_part(heads.rope_dim, heads.head_dim)
     return found | (rope_scaling_record(heads.rope_scaling) or {})
 
 

@@ -46,7 +46,6 @@ def from_gated_deltanet(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     return model_of_layers(
         config,
         [attention if i in among else memory for i in range(read_layers(config))],
-        read_entry(config, "tie_word_embeddings", bool, False),
         dtype,
         hidden=_hidden(config),
         epsilon=_epsilon(config),

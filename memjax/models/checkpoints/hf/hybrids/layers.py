@@ -23,14 +23,18 @@ RENAMED = {"mamba": LINEAR, "attention": FULL}
 def model_of_layers(
     config: Mapping[str, Any],
     mechanisms: Sequence[MechanismConfig],
-    tied: bool,
     dtype: Dtype,
+    tied: bool = False,
     styles: Sequence[BlockStyle] = (),
     hidden: int | None = None,
     epsilon: float | None = None,
     **architecture: Any,
 ) -> ModelConfig:
-    """The model of these layers; the period is that of mechanisms and styles."""
+    """The model of these layers; the period is that of mechanisms and styles.
+
+    `tied` is the default of the head's tie, `hidden` and `epsilon` are None where the
+    file has them by their usual keys.
+    """
     pairs = period(zip(mechanisms, styles or [None] * len(mechanisms), strict=True))
     kinds, around = zip(*pairs, strict=True)
     return ModelConfig(
@@ -42,7 +46,7 @@ def model_of_layers(
         hidden_dim=hidden or read_size(config, "intermediate_size"),
         architecture=Architecture(scale_embedding=False, **architecture),
         norm_epsilon=epsilon or read_epsilon(config),
-        tied_head=tied,
+        tied_head=read_entry(config, "tie_word_embeddings", bool, tied),
         dtype=dtype,
     )
 

@@ -3,6 +3,7 @@
 LFM2, Mamba, Falcon Mamba and RecurrentGemma.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,16 +58,17 @@ def from_lfm2(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
             read_size(config, "hidden_size"), read_size(config, "conv_L_cache", 3)
         ),
     }
-    tied = read_entry(config, "tie_word_embeddings", bool, True)
-    return model_of_layers(
+    model = model_of_layers(
         config,
         [mechanisms[kind] for kind in kinds],
-        # A former name.
-        read_entry(config, "tie_embedding", bool, tied),
         dtype,
+        tied=True,
         hidden=_lfm2_hidden(config),
         epsilon=epsilon,
     )
+    # A former name.
+    tied = read_entry(config, "tie_embedding", bool, model.tied_head)
+    return dataclasses.replace(model, tied_head=tied)
 
 
 def _lfm2_hidden(config: Mapping[str, Any]) -> int:
@@ -109,8 +111,8 @@ def _from_mamba(
     return model_of_layers(
         config,
         [memory] * read_layers(config),
-        read_entry(config, "tie_word_embeddings", bool, True),
         dtype,
+        tied=True,
         hidden=1,
         epsilon=read_entry(config, "layer_norm_epsilon", float, 1e-5),
         feed_forward="none",
@@ -148,8 +150,8 @@ def from_recurrent_gemma(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig
     return model_of_layers(
         config,
         [mechanisms[kind] for kind in _block_types(config, tuple(mechanisms))],
-        read_entry(config, "tie_word_embeddings", bool, True),
         dtype,
+        tied=True,
         hidden=inner // 2,
         feed_forward="geglu",
         feed_forward_bias=True,

@@ -70,7 +70,7 @@ class HybridNames(NamedTuple):
     hidden: Matrices = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     mixer: str = "linear_attn"
     attention: str = "self_attn"
-    attends: Matrices = ("q_norm", "k_norm", "o_proj")
+    attends: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     root: str = "model"
     embedding: str = "embed_tokens"
     last_norm: str = "norm"
@@ -129,19 +129,14 @@ _MAMBA2 = HybridNames(
     embedding="embeddings",
     last_norm="norm_f",
 )
+_GRANITE_HIDDEN = (
+    "shared_mlp.input_linear",
+    "shared_mlp.input_linear",
+    "shared_mlp.output_linear",
+)
 _GRANITE = _MAMBA2._replace(
     norms=("input_layernorm", "post_attention_layernorm"),
-    hidden=(
-        "shared_mlp.input_linear",
-        "shared_mlp.input_linear",
-        "shared_mlp.output_linear",
-    ),
-    mixer="mamba",
-    root="model",
-    embedding="embed_tokens",
-    last_norm="norm",
-)
-_GRANITE = _GRANITE._replace(
+    hidden=_GRANITE_HIDDEN,
     experts=ExpertNames(
         router="block_sparse_moe.router.layer.weight",
         routed=(
@@ -149,8 +144,12 @@ _GRANITE = _GRANITE._replace(
             "block_sparse_moe.input_linear.weight",
             "block_sparse_moe.output_linear.weight",
         ),
-        shared=_GRANITE.hidden,
-    )
+        shared=_GRANITE_HIDDEN,
+    ),
+    mixer="mamba",
+    root="model",
+    embedding="embed_tokens",
+    last_norm="norm",
 )
 _NEMOTRON_H = _MAMBA2._replace(
     hidden=tuple(f"mixer.{name}_proj" for name in MATRICES),
