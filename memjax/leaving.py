@@ -95,7 +95,7 @@ class Interruption(Exit):
         self._heard = 0
 
     def is_set(self) -> bool:
-        """Whether Ctrl-C was pressed."""
+        """True once Ctrl-C was pressed."""
         self._asked = True
         return self._pressed
 

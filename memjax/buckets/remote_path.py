@@ -20,15 +20,15 @@ class RemotePath(type(epath.Path("gs://bucket/name"))):
     """
 
     def exists(self) -> bool:
-        """Whether there is an object, or a folder of objects."""
+        """True for an object, and for a folder of objects."""
         return self._kind() is not None
 
     def is_file(self) -> bool:
-        """Whether there is an object."""
+        """True for an object."""
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether objects have names below this one."""
+        """True for a folder of objects."""
         return self._kind() == "directory"
 
     def iterdir(self) -> Iterator["RemotePath"]:

@@ -111,7 +111,7 @@ def with_advice(text: str, error: Exception) -> str:
 
 
 def is_of_store(error: Exception) -> bool:
-    """Whether a store failed or refused, and not an object is missing or damaged."""
+    """True for a failure of the store, False for a missing or damaged object."""
     if isinstance(error, FileNotFoundError):
         return False
     package = type(error).__module__.partition(".")[0]

@@ -24,7 +24,7 @@ def hide_reported() -> None:
 
 
 def _is_unreported(record: logging.LogRecord) -> bool:
-    """Whether a record of a library is to be printed."""
+    """False for the record of a failure that memjax reports."""
     return not record.exc_info or _REPORTED[record.name] not in record.pathname.split(
         os.sep
     )

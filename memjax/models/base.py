@@ -119,7 +119,7 @@ class Sized:
     """A model whose `repr` has its sizes, and not its parameters."""
 
     def _shown(self) -> dict[str, Any]:
-        """What the `repr` has besides the number of parameters."""
+        """Attributes of the `repr` besides the number of parameters."""
         return cast(Any, self).config.sizes
 
     def __nnx_repr__(self) -> Generator[Any, None, None]:

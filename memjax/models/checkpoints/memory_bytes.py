@@ -34,7 +34,7 @@ def bytes_by_kind(leaves: Mapping[str, int]) -> dict[str, int]:
 
 
 def _kind(name: str, names: Mapping[str, Any]) -> str:
-    """What a leaf of a state belongs to, by its name and those beside it."""
+    """The kind of a leaf of a state, by its name and those beside it."""
     parent, _, leaf = name.rpartition(".")
     if f"{parent}.keys" in names:
         return "attention cache"

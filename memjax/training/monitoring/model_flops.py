@@ -14,10 +14,10 @@ def flops_per_token(model: LanguageModel, length: int) -> float:
 
     6 N + 12 sum_l H K A. N are the parameters that a token is multiplied with: all
     matrices, of experts those of the chosen, the embedding only where it is the output
-    head too. H K is the width of
-    all query heads of layer l, and A how many positions a query attends to on average,
-    causally and within the layer's window. A multiply-add is two operations. Updates of
-    a memory's state and recomputation in the backward pass are not counted.
+    head too. H K is the width of all query heads of layer l, and A the mean number of
+    positions that a query attends to, causally and within the layer's window. A
+    multiply-add is two operations. Updates of a memory's state and recomputation in the
+    backward pass are not counted.
 
     Args:
         model: its structure; shapes for parameters are enough.

@@ -73,13 +73,13 @@ def outer(
 
 
 def _block_length(x, sizes):
-    """Rows of a block: a power of two, at least as many as a group has on average."""
+    """Rows of a block: the mean size of a group, rounded up to a power of two."""
     mean = -(-x.shape[0] // sizes.shape[0])
     return min(1 << (mean - 1).bit_length(), LONGEST)
 
 
 def _blocks(sizes, length):
-    """How many blocks there are, and where: (j) -> group, first row, end of the group.
+    """The number of blocks, and a function (j) -> group, first row, end of the group.
 
     Blocks begin with their group; a group without rows has none.
     """

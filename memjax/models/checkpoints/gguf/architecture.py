@@ -1,4 +1,4 @@
-"""What differs between the architectures of GGUF files, and names of their tensors."""
+"""Architectures of GGUF files: their differences, and names of their tensors."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -62,7 +62,7 @@ def read_rope(
 
 
 def _rope_record(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What a file says of RoPE, and the key of its record."""
+    """RoPE's entries in a file, and the key of their record."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     return key, {
         "rope_theta": config.get("rope_theta"),
