@@ -81,6 +81,13 @@ def test_of_tied_logits_top_p_keeps_the_fewest():
     assert kept[0].tolist() == [False] * 25 + [True] * 25
 
 
+def test_top_p_of_one_leaves_nothing_out():
+    """Not even tokens whose probability is 0 in float32."""
+    logits = np.array([[-300.0, -200.0, 0.0, 1.0]])
+    left = filtered(Sampling(top_k=4), logits, np.zeros((1, 0)))
+    np.testing.assert_array_equal(left, logits)
+
+
 def test_presence_penalty_counts_the_answer_alone():
     """As OpenAI and vLLM define it: once for each token that was drawn."""
     settings = Sampling(presence_penalty=0.5, repetition_penalty=2.0)
