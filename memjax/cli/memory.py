@@ -57,8 +57,8 @@ def _show(saved: MemoryFolder, record: Record) -> None:
     newest = saved.newest()
     held = sum(p.stat().st_size for p in newest.rglob("*")) if newest else 0
     lines = {
-        "model": record.owner.name,
-        "origin": record.owner.origin,
+        "model": record.model,
+        "origin": record.origin,
         "read": f"{record.tokens:,} tokens, {record.turns} answers",
         "bytes": size(held),
     }

@@ -23,8 +23,9 @@ from memjax.conversation.prompt_format import (
     stop_tokens,
     unread_closing,
 )
-from memjax.conversation.record import Entry, Record, owner_of, text_digest
+from memjax.conversation.record import Entry, Record, text_digest
 from memjax.conversation.streaming import answer_decoder, printer
+from memjax.data import Tokenizer
 from memjax.data.documents.pieces import SEPARATOR, encode_after, unsettled
 from memjax.models import Sampling
 from memjax.models.base import Model
@@ -66,18 +67,14 @@ class Conversation:
         origin: str = "",
         template: bool = True,
     ):
-        owner = owner_of(model, text, name, origin)
-        assert text.tokenizer is not None
-        self.model, self.memory = model, memory
-        self.tokenizer, self.generation = text.tokenizer, text.generation
+        self.tokenizer = _tokenizer_of(model, text, name)
+        self.model, self.memory, self.generation = model, memory, text.generation
         self._format = choose_format(text, template)
         self._ends = stop_tokens(text, self._format)
         self._backend = backend_of(model)
-        found = (
-            memory.load(lambda folder: self._load(folder, owner)) if memory else None
-        )
+        found = memory.load(lambda folder: self._load(folder, name)) if memory else None
         if found is None:
-            found = Record(owner), model.init_state(1, 1)
+            found = Record(name, origin), model.init_state(1, 1)
         self.record, self._state = found
         # One turn back: a cache of full attention may be large.
         self._before: tuple[Record, PyTree] | None = None
@@ -201,7 +198,8 @@ class Conversation:
 
     def forget(self) -> None:
         """Empties the memory, and saves it."""
-        self._commit(self.model.init_state(1, 1), Record(self.record.owner))
+        record = Record(self.record.model, self.record.origin)
+        self._commit(self.model.init_state(1, 1), record)
 
     def inject(
         self,
@@ -387,12 +385,36 @@ class Conversation:
         if self.memory is not None:
             note = to_record(record)
             self.memory.save(
-                lambda path: save_memory(path, self.model, state, note=note)
+                lambda path: save_memory(
+                    path, self.model, state, note=note, tokenizer=self.tokenizer
+                )
             )
         self.record, self._state = record, state
 
-    def _load(self, folder, owner):
+    def _load(self, folder, name):
         """Record and state of a saved memory."""
         record: Record = from_record(Record, read_note(folder), f"{folder}: note")
-        record.owner.require(owner, str(folder.parent))
-        return record, load_memory(folder, self.model)
+        try:
+            return record, load_memory(folder, self.model, tokenizer=self.tokenizer)
+        except ValueError as error:
+            if record.model == name:
+                raise
+            raise ValueError(
+                f"{error}; it is the memory of {record.model!r}, and not of {name!r}"
+            ) from error
+
+
+def _tokenizer_of(model: Model, text: TextInterface, name: str) -> Tokenizer:
+    """Raises ValueError without a tokenizer, or if it is that of another model."""
+    tokenizer = text.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            f"{name or 'the model'} has no tokenizer: put its tokenizer.json beside it"
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name or 'the model'} has ids up to "
+            f"{tokenizer.vocab_size - 1}, the model a vocabulary of "
+            f"{model.vocab_size}: they are of different models"
+        )
+    return tokenizer

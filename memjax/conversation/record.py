@@ -4,48 +4,7 @@ import dataclasses
 import hashlib
 from typing import Literal
 
-import jax
-import numpy as np
-from flax import nnx
-
 from memjax.checks import short
-from memjax.models.base import Model
-from memjax.models.checkpoints.text_interface import TextInterface
-
-#: Numbers of each parameter in a fingerprint.
-SAMPLED = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Owner:
-    """The model that a memory belongs to.
-
-    Attributes:
-        name: the name it was loaded by.
-        origin: its source; see `memjax.Loaded`.
-        fingerprint: of its parameters; see `fingerprint`.
-        tokenizer: digest of its tokenizer.
-    """
-
-    name: str
-    origin: str
-    fingerprint: str
-    tokenizer: str
-
-    def require(self, other: "Owner", where: str) -> None:
-        """Raises ValueError unless `other`, which was loaded, is this model."""
-        both = f"{self.name!r}, and not of {other.name!r}"
-        if self.fingerprint != other.fingerprint:
-            hint = "; has the model been trained further since?"
-            raise ValueError(
-                f"{where} is the memory of {both}: the fingerprints of their "
-                f"parameters are {self.fingerprint[:12]} and {other.fingerprint[:12]}"
-                + (hint if self.name == other.name else "")
-            )
-        if self.tokenizer != other.tokenizer:
-            raise ValueError(
-                f"{where} is the memory of {both}: their tokenizers differ"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +36,16 @@ class Record:
     """Record of a saved memory, next to its state.
 
     Attributes:
-        owner: the model.
+        model: the name that its model was loaded by.
+        origin: source of the model; see `memjax.Loaded`.
         entries: texts and turns, in order.
         pending: text that is read with the next text or prompt, such as what closes an
             answer that was cut off.
         system: message before the first question; "" for the template's own.
     """
 
-    owner: Owner
+    model: str
+    origin: str
     entries: tuple[Entry, ...] = ()
     pending: str = ""
     system: str = ""
@@ -120,40 +81,3 @@ class Record:
 def text_digest(text: str) -> str:
     """The sha256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def owner_of(model: Model, text: TextInterface, name: str, origin: str) -> Owner:
-    """The `Owner` of a memory of this model.
-
-    Raises:
-        ValueError: without a tokenizer, or if it is that of another model.
-    """
-    tokenizer = text.tokenizer
-    if tokenizer is None:
-        raise ValueError(
-            f"{name or 'the model'} has no tokenizer: put its tokenizer.json beside it"
-        )
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {name or 'the model'} has ids up to "
-            f"{tokenizer.vocab_size - 1}, the model a vocabulary of "
-            f"{model.vocab_size}: they are of different models"
-        )
-    return Owner(name, origin, fingerprint(model), tokenizer.digest)
-
-
-def fingerprint(model: Model) -> str:
-    """The sha256 of names, types, shapes and evenly spaced numbers of all parameters.
-
-    Training changes most numbers, so that a sample is enough: a model of 16 GB is not
-    read in full for each question.
-    """
-    found = hashlib.sha256()
-    variables = nnx.to_pure_dict(nnx.state(model))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
-        value = np.asarray(leaf)
-        kind = f"{jax.tree_util.keystr(path)} {value.dtype}{value.shape}"
-        found.update(kind.encode())
-        flat = value.reshape(-1)
-        found.update(flat[:: max(1, flat.size // SAMPLED)].tobytes())
-    return found.hexdigest()

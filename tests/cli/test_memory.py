@@ -6,7 +6,6 @@ import pytest
 
 from memjax.config_io import to_record
 from memjax.conversation import Entry, MemoryFolder, Record
-from memjax.conversation.record import Owner
 from memjax.mechanisms import (
     AttentionConfig,
     Mamba2Config,
@@ -23,7 +22,7 @@ from tests.cli.commands import command, refused
 def _saved(tmp_path):
     model = tiny.llama()
     entries = (Entry("text", "book.txt", 9), Entry("user", "\x1b[2Jwho", 5))
-    record = Record(Owner("owner/name", "", "f", "t"), entries)
+    record = Record("owner/name", "", entries)
     with MemoryFolder(tmp_path / "mem") as folder:
         state, note = model.init_state(1, 1), to_record(record)
         folder.save(lambda path: save_memory(path, model, state, note=note))
@@ -43,7 +42,7 @@ def test_bytes_of_a_hybrid_are_shown_by_kind(tmp_path):
     layer = ParallelConfig(AttentionConfig(16, 4, 2, 4, capacity=64), memory)
     model = tiny.drawn(lambda: tiny.make_llama(mechanisms=(layer,), num_layers=1))
     full = jax.tree.map(jnp.ones_like, model.init_state(1))
-    note = to_record(Record(Owner("owner/name", "", "f", "t"), ()))
+    note = to_record(Record("owner/name", "", ()))
     with MemoryFolder(tmp_path / "mem") as folder:
         folder.save(lambda path: save_memory(path, model, full, note=note))
     # Two heads of 4 x 4; 64 slots of keys and values, seen or not, and their number;

@@ -7,10 +7,9 @@
 A saved memory is a folder of two files: `memory.safetensors` holds every leaf of the
 state under its path in the tree, without a margin of zeros, so that the file is as
 large as the filled part of the memory; `memory.json` the model's class, sizes and
-settings, where in its leaf each saved part begins, a note of the caller's, and the
-sha256 of the other file and of itself. Loading checks them all. The model's parameters
-are neither saved nor compared: `memjax.conversation` does. Nothing that is read is
-executed.
+settings, a fingerprint of its parameters and of its tokenizer, where in its leaf each
+saved part begins, a note of the caller's, and the sha256 of the other file and of
+itself. Loading checks them all. Nothing that is read is executed.
 """
 
 import contextlib
@@ -31,7 +30,9 @@ from memjax.buckets.bucket import is_bucket
 from memjax.buckets.writing import atomic_folder
 from memjax.checks import joined, listed, short
 from memjax.config_io import read_bounded, require_regular, to_record
+from memjax.data.documents.tokenizer import Tokenizer
 from memjax.models.base import Model
+from memjax.models.checkpoints.fingerprint import fingerprint
 from memjax.models.checkpoints.hf.safetensors_file import (
     SafetensorsFile,
     read_object,
@@ -39,8 +40,9 @@ from memjax.models.checkpoints.hf.safetensors_file import (
 from memjax.models.checkpoints.own_format import leaf_name, leaves_of
 
 TENSORS, RECORD = "memory.safetensors", "memory.json"
-# Version 1 held whole leaves; version 2 neither notes nor caches that had grown.
-FORMAT, VERSION = "memjax memory", 3
+# Version 1 held whole leaves; version 2 neither notes nor caches that had grown;
+# version 3 no fingerprints.
+FORMAT, VERSION = "memjax memory", 4
 # Number formats of states, as safetensors names them.
 NUMBER_FORMATS = ("F32", "BF16", "F16", "I32", "U32", "BOOL")
 # Settings that change how a model computes and not what: they may differ.
@@ -71,6 +73,7 @@ def save_memory(
     state: PyTree,
     *,
     note: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes a memory to a folder, which appears whole or not at all.
 
@@ -79,17 +82,22 @@ def save_memory(
         model: the memory's model.
         state: of `model.init_state`, or any call of the model after it.
         note: what else is to be known of the memory, for `read_note`: a JSON object.
+        tokenizer: of the texts in the memory, for `load_memory` to compare.
 
     Raises:
         ValueError: naming the leaf that is not as in `model.init_state`; if the folder
             is not empty. OSError: the folder could not
             be written.
     """
-    write_memory(folder, pack_memory(model, state, note=note))
+    write_memory(folder, pack_memory(model, state, note=note, tokenizer=tokenizer))
 
 
 def pack_memory(
-    model: Model, state: PyTree, *, note: Mapping[str, Any] | None = None
+    model: Model,
+    state: PyTree,
+    *,
+    note: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> PackedMemory:
     """Content that `save_memory` writes; needs no disk. Raises ValueError as it
     does."""
@@ -105,6 +113,8 @@ def pack_memory(
         # safetensors writes an array's buffer, ignoring its strides.
         tensors[name] = np.ascontiguousarray(value[held])
     record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
+    record |= {"parameters": fingerprint(model)}
+    record |= {"tokenizer": tokenizer.digest if tokenizer else None}
     record |= {"slots": slots, "starts": starts, "note": dict(note or {})}
     return PackedMemory(tensors, record)
 
@@ -134,22 +144,28 @@ def delete_memory(folder: Path) -> None:
         folder.rmdir()
 
 
-def load_memory(folder: Path | str, model: Model) -> PyTree:
+def load_memory(
+    folder: Path | str, model: Model, *, tokenizer: Tokenizer | None = None
+) -> PyTree:
     """The state of `save_memory`, bit for bit.
 
     Args:
         folder: of `save_memory`; not trusted.
-        model: of the same class, settings and sizes. Settings that change no result may
-            differ, such as where the memory is stored.
+        model: of the same class, settings, sizes and parameters. Settings that change
+            no result may differ, such as where the memory is stored.
+        tokenizer: of the texts that the model will read; compared with that of
+            `save_memory` where both were given.
 
     Raises:
-        ValueError: naming what differs, if the memory is of another version, model or
-            setting, or a file is damaged. OSError: no such folder.
+        ValueError: naming what differs, if the memory is of another version, model,
+            setting, parameters or tokenizer, or a file is damaged. OSError: no such
+            folder.
     """
     folder = _on_disk(folder)
     record = _read_record(folder)
     # Settings before arrays: they say why shapes differ.
     _require_same(record["model"], _describe(model), str(folder / RECORD))
+    _require_weights(record, model, tokenizer, str(folder / RECORD))
     file = folder / TENSORS
     require_regular(file)
     # Before the file is parsed: a damaged header is not looked into.
@@ -241,6 +257,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
         )
     kinds: dict[str, tuple[type, ...]] = {"format": (str,), "version": (int,)}
     kinds |= {"model": (dict,), "slots": (int, type(None)), "starts": (dict,)}
+    kinds |= {"parameters": (str,), "tokenizer": (str, type(None))}
     kinds |= {"note": (dict,), "sha256": (str,), "record_sha256": (str,)}
     wrong = [n for n, kind in kinds.items() if type(record.get(n, ...)) not in kind]
     wrong += [name for name in record if name not in kinds]
@@ -352,6 +369,25 @@ def _require_same(
     ]
     if wrong:
         raise ValueError(f"{where} is of another model: {joined(wrong)}")
+
+
+def _require_weights(
+    record: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None, where: str
+) -> None:
+    """Raises ValueError on other parameters or another tokenizer."""
+    saved, here = record["parameters"], fingerprint(model)
+    if saved != here:
+        raise ValueError(
+            f"{where} is of a model with other parameters: their fingerprints are "
+            f"{short(saved[:12])} in the memory and {here[:12]!r} in the model; has it "
+            "been trained further since?"
+        )
+    saved, here = record["tokenizer"], tokenizer and tokenizer.digest
+    if saved and here and saved != here:
+        raise ValueError(
+            f"{where} is of another tokenizer: the digests are {short(saved[:12])} in "
+            f"the memory and {here[:12]!r} in the model"
+        )
 
 
 def _settings(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from memjax.data.documents.tokenizer import ByteTokenizer
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.models import HMTConfig, LanguageModel, ModelConfig, add_hmt
 from memjax.models.checkpoints import memory_state
@@ -120,7 +122,26 @@ def test_round_trip_of_every_model(name, tmp_path):
 
 @pytest.mark.slow
 def test_settings_without_effect_may_differ(state, saved):
-    chex.assert_trees_all_equal(load_memory(saved, build(remat=False)), state)
+    same = tiny.drawn(lambda: build(remat=False))
+    chex.assert_trees_all_equal(load_memory(saved, same), state)
+
+
+def test_a_memory_of_other_parameters_or_tokens_is_refused(model, state, tmp_path):
+    folder, tokenizer = tmp_path / "memory", ByteTokenizer()
+    other = nnx.clone(model)
+    save_memory(folder, model, state, tokenizer=tokenizer)
+    chex.assert_trees_all_equal(load_memory(folder, other), state)
+    chex.assert_trees_all_equal(load_memory(folder, other, tokenizer=tokenizer), state)
+    with pytest.raises(ValueError, match="of another tokenizer: the digests are "):
+        load_memory(folder, model, tokenizer=ByteTokenizer(digest="other"))
+    parameter = jax.tree.leaves(nnx.state(other), is_leaf=_is_variable)[-1]
+    parameter[...] = parameter[...] + 1
+    with pytest.raises(ValueError, match="with other parameters: their fingerprints"):
+        load_memory(folder, other)
+
+
+def _is_variable(leaf):
+    return isinstance(leaf, nnx.Variable)
 
 
 @pytest.mark.slow
@@ -171,7 +192,7 @@ def test_a_state_of_another_model_is_not_saved(model, state, tmp_path):
 @pytest.mark.parametrize(
     "field,value,message",
     [
-        ("version", 2, "version must be 3, .* got 2"),
+        ("version", 3, "version must be 4, .* got 3"),
         ("format", "other", "format must be 'memjax memory', got 'other'"),
         ("sha256", 1, "of another type: 'sha256'"),
         ("sha256", "0", "is not what was written"),
