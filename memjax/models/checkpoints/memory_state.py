@@ -382,7 +382,8 @@ def _require_weights(
             f"{short(saved[:12])} in the memory and {here[:12]!r} in the model; has it "
             "been trained further since?"
         )
-    saved, here = record["tokenizer"], tokenizer and tokenizer.digest
+    saved = record["tokenizer"]
+    here = tokenizer.digest if tokenizer else None
     if saved and here and saved != here:
         raise ValueError(
             f"{where} is of another tokenizer: the digests are {short(saved[:12])} in "
