@@ -185,7 +185,7 @@ def open_block(talk: Conversation) -> None:
         room = "texts of any length"
     say_all(
         [
-            ("model", described(talk.record.owner.name, talk.model)),
+            ("model", described(talk.record.model, talk.model)),
             ("memory", f"{path}: {held}" if path else held),
             ("room", room),
         ]
