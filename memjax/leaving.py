@@ -39,18 +39,26 @@ class Exit:
     Args:
         number: of the signal.
         closed: set where the program needs no handler any more.
+        resumable: whether the same command goes on where this one ends.
         direct: end it here, without exceptions, which imports of native modules and
             callbacks turn into others.
     """
 
     def __init__(
-        self, number: signal.Signals, closed: threading.Event, direct: bool = False
+        self,
+        number: signal.Signals,
+        closed: threading.Event,
+        resumable: bool = False,
+        direct: bool = False,
     ):
         self._direct = direct
         self._is_interrupt = number == signal.SIGINT
-        self._code = EXIT_INTERRUPTED if self._is_interrupt else EXIT_PREEMPTED
-        self._line = "interrupted"
-        if not self._is_interrupt:
+        # As a shell reports a program that a signal has ended; of Ctrl-C it is 130.
+        self._code, self._line = 128 + number, f"stopped by {number.name}"
+        if self._is_interrupt:
+            self._line = "interrupted"
+        elif resumable:
+            self._code = EXIT_PREEMPTED
             self._line = f"{number.name}; run the same command again"
         self._handled, self._closed = threading.Event(), closed
 
@@ -125,17 +133,18 @@ def end_with_parent() -> None:
 
 @contextmanager
 def at_once(resumable: bool, direct: bool = False) -> Iterator[None]:
-    """Until the block ends, Ctrl-C ends the program at once, with exit code 130.
+    """Until the block ends, Ctrl-C and `STOPPING` end the program at once.
 
-    Other handlers that are set meanwhile are left to themselves.
+    The exit code is 128 and the signal's number, 130 of Ctrl-C. Other handlers that are
+    set meanwhile are left to themselves.
 
     Args:
-        resumable: so do `STOPPING`, with exit code 75.
+        resumable: the exit code of `STOPPING` is 75, to be run again.
         direct: see `Exit`.
     """
-    numbers = [n for n in catchable() if resumable or n == signal.SIGINT]
     closed = threading.Event()
-    before = {n: signal.signal(n, Exit(n, closed, direct)) for n in numbers}
+    handlers = {n: Exit(n, closed, resumable, direct) for n in catchable()}
+    before = {n: signal.signal(n, handler) for n, handler in handlers.items()}
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -35,7 +35,7 @@ def in_a_callback():
         gc.collect()
         time.sleep(0.1)
 try:
-    with at_once(resumable=True):
+    with at_once(resumable={}):
         print("ready", flush=True)
         {}()
 except KeyboardInterrupt:
@@ -43,10 +43,13 @@ except KeyboardInterrupt:
 """
 
 
-def run(part: str, number: signal.Signals) -> tuple[int, str, str, float]:
+def run(
+    part: str, number: signal.Signals, resumable: bool = True
+) -> tuple[int, str, str, float]:
     """Exit code, both outputs, and seconds from the signal to the end."""
+    program = BEGIN.format(resumable, part)
     process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN.format(part)],
+        [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -61,16 +64,17 @@ def run(part: str, number: signal.Signals) -> tuple[int, str, str, float]:
 
 
 @pytest.mark.parametrize(
-    "number,code,line",
+    "number,resumable,code,line",
     [
-        (signal.SIGTERM, 75, "memjax: SIGTERM; run the same command again\n"),
-        (signal.SIGINT, 130, "memjax: interrupted\n"),
+        (signal.SIGTERM, True, 75, "memjax: SIGTERM; run the same command again\n"),
+        (signal.SIGTERM, False, 143, "memjax: stopped by SIGTERM\n"),
+        (signal.SIGINT, True, 130, "memjax: interrupted\n"),
     ],
 )
 def test_native_code_does_not_hold_a_signal_up(
-    number: signal.Signals, code: int, line: str
+    number: signal.Signals, resumable: bool, code: int, line: str
 ) -> None:
-    found, _, errors, seconds = run("native", number)
+    found, _, errors, seconds = run("native", number, resumable)
     assert (found, errors) == (code, line)
     assert seconds < 5
 

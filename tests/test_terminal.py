@@ -7,7 +7,7 @@ import pytest
 from memjax.checks import printable
 from memjax.cli import main
 from memjax.config_io import from_record, to_record
-from memjax.conversation.record import Entry, Owner, Record
+from memjax.conversation.record import Entry, Record
 from memjax.status import Status, say
 
 NASTY = "\x1b]0;owned\x07\x9b2J\u2028x"
@@ -33,7 +33,7 @@ def test_lines_errors_and_bars_are_printable(
 @pytest.mark.parametrize("tokens", [-5, 2**70])
 def test_a_count_of_a_record_is_in_range(tokens: int) -> None:
     entry = Entry("user", "a", 1)
-    record = to_record(Record(Owner("m", "", "", ""), (entry,)))
+    record = to_record(Record("m", "", (entry,)))
     record["entries"][0]["tokens"] = tokens
     with pytest.raises(ValueError, match=r"there.*tokens must be in \[0, 2\*\*53\)"):
         from_record(Record, record, "there")

@@ -29,14 +29,15 @@ def main(argv: list[str] | None = None) -> None:
                     leaving.end_with_parent()
                 trains = argv[:1] in (["train"], ["finetune"])
                 with leaving.at_once(resumable=trains):
-                    _imported().main(argv)
+                    _imported(trains).main(argv)
         except KeyboardInterrupt:
             # After the command.
             print("memjax: interrupted", file=sys.stderr)
-            _leave_interrupted()
+            _leave(leaving.EXIT_INTERRUPTED)
         except SystemExit as ended:
-            if ended.code == leaving.EXIT_INTERRUPTED:
-                _leave_interrupted()
+            # 128 and the number of a signal.
+            if isinstance(ended.code, int) and ended.code > 128:
+                _leave(ended.code)
             raise
         finally:
             sys.stdout.flush()
@@ -46,23 +47,23 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _leave_interrupted() -> NoReturn:
-    """Ends the process, with its output written.
+def _leave(code: int) -> NoReturn:
+    """Ends the process after a signal, with its output written.
 
     Threads of XLA that still compile can end Python's own way out with a segmentation
     fault.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(leaving.EXIT_INTERRUPTED)
+    os._exit(code)
 
 
-def _imported() -> Any:
+def _imported(resumable: bool) -> Any:
     """The commands, which take seconds to import; a terminal sees that."""
     status = importlib.import_module("memjax.status")
     quiet = not sys.stderr.isatty()
     # Native modules turn an exception into another.
-    with leaving.at_once(resumable=False, direct=True):
+    with leaving.at_once(resumable, direct=True):
         with status.Status("starting memjax", quiet=quiet):
             return importlib.import_module("memjax.cli.main")
 
