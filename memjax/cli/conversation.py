@@ -114,13 +114,15 @@ def ask(
         chat_loop.open_block(talk)
         asked = [(text, seed + i) for text in questions for i in range(n)]
         for i, (text, own) in enumerate(asked):
-            with Status("reading" if i else "compiling, and reading") as status:
+            what = "reading" if i else "compiling, and reading"
+            with Status(what, "tokens") as status:
                 write = chat_loop.writer(status)
                 answer = talk.query(
                     text,
                     seed=own,
                     write=None if json else write,
                     interrupted=interrupted,
+                    progress=status,
                     **options,
                 )
             if json:

@@ -2,7 +2,8 @@
 
 Exit codes: 0 done; 2 bad input, with one line on stderr; 75 stopped by a signal with
 everything saved (run the same command again to resume); 130 Ctrl-C with nothing to
-save, 143 SIGTERM to a command that does not train; 1 anything else. `memjax.cli.entry` handles signals.
+save, 143 SIGTERM to a command that does not train; 1 anything else. `memjax.cli.entry`
+handles signals.
 """
 
 import dataclasses

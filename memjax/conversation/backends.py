@@ -61,9 +61,16 @@ class Backend(Protocol):
         ...
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
+        self,
+        state: PyTree,
+        prompt: Int[np.ndarray, " T"],
+        decoding: Decoding,
+        progress: Callable[[int, int], object],
     ) -> tuple[PyTree, Drawn]:
-        """A state for `remember`, and an answer to a prompt."""
+        """A state for `remember`, and an answer to a prompt.
+
+        `progress` is called with the tokens of the prompt read so far, and in total.
+        """
         ...
 
     def remember(
@@ -118,7 +125,11 @@ class StateBackend:
         return state
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
+        self,
+        state: PyTree,
+        prompt: Int[np.ndarray, " T"],
+        decoding: Decoding,
+        progress: Callable[[int, int], object],
     ) -> tuple[PyTree, Drawn]:
         """The memory after prompt and answer, and the answer."""
         state = self._with_room(state, len(prompt) + decoding.max_new_tokens)
@@ -128,6 +139,7 @@ class StateBackend:
             prompt[None],
             tokens_per_call=PROMPT_PER_CALL,
             least_per_call=PROMPT_PER_CALL,
+            progress=progress,
             **decoding._asdict(),
         )
         return drawn.state, Drawn(drawn.tokens[0], drawn.log_probs[0])
@@ -177,7 +189,11 @@ class InjectionBackend:
         return state
 
     def answer(
-        self, state: PyTree, prompt: Int[np.ndarray, " T"], decoding: Decoding
+        self,
+        state: PyTree,
+        prompt: Int[np.ndarray, " T"],
+        decoding: Decoding,
+        progress: Callable[[int, int], object],
     ) -> tuple[PyTree, Drawn]:
         """None, and the answer; the last token of the prompt is no retrieval query."""
         reader, count = MemoryReader(self._model, state), len(prompt) - 1

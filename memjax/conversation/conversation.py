@@ -35,6 +35,10 @@ from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype
 
 
+def _unseen(done: int, total: int) -> None:
+    """Shows no progress."""
+
+
 class Conversation:
     """Injects texts into a model's memory, queries it, and chats with it.
 
@@ -206,7 +210,7 @@ class Conversation:
         text: str,
         *,
         name: str = "",
-        progress: Callable[[int, int], object] = lambda done, total: None,
+        progress: Callable[[int, int], object] = _unseen,
     ) -> int:
         """Reads a text into the memory, and saves the memory.
 
@@ -246,6 +250,7 @@ class Conversation:
         seed: int = 0,
         write: Callable[[str], object] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], object] = _unseen,
     ) -> Answer:
         """Answers from the memory without changing it.
 
@@ -259,12 +264,16 @@ class Conversation:
             seed: of the sampling.
             write: called with each new part of the answer.
             interrupted: called after each token; True ends the answer.
+            progress: called with the tokens of the prompt read so far and their number;
+                M+ reads a prompt at once.
 
         Raises:
             ValueError: on an empty question, one that the state has no room for, or a
                 size below 1.
         """
-        turn = self._turn(question, begin, limit, sampling, seed, write, interrupted)
+        turn = self._turn(
+            question, begin, limit, sampling, seed, write, interrupted, progress
+        )
         return turn[0]
 
     def chat(
@@ -276,13 +285,14 @@ class Conversation:
         seed: int = 0,
         write: Callable[[str], object] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], object] = _unseen,
     ) -> Answer:
         """Answers, adds question and answer to the memory, and saves it; see `query`.
 
         If it raises, the conversation is unchanged.
         """
         answer, after, said, pending = self._turn(
-            message, "", limit, sampling, seed, write, interrupted
+            message, "", limit, sampling, seed, write, interrupted, progress
         )
         prompt, read = len(said) - answer.tokens, answer.tokens
         closing = encode_after(self.tokenizer, pending) if pending else said[:0]
@@ -308,7 +318,9 @@ class Conversation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _turn(self, message, begin, limit, sampling, seed, write, interrupted):
+    def _turn(
+        self, message, begin, limit, sampling, seed, write, interrupted, progress
+    ):
         """The answer, the state after it, the turn's tokens, and text still to read."""
         if not message.strip():
             raise ValueError(f"the question must not be empty, got {message!r}")
@@ -343,7 +355,7 @@ class Conversation:
         spoken, size = self.record.spoken, tokenizer.vocab_size
         spoken = encode_after(tokenizer, spoken).tolist()
         decoding = Decoding(limit, key, sampling, spoken, size, self._ends, stop_when)
-        after, drawn = self._backend.answer(self._state, prompt, decoding)
+        after, drawn = self._backend.answer(self._state, prompt, decoding, progress)
         ids, scores = drawn.tokens, tuple(drawn.log_probs.tolist())
         text = "".join(parts).rstrip()
         answer = Answer(text, len(ids), ended, tuple(ids.tolist()), scores)

@@ -189,7 +189,7 @@ def test_state_after_a_turn_has_read_prompt_and_answer():
 def test_random_numbers_depend_on_seed_and_position(monkeypatch):
     talk, keys = Conversation(llama(), TEXT), []
 
-    def answer(_, state, prompt, decoding):
+    def answer(_, state, prompt, decoding, progress):
         keys.append(jax.random.key_data(decoding.key).tolist())
         return state, Drawn(prompt[:1], np.zeros(1, np.float32))
 
@@ -243,6 +243,14 @@ def test_answer_begins_with_given_words():
     )
     assert answer.text == "".join(parts).rstrip() and parts[0] == "She"
     assert answer.tokens == 2 and talk.tokens == 0
+
+
+def test_progress_counts_the_tokens_of_a_question():
+    talk, seen = Conversation(llama(), TEXT), []
+    question = "y" * 70
+    talk.query(question, limit=1, progress=lambda *counts: seen.append(counts))
+    whole = len(talk._prompt(question, ""))
+    assert seen == [(64, whole), (whole, whole)]
 
 
 def test_refused_input_changes_nothing():

@@ -84,11 +84,12 @@ class ChatLoop:
         what = "reading" if self._begun else "compiling, and reading"
         quiet = self._begun and not sys.stderr.isatty()
         before = self._talk.lost
-        with interrupts() as interrupted, Status(what, quiet=quiet) as status:
+        with interrupts() as stop, Status(what, "tokens", quiet=quiet) as status:
             answer = self._talk.chat(
                 message,
                 write=writer(status),
-                interrupted=interrupted,
+                interrupted=stop,
+                progress=status,
                 **options,
             )
         self._begun, self._last, self._seed = True, message, seed
