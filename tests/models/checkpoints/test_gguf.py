@@ -25,7 +25,6 @@ from memjax.models.checkpoints.gguf.known_keys import (
 )
 from memjax.models.checkpoints.hf.config import from_hf_config
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
-from memjax.models.checkpoints.text_interface import GenerationConfig
 from memjax.models.sampling import Sampling
 from tests.models.checkpoints.gguf_writing import gguf, write
 
@@ -446,16 +445,23 @@ def test_template_and_sampling_are_kept(llama):
     text = checkpoint.text_interface()
     assert text.chat_template == "{{ messages }}"
     drawn = {"do_sample": True, "temperature": 0.6, "top_k": 20}
-    assert text.generation == GenerationConfig((0, VOCABULARY - 2), record=drawn)
+    assert text.generation.eos_ids == (0, VOCABULARY - 2)
+    assert text.generation.record == drawn
     assert text.generation.sampling == Sampling(0.6, 20)
     assert text.tokenizer is not None and text.tokenizer.vocab_size == VOCABULARY
     # Without an entry by its text, as llama.cpp finds it.
     del metadata["tokenizer.ggml.eot_token_id"]
     metadata["tokenizer.ggml.tokens"][3] = "<|im_end|>"
     assert checkpoint.text_interface().generation.eos_ids == (0, 3)
-    metadata["general.sampling.temp"] = "warm"
-    with pytest.raises(ValueError, match="temperature='warm' must be a number"):
-        print(checkpoint.text_interface().generation.sampling)
+    metadata |= {"general.sampling.temp": -0.5, "general.sampling.top_k": -1}
+    assert checkpoint.text_interface().generation.sampling == Sampling(0.0)
+    for value, message in (
+        ("warm", "gguf: general.sampling.temp='warm' must be a number"),
+        (1e31, r"gguf: general.sampling.temp must be at most 1e\+30"),
+    ):
+        metadata["general.sampling.temp"] = value
+        with pytest.raises(ValueError, match=message):
+            print(checkpoint.text_interface().generation.sampling)
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "more"]
     with pytest.raises(ValueError, match=f"model a vocabulary of {VOCABULARY}"):
         checkpoint.text_interface()

@@ -30,6 +30,14 @@ from memjax.models.checkpoints.text_interface import TextInterface, fitting_toke
 
 logger = logging.getLogger(__name__)
 
+#: Settings of the sampler, and their names here.
+SAMPLING_NAMES = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+}
+
 
 class GGUFCheckpoint:
     """Configuration and tensors of a GGUF file under Hugging Face's names.
@@ -122,16 +130,17 @@ class GGUFCheckpoint:
         def index(name):
             return gguf_tokenizer.special_id(metadata, name, vocab_size, where)
 
-        entries = ("temp", "top_k", "top_p", "min_p")
-        found = {name: metadata.get(f"general.sampling.{name}") for name in entries}
+        found = {name: metadata.get(own) for name, own in SAMPLING_NAMES.items()}
         # Stored in float32: 0.6 is read as 0.6000000238418579.
         record = {
-            name.replace("temp", "temperature"): float(str(np.float32(value)))
-            if isinstance(value, float)
-            else value
+            name: float(str(np.float32(value))) if isinstance(value, float) else value
             for name, value in found.items()
             if value is not None
         }
+        # llama.cpp takes all tokens, and the likeliest, of numbers below 0 too.
+        for name in record.keys() & {"top_k", "temperature"}:
+            if type(record[name]) in (int, float):
+                record[name] = max(record[name], 0)
         if record:
             record = {"do_sample": True, "top_k": 0} | record
         generation = GenerationConfig(
@@ -139,5 +148,7 @@ class GGUFCheckpoint:
             index("bos"),
             index("padding"),
             record,
+            where,
+            SAMPLING_NAMES,
         )
         return TextInterface(tokenizer or None, template, generation)

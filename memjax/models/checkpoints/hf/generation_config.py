@@ -1,6 +1,7 @@
 """The makers' sampling: `generation_config.json`, as transformers reads it."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,12 +23,16 @@ class GenerationConfig:
         pad_id: the token that fills up short rows.
         record: other entries of `generation_config.json`, not checked before they are
             used.
+        source: file of the record, for errors.
+        names: the file's own names of entries, where they are others.
     """
 
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     pad_id: int | None = None
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str = "generation_config.json"
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def token_ids(self) -> dict[str, Any]:
@@ -55,9 +60,11 @@ class GenerationConfig:
         for name, value in text_keys.effective(
             record, text_keys.GENERATION_REFUSED
         ).items():
-            raise _refusal(name, value, "is not built here")
+            raise self._refusal(name, value, "is not built here")
         if not isinstance(record.get("do_sample", False), bool):
-            raise _refusal("do_sample", record["do_sample"], "must be true or false")
+            raise self._refusal(
+                "do_sample", record["do_sample"], "must be true or false"
+            )
         names = ["repetition_penalty"]
         names += DEFAULTS if record.get("do_sample") else []
         given: dict[str, Any] = {"temperature": 0.0}
@@ -65,7 +72,7 @@ class GenerationConfig:
             value = record.get(name, DEFAULTS.get(name, 1.0))
             kinds = (int,) if name == "top_k" else (int, float)
             if type(value) not in kinds:
-                raise _refusal(name, value, "must be a number")
+                raise self._refusal(name, value, "must be a number")
             given[name] = value
         try:
             numbers: dict[str, Any] = {
@@ -74,13 +81,14 @@ class GenerationConfig:
             }
             return Sampling(**numbers)
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"generation_config.json: {error}{_ADVICE}") from error
+            text = str(error)
+            for name, own in self.names.items():
+                text = re.sub(rf"\b{name}\b", own, text)
+            raise ValueError(f"{self.source}: {text}{_ADVICE}") from error
+
+    def _refusal(self, name: str, value: Any, reason: str) -> ValueError:
+        own = self.names.get(name, name)
+        return ValueError(f"{self.source}: {own}={short(value)} {reason}{_ADVICE}")
 
 
 _ADVICE = "; say how to draw, for example temperature=0.7"
-
-
-def _refusal(name: str, value: Any, reason: str) -> ValueError:
-    return ValueError(
-        f"generation_config.json: {name}={short(value)} {reason}{_ADVICE}"
-    )
