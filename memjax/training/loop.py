@@ -326,7 +326,8 @@ class _Loop:
 
     def _retry_save(self, error: RetryableError) -> None:
         """Tries again for minutes: the steps since the last save are nowhere else."""
-        # The others wait for this process, and not for room.
+        # The others wait for this process inside the checkpoint library, which knows no
+        # second try of one of them: only a new start brings them together.
         if jax.process_count() > 1:
             raise error
         minutes = ROOM_SECONDS / 60
