@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from memjax.buckets.bucket import as_path
 from memjax.config_io import from_record, read_json
 from memjax.training.config import RunConfig
 from memjax.training.finetune.run import FinetuneRun
@@ -51,11 +52,11 @@ def is_finetuning(file: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    path = file.expanduser()
+    path = as_path(file)
     try:
         record = read_json(path / "config.json" if path.is_dir() else path)
     except FileNotFoundError:
-        raise ValueError(f"--config {file} is not there") from None
+        raise ValueError(f"--config {path} is not there") from None
     if not isinstance(record, dict):
         raise ValueError(f"--config {file} must be an object of JSON")
     return record

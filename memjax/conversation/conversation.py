@@ -6,6 +6,7 @@ Shapes: T tokens of a text or a question.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtyping import Int, PyTree
 
 import memjax
 from memjax.checks import check_seed, check_sizes
-from memjax.config_io import from_record, to_record
+from memjax.config_io import to_record
 from memjax.conversation.answer import Answer, makers_sampling
 from memjax.conversation.backends import Decoding, backend_of
 from memjax.conversation.memory_folder import MemoryFolder
@@ -23,20 +24,21 @@ from memjax.conversation.prompt_format import (
     stop_tokens,
     unread_closing,
 )
-from memjax.conversation.record import Entry, Record, text_digest
+from memjax.conversation.record import (
+    Entry,
+    Record,
+    load_saved,
+    text_digest,
+    tokenizer_of,
+)
 from memjax.conversation.streaming import answer_decoder, printer
-from memjax.data import Tokenizer
 from memjax.data.documents.pieces import SEPARATOR, encode_after, unsettled
 from memjax.models import Sampling
 from memjax.models.base import Model
-from memjax.models.checkpoints.memory_state import load_memory, read_note, save_memory
+from memjax.models.checkpoints.memory_state import read_note, save_memory
 from memjax.models.checkpoints.pretrained import Progress, unseen
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype
-
-
-def _unseen(done: int, total: int) -> None:
-    """Shows no progress."""
 
 
 class Conversation:
@@ -71,12 +73,13 @@ class Conversation:
         origin: str = "",
         template: bool = True,
     ):
-        self.tokenizer = _tokenizer_of(model, text, name)
+        self.tokenizer = tokenizer_of(model, text, name)
         self.model, self.memory, self.generation = model, memory, text.generation
         self._format = choose_format(text, template)
         self._ends = stop_tokens(text, self._format)
         self._backend = backend_of(model)
-        found = memory.load(lambda folder: self._load(folder, name)) if memory else None
+        of = (model, self.tokenizer, name)
+        found = memory and memory.load(lambda path: load_saved(path, *of))
         if found is None:
             found = Record(name, origin), model.init_state(1, 1)
         self.record, self._state = found
@@ -210,7 +213,7 @@ class Conversation:
         text: str,
         *,
         name: str = "",
-        progress: Callable[[int, int], object] = _unseen,
+        progress: Progress = unseen,
     ) -> int:
         """Reads a text into the memory, and saves the memory.
 
@@ -250,7 +253,7 @@ class Conversation:
         seed: int = 0,
         write: Callable[[str], object] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], object] = _unseen,
+        progress: Progress = unseen,
     ) -> Answer:
         """Answers from the memory without changing it.
 
@@ -264,17 +267,14 @@ class Conversation:
             seed: of the sampling.
             write: called with each new part of the answer.
             interrupted: called after each token; True ends the answer.
-            progress: called with the tokens of the prompt read so far and their number;
-                M+ reads a prompt at once.
+            progress: as of `inject`, for the prompt, which M+ reads at once.
 
         Raises:
             ValueError: on an empty question, one that the state has no room for, or a
                 size below 1.
         """
-        turn = self._turn(
-            question, begin, limit, sampling, seed, write, interrupted, progress
-        )
-        return turn[0]
+        more = (write, interrupted, progress)
+        return self._turn(question, begin, limit, sampling, seed, *more)[0]
 
     def chat(
         self,
@@ -285,14 +285,15 @@ class Conversation:
         seed: int = 0,
         write: Callable[[str], object] | None = None,
         interrupted: Callable[[], bool] = lambda: False,
-        progress: Callable[[int, int], object] = _unseen,
+        progress: Progress = unseen,
     ) -> Answer:
         """Answers, adds question and answer to the memory, and saves it; see `query`.
 
         If it raises, the conversation is unchanged.
         """
+        more = (write, interrupted, progress)
         answer, after, said, pending = self._turn(
-            message, "", limit, sampling, seed, write, interrupted, progress
+            message, "", limit, sampling, seed, *more
         )
         prompt, read = len(said) - answer.tokens, answer.tokens
         closing = encode_after(self.tokenizer, pending) if pending else said[:0]
@@ -326,11 +327,9 @@ class Conversation:
             raise ValueError(f"the question must not be empty, got {message!r}")
         check_sizes(limit=limit)
         check_seed(seed)
-        tokenizer = self.tokenizer
-        prompt = self._prompt(message, begin)
+        tokenizer, prompt = self.tokenizer, self._prompt(message, begin)
         self._require_room(len(prompt) + 1, "the question")
-        if self.room is not None:
-            limit = min(limit, self.room - len(prompt))
+        limit = min(limit, (self.room or len(prompt) + limit) - len(prompt))
         parts: list[str] = []
 
         def emit(part: str) -> None:
@@ -395,38 +394,6 @@ class Conversation:
 
     def _save(self, record, state):
         if self.memory is not None:
-            note = to_record(record)
-            self.memory.save(
-                lambda path: save_memory(
-                    path, self.model, state, note=note, tokenizer=self.tokenizer
-                )
-            )
+            about: Any = {"note": to_record(record), "tokenizer": self.tokenizer}
+            self.memory.save(lambda path: save_memory(path, self.model, state, **about))
         self.record, self._state = record, state
-
-    def _load(self, folder, name):
-        """Record and state of a saved memory."""
-        record: Record = from_record(Record, read_note(folder), f"{folder}: note")
-        try:
-            return record, load_memory(folder, self.model, tokenizer=self.tokenizer)
-        except ValueError as error:
-            if record.model == name:
-                raise
-            raise ValueError(
-                f"{error}; it is the memory of {record.model!r}, and not of {name!r}"
-            ) from error
-
-
-def _tokenizer_of(model: Model, text: TextInterface, name: str) -> Tokenizer:
-    """Raises ValueError without a tokenizer, or if it is that of another model."""
-    tokenizer = text.tokenizer
-    if tokenizer is None:
-        raise ValueError(
-            f"{name or 'the model'} has no tokenizer: put its tokenizer.json beside it"
-        )
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {name or 'the model'} has ids up to "
-            f"{tokenizer.vocab_size - 1}, the model a vocabulary of "
-            f"{model.vocab_size}: they are of different models"
-        )
-    return tokenizer

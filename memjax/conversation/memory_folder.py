@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from memjax.buckets.bucket import is_bucket
+from memjax.buckets.bucket import as_path, is_bucket
 from memjax.buckets.writing import unfinished_of
 from memjax.models.checkpoints.memory_state import delete_memory
 from memjax.training.locks.lock import LOCK_FILE, FolderLock
@@ -38,7 +38,9 @@ class MemoryFolder:
 
     def __init__(self, path: Path | str):
         if is_bucket(path):
-            raise ValueError(f"memory must be a folder on a disk, got {str(path)!r}")
+            raise ValueError(
+                f"memory must be a folder on a disk, got {str(as_path(path))!r}"
+            )
         self.path = Path(path).expanduser()
         self._lock: FolderLock | None = None
         if self.path.exists() and not self.path.is_dir():

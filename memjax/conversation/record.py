@@ -2,9 +2,17 @@
 
 import dataclasses
 import hashlib
+from pathlib import Path
 from typing import Literal
 
+from jaxtyping import PyTree
+
 from memjax.checks import short
+from memjax.config_io import from_record
+from memjax.data import Tokenizer
+from memjax.models.base import Model
+from memjax.models.checkpoints.memory_state import load_memory, read_note
+from memjax.models.checkpoints.text_interface import TextInterface
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,3 +89,39 @@ class Record:
 def text_digest(text: str) -> str:
     """The sha256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tokenizer_of(model: Model, text: TextInterface, name: str) -> Tokenizer:
+    """Raises ValueError without a tokenizer, or if it is that of another model."""
+    tokenizer = text.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            f"{name or 'the model'} has no tokenizer: put its tokenizer.json beside it"
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name or 'the model'} has ids up to "
+            f"{tokenizer.vocab_size - 1}, the model a vocabulary of "
+            f"{model.vocab_size}: they are of different models"
+        )
+    return tokenizer
+
+
+def load_saved(
+    folder: Path, model: Model, tokenizer: Tokenizer, name: str
+) -> tuple[Record, PyTree]:
+    """Record and state of a saved memory, for the model of this name.
+
+    Raises:
+        ValueError: it is damaged, or of other weights or another tokenizer. OSError: it
+            cannot be read.
+    """
+    record: Record = from_record(Record, read_note(folder), f"{folder}: note")
+    try:
+        return record, load_memory(folder, model, tokenizer=tokenizer)
+    except ValueError as error:
+        if record.model == name:
+            raise
+        raise ValueError(
+            f"{error}; it is the memory of {record.model!r}, and not of {name!r}"
+        ) from error

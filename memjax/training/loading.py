@@ -79,8 +79,8 @@ def load(
         name: a model of the hub, "owner/name" or "owner/name/file.gguf", at its newest
             commit or the one behind an "@"; a folder of `config.json` and safetensors,
             of HMT and M+ too; a GGUF file; or the folder of a run, whose newest
-            checkpoint is loaded. A folder with a LoRA of PEFT alone is loaded onto its
-            base, frozen: `plain()` of the model merges both.
+            checkpoint is loaded. A folder with a LoRA of PEFT is loaded onto its base,
+            frozen: `plain()` of the model merges both.
         base: of a LoRA of PEFT, as `name`; None is the one that it names.
         dtype: of the activations; None is a run's own, the saved one of models that
             memjax saved in its own format, and float32 of others.
@@ -108,11 +108,23 @@ def load(
         terms = read_license(folder)
         return Loaded(model, run.text(folder), run.origin, run, terms)
     found = hub.locate(name)
+    options: Any = {"dtype": dtype, "param_dtype": param_dtype}
+    options |= {"with_tokenizer": with_tokenizer, "progress": progress}
     if hub.is_adapter(found.path):
-        options: Any = {"dtype": dtype, "param_dtype": param_dtype}
-        options |= {"with_tokenizer": with_tokenizer, "progress": progress}
         return _load_adapter(found, base, **options)
     _require_none(f"{found.origin}, which is no LoRA of PEFT", base=base)
+    return _load_whole(found, **options)
+
+
+def _load_whole(
+    found: hub.Location,
+    *,
+    dtype: Dtype | None,
+    param_dtype: Dtype | None,
+    with_tokenizer: bool,
+    progress: Progress,
+) -> Loaded:
+    """A model that is no run, with the weights of its own folder or file."""
     is_folder = (found.path / CONFIG).is_file()
     config = read_model_config(found.path) if is_folder else {}
     loaders = {
@@ -145,11 +157,11 @@ def _load_adapter(
     """A LoRA of PEFT on the model of a name, or on the one that it names itself."""
     config = peft.read_adapter_config(found.path)
     if name is None:
-        name = str(read_entry(config, "base_model_name_or_path", str))
+        name = str(read_entry(config, "base_model_name_or_path", str)) or "''"
         if config.get("revision") and not as_path(name).exists():
             name = f"{name}@{config['revision']}"
     try:
-        base = load(name, **options)
+        base = _load_base(found, name, **options)
     except ValueError as error:
         raise ValueError(f"{found.origin}: its base, or base=...: {error}") from error
     if base.model.backbone is not base.model:
@@ -157,7 +169,7 @@ def _load_adapter(
             f"base must be a language model without a memory for {found.origin}, "
             f"got {name}"
         )
-    hub.fetch_weights(found)
+    hub.fetch_weights(found, adapter=True)
     model = peft.load_adapter(base.model, found.path)
     text, with_tokenizer = base.text, options["with_tokenizer"]
     own = read_text_interface(
@@ -173,6 +185,15 @@ def _load_adapter(
         )
     terms = read_license(found.path) or base.license
     return Loaded(model, text, base.origin, license=terms)
+
+
+def _load_base(found: hub.Location, name: AnyPath | str, **options: Any) -> Loaded:
+    """The model of a name, which may be in the folder of its LoRA."""
+    if not is_run(as_path(name)) and hub.is_adapter(other := hub.locate(name).path):
+        if other.resolve() != found.path.resolve():
+            raise ValueError(f"{name} is a LoRA of PEFT itself")
+        return _load_whole(found, **options)
+    return load(name, **options)
 
 
 def _require_none(model: str, **options: AnyPath | str | None) -> None:

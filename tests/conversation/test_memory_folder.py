@@ -23,7 +23,8 @@ from memjax.training.locks.lock import LockedError
 
 
 def packed(turn: int) -> PackedMemory:
-    record: dict[str, Any] = {"format": "memjax memory", "version": 3, "model": {}}
+    record: dict[str, Any] = {"format": "memjax memory", "version": 4, "model": {}}
+    record |= {"parameters": "", "tokenizer": None}
     record |= {"slots": None, "starts": {}, "note": {"turn": turn}}
     return PackedMemory({"cache": np.full((1, 64), turn, np.float32)}, record)
 

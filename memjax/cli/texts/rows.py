@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from memjax.buckets.bucket import as_path
 from memjax.data.documents.json_lines import read_records
 from memjax.data.documents.readers import MAX_DOCUMENT
 from memjax.status import say
@@ -70,7 +71,7 @@ def read_text(file: Path) -> str:
         text = sys.stdin.read(MAX_DOCUMENT + 1)
         content = text.encode("utf-8", "surrogateescape")
     else:
-        with file.open("rb") as stream:
+        with as_path(file).open("rb") as stream:
             content = stream.read(MAX_DOCUMENT + 1)
     if len(content) > MAX_DOCUMENT:
         raise ValueError(f"{file} has more than {MAX_DOCUMENT:,} bytes")

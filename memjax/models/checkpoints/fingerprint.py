@@ -1,13 +1,16 @@
-"""Fingerprints of models: which parameters a memory was made with."""
+"""Fingerprints of a memory: the parameters and the tokenizer it was made with."""
 
 import hashlib
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
+from memjax.checks import short
+from memjax.data.documents.tokenizer import Tokenizer
 from memjax.models.base import Model
 
 #: Numbers of each parameter in a fingerprint.
@@ -48,3 +51,29 @@ def fingerprint(model: Model) -> str:
     leaves = [weakref.ref(leaf) for _, leaf in named]
     _known[model] = _Found(leaves, found.hexdigest())
     return found.hexdigest()
+
+
+def fingerprints(model: Model, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Entries of a memory's record: what it was made with."""
+    digest = tokenizer.digest if tokenizer else None
+    return {"parameters": fingerprint(model), "tokenizer": digest}
+
+
+def require_fingerprints(
+    record: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None, where: str
+) -> None:
+    """Raises ValueError on other `fingerprints` of the same memory's record."""
+    found = fingerprints(model, tokenizer)
+    saved, here = record["parameters"], found["parameters"]
+    if saved != here:
+        raise ValueError(
+            f"{where} is of a model with other parameters: their fingerprints are "
+            f"{short(saved[:12])} in the memory and {here[:12]!r} in the model; has it "
+            "been trained further since?"
+        )
+    saved, here = record["tokenizer"], found["tokenizer"]
+    if saved and here and saved != here:
+        raise ValueError(
+            f"{where} is of another tokenizer: the digests are {short(saved[:12])} in "
+            f"the memory and {here[:12]!r} in the model"
+        )

@@ -32,7 +32,7 @@ from memjax.checks import joined, listed, short
 from memjax.config_io import read_bounded, require_regular, to_record
 from memjax.data.documents.tokenizer import Tokenizer
 from memjax.models.base import Model
-from memjax.models.checkpoints.fingerprint import fingerprint
+from memjax.models.checkpoints.fingerprint import fingerprints, require_fingerprints
 from memjax.models.checkpoints.hf.safetensors_file import (
     SafetensorsFile,
     read_object,
@@ -113,8 +113,7 @@ def pack_memory(
         # safetensors writes an array's buffer, ignoring its strides.
         tensors[name] = np.ascontiguousarray(value[held])
     record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
-    record |= {"parameters": fingerprint(model)}
-    record |= {"tokenizer": tokenizer.digest if tokenizer else None}
+    record |= fingerprints(model, tokenizer)
     record |= {"slots": slots, "starts": starts, "note": dict(note or {})}
     return PackedMemory(tensors, record)
 
@@ -165,7 +164,7 @@ def load_memory(
     record = _read_record(folder)
     # Settings before arrays: they say why shapes differ.
     _require_same(record["model"], _describe(model), str(folder / RECORD))
-    _require_weights(record, model, tokenizer, str(folder / RECORD))
+    require_fingerprints(record, model, tokenizer, str(folder / RECORD))
     file = folder / TENSORS
     require_regular(file)
     # Before the file is parsed: a damaged header is not looked into.
@@ -369,26 +368,6 @@ def _require_same(
     ]
     if wrong:
         raise ValueError(f"{where} is of another model: {joined(wrong)}")
-
-
-def _require_weights(
-    record: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None, where: str
-) -> None:
-    """Raises ValueError on other parameters or another tokenizer."""
-    saved, here = record["parameters"], fingerprint(model)
-    if saved != here:
-        raise ValueError(
-            f"{where} is of a model with other parameters: their fingerprints are "
-            f"{short(saved[:12])} in the memory and {here[:12]!r} in the model; has it "
-            "been trained further since?"
-        )
-    saved = record["tokenizer"]
-    here = tokenizer.digest if tokenizer else None
-    if saved and here and saved != here:
-        raise ValueError(
-            f"{where} is of another tokenizer: the digests are {short(saved[:12])} in "
-            f"the memory and {here[:12]!r} in the model"
-        )
 
 
 def _settings(prefix: str, record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -117,6 +117,8 @@ def test_our_adapters_are_written_as_they_are_read(folder):
         (dict(r=3), "lora_A.weight' has the shape .2, 16., expected .3, 16."),
         (dict(base_model_name_or_path=None), "base_model_name_or_path is missing"),
         (dict(base_model_name_or_path="gone"), "base=...: gone is neither a folder"),
+        (dict(base_model_name_or_path=""), "base=...: '' is neither a folder"),
+        (dict(base_model_name_or_path="adapter"), "has no file config.json"),
     ],
 )
 def test_what_an_adapter_cannot_be_is_named(folder, changes, words):
@@ -124,6 +126,17 @@ def test_what_an_adapter_cannot_be_is_named(folder, changes, words):
     with pytest.raises(ValueError, match=words) as error:
         memjax.load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_an_adapter_beside_its_base_is_not_left_out(folder):
+    """It goes first, as in transformers; a chain of adapters has no end."""
+    expected = logits(memjax.load(folder).model)
+    (folder / "adapter_model.safetensors").rename("base/adapter_model.safetensors")
+    write(folder.parent / "base", base_model_name_or_path="base")
+    np.testing.assert_array_equal(logits(memjax.load("base").model), expected)
+    write(folder, base_model_name_or_path="base")
+    with pytest.raises(ValueError, match="base=...: base is a LoRA of PEFT itself"):
+        memjax.load(folder)
 
 
 def test_a_base_is_refused_without_an_adapter(folder):

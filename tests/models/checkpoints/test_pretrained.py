@@ -283,7 +283,7 @@ def test_all_wrong_tensors_of_our_own_format_are_named(tmp_path):
         ({"model_type": None}, ["model_type"]),
         ({"hidden_size": "many"}, ["hidden_size", "many"]),
         ({"num_hidden_layers": 10**12}, ["num_hidden_layers=1000000000000"]),
-        ({"hidden_size": 10**13}, ["model_dim must be at most", "10000000000000"]),
+        ({"hidden_size": 10**13}, ["hidden_size must be at most", "10000000000000"]),
         ({"vocab_size": 10**30}, ["vocab_size must be at most", str(10**30)]),
         ({"auto_map": {"AutoModel": "evil.Model"}}, ["auto_map", "evil.Model"]),
         ({"model_type": "memjax"}, ["memjax", "must be an object, got None"]),

@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from memjax.checks import check_positive, short
+from memjax.checks import check_positive, check_sizes, short
 from memjax.mechanisms.layers.rope import RopeScaling
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MAX_LAYERS = 1024
+#: Of a number in a file, which is used in float32.
+LARGEST = 1e38
 # Tokens that a new cache has room for; longer texts make it grow.
 FIRST_SLOTS = 2048
 
@@ -156,10 +158,10 @@ def read_layers(config: Mapping[str, Any]) -> int:
 
 
 def read_size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """An integer that is at least 1; the default is not checked."""
+    """An integer in [1, 2**31); the default is not checked."""
     size = read_entry(config, key, int, default)
-    if config.get(key) is not None and size < 1:
-        raise ValueError(f"{key} must be at least 1, got {size}")
+    if config.get(key) is not None:
+        check_sizes(**{key: size})
     return size
 
 
@@ -172,11 +174,13 @@ def read_entry(
         if default is None:
             raise ValueError(f"{key} is missing from config.json")
         return default
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
+    is_number = kind is float and type(value) in (int, float)
+    if not is_number and type(value) is not kind:
         raise ValueError(f"{key} must be of type {kind.__name__}, got {short(value)}")
-    return value
+    # NaN is in no range; a large integer is no float.
+    if is_number and not abs(value) <= LARGEST:
+        raise ValueError(f"{key} must be at most {LARGEST:g}, got {short(value)}")
+    return float(value) if is_number else value
 
 
 def require_value(

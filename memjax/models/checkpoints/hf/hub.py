@@ -94,9 +94,8 @@ def locate(name: AnyPath | str) -> Location:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has a LoRA of PEFT alone; some have their base too."""
-    whole = (folder / SINGLE).exists() or (folder / INDEX).exists()
-    return (folder / ADAPTER_CONFIG).is_file() and not whole
+    """Whether a folder has a LoRA of PEFT, which goes first, as in transformers."""
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def _copied(url: AnyPath) -> Path:
@@ -109,8 +108,12 @@ def _copied(url: AnyPath) -> Path:
     return cached_files(url.parent, names, default_cache_dir()) / url.name
 
 
-def fetch_weights(found: Location) -> None:
+def fetch_weights(found: Location, *, adapter: bool = False) -> None:
     """Downloads the weights of a model that `locate` found on the hub.
+
+    Args:
+        found: the model.
+        adapter: those of its LoRA of PEFT instead.
 
     Raises:
         ValueError: as `locate`, or if the index names files that it may not.
@@ -120,7 +123,7 @@ def fetch_weights(found: Location) -> None:
     index = found.path / INDEX
     # The index first: a repository may hold the same weights in other forms too.
     files = sorted(set(read_index(index).values())) if index.exists() else [SINGLE]
-    if is_adapter(found.path):
+    if adapter:
         files = [ADAPTER]
     _download(found.repository, found.commit, files, found.path)
     # Without a network a snapshot is given as it is, whatever it lacks.

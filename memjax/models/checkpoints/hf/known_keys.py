@@ -125,6 +125,15 @@ USED |= {
     | {"attention_window_size", "lru_width", "conv1d_width", "block_types"}
     | {"intermediate_size", "hidden_activation", "logits_soft_cap", "rms_norm_eps"},
 }
+#: Entries of `rope_parameters` and `rope_scaling`, of one kind or another.
+ROPE = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
+    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+    "truncate",
+    # Of images: the positions of text are the same in all sections.
+    *("mrope_section", "mrope_interleaved"),
+}
 #: Other values than these, of any family, would change the numbers.
 ONLY: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
@@ -249,9 +258,22 @@ def known_keys(family: str) -> set[str]:
     return USED[family] | ONLY.keys() | WITHOUT_EFFECT | alone
 
 
+def _unread_rope(record: Any, where: str) -> list[str]:
+    """Entries of RoPE that no kind of it reads, also of a record by kind of layer."""
+    unread = []
+    for key, value in record.items() if isinstance(record, Mapping) else ():
+        if isinstance(value, Mapping):
+            unread += _unread_rope(value, f"{where}.{key}")
+        elif key not in ROPE and value:
+            unread.append(f"{where}.{key}")
+    return unread
+
+
 def report_unread(config: Mapping[str, Any], family: str, where: str) -> None:
     """Logs the keys that are not read, and say something, in one line."""
     known = known_keys(family)
     unread = [key for key, value in config.items() if key not in known and value]
+    for key in ("rope_parameters", "rope_scaling"):
+        unread += _unread_rope(config.get(key), key)
     if unread:
         logger.warning("%s: not read of config.json: %s", where, joined(unread))

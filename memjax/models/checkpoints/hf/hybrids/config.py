@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from memjax.checks import short
+from memjax.checks import check_positive, short
 from memjax.mechanisms import ParallelConfig
 from memjax.models.checkpoints.hf.fields import (
     read_entry,
@@ -95,8 +95,7 @@ def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     """Gated DeltaNet with β to 2; attention has norms of its outputs, as OLMo 2 has."""
     kinds = layer_kinds(config, lambda i: FULL if i % 4 == 3 else LINEAR)
     require_silu(config)
-    parameters = config.get("rope_parameters")
-    without = parameters is None or parameters.get("rope_theta") is None
+    without = read_entry(config, "rope_parameters", dict, {}).get("rope_theta") is None
     attention = full_attention(
         config, qk_norm="width", qk_norm_epsilon=read_epsilon(config), rope=not without
     )
@@ -160,6 +159,8 @@ def from_granite(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     )
     mechanisms = {FULL: attention, LINEAR: mamba_of_layer(config)}
     kinds = layer_kinds(config, lambda i: LINEAR)
+    scaling = read_entry(config, "logits_scaling", float, 1.0)
+    check_positive(logits_scaling=scaling)
     return model_of_layers(
         config,
         [mechanisms[kind] for kind in kinds],
@@ -168,7 +169,7 @@ def from_granite(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
         hidden=read_size(config, "shared_intermediate_size"),
         embedding_multiplier=read_entry(config, "embedding_multiplier", float, 1.0),
         residual_multiplier=read_entry(config, "residual_multiplier", float, 1.0),
-        logits_multiplier=1 / read_entry(config, "logits_scaling", float, 1.0),
+        logits_multiplier=1 / scaling,
     )
 
 
