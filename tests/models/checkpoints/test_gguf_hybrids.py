@@ -191,6 +191,8 @@ def test_rope_turns_the_channels_that_the_file_says(tmp_path):
         ("qwen3_5", {"recurrent_layers": [1, 0]}, "must be 2 booleans, one a layer"),
         ("qwen3_5", {"nextn_predict_layers": 2}, "must be below block_count=2, got 2"),
         ("qwen3_5", {"expert_count": 4}, "qwen35.expert_count must be 0, got 4"),
+        ("qwen3_5", {"block_count": 2**31}, "block_count must be at most 1,024, got"),
+        ("mamba2", {"state_size": 2**31}, "must be at most 2,147,483,647, got 21474"),
         ("mamba2", {"head_count": 4}, "mamba2.attention.head_count must be 0, got 4"),
         ("mamba2", {"dt_b_c_rms": True}, "ssm.dt_b_c_rms must be False, got True"),
         ("mamba2", {"group_count": 3}, "must divide ssm.time_step_rank=4, got 3"),

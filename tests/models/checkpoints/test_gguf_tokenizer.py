@@ -105,6 +105,8 @@ def test_first_and_last_tokens_are_added_as_the_file_says(vocabulary):
     [
         ({"pre": "tekken-9"}, "tokenizer.ggml.pre='tekken-9'"),
         ({"pre": None}, "tokenizer.ggml.pre=None"),
+        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre=\['gpt-2'\]"),
+        ({"model": ["gpt2"]}, r"tokenizer.ggml.model=\['gpt2'\]"),
         ({"model": "t5"}, "tokenizer.ggml.model='t5'.*tokenizer.json"),
         ({"model": "llama"}, "scores must hold 324 numbers"),
         ({"merges": ["a b c"]}, "the merge 'a b c'"),

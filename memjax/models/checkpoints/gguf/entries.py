@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from memjax.checks import short
+from memjax.checks import LARGEST_SIZE, short
 from memjax.models.checkpoints.gguf.parts import GGUFParts
+from memjax.models.checkpoints.hf.fields import MAX_LAYERS
 
 # Range of a positive number.
 REALS = (1e-38, 1e38)
@@ -19,12 +20,16 @@ class Entries:
         self.prefix = file.metadata["general.architecture"]
 
     def __call__(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0."""
+        """A whole number above 0 and below 2**31; of layers at most `MAX_LAYERS`."""
         found = self.find(key, default)
         if type(found) is not int:
             raise self.error(key, "must be a whole number", found)
         if found < 1:
             raise self.error(key, "must be at least 1", found)
+        # A malformed file must not make the caller build millions of layers.
+        most = MAX_LAYERS if key == "block_count" else LARGEST_SIZE
+        if found > most:
+            raise self.error(key, f"must be at most {most:,}", found)
         return found
 
     def real(self, key: str, default: float | None = None) -> float:

@@ -103,7 +103,7 @@ def tokenizer_json(metadata: Mapping[str, Any], where: str) -> bytes | None:
     if kind in (None, "none", "no_vocab"):
         return None
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise ValueError(
             f"{where}: tokenizer.ggml.model={short(kind)} cannot be rebuilt, expected "
             f"one of {tuple(builders)}; load the model without its tokenizer, and a "
@@ -119,7 +119,7 @@ def _byte_level(
     metadata: Mapping[str, Any], vocabulary: dict[str, int], where: str
 ) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in PATTERNS:
+    if not isinstance(pre, str) or pre not in PATTERNS:
         raise ValueError(
             f"{where}: tokenizer.ggml.pre={short(pre)} is not a known pre-tokenizer, "
             f"expected one of {tuple(PATTERNS)}"
