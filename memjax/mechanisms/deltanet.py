@@ -4,7 +4,7 @@
 
 Schlag, Irie & Schmidhuber (2021), https://arxiv.org/abs/2102.11174, eq. 24; Yang et
 al. (2024), https://arxiv.org/abs/2406.06484, whose layer this is: unit q and k, no
-scale, β = sigmoid(w x).
+scale, β = sigmoid(w x), here times `max_rate`.
 
 Shapes: B batch, T time, D model, H heads, K key, V value.
 """
@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
+from memjax.checks import check_positive
 from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
@@ -24,8 +25,34 @@ from memjax_kernels import delta_rule, delta_rule_init_state, delta_rule_step
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNetConfig(RecurrentConfig):
-    """Sizes of a layer of DeltaNet; see `RecurrentConfig`."""
+class DeltaRuleConfig(RecurrentConfig):
+    """Sizes that DeltaNet and Gated DeltaNet share; see `RecurrentConfig`.
+
+    Attributes:
+        max_rate: largest β, in (0, 2]. Above 1 a write can turn a memory's sign
+            (Grazzi et al. 2024, https://arxiv.org/abs/2411.12537).
+    """
+
+    name: ClassVar[str]
+
+    max_rate: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(most=2.0, max_rate=self.max_rate)
+
+
+def write_rates(
+    config: DeltaRuleConfig, weight: Float[Array, "D H"], x: Float[Array, "*B D"]
+) -> Float[Array, "*B H"]:
+    """β of every token."""
+    rates = jax.nn.sigmoid(gates.linear_logits(x, weight))
+    return rates if config.max_rate == 1 else config.max_rate * rates
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetConfig(DeltaRuleConfig):
+    """Sizes of a layer of DeltaNet; see `DeltaRuleConfig`."""
 
     name: ClassVar[str] = "deltanet"
 
@@ -79,7 +106,7 @@ def step(
     """Writes one token and reads with its query."""
     # k has unit norm, so that β in (0, 1) moves the prediction towards v and never past
     # it.
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    beta = write_rates(config, params.rate, x)
     return delta_rule_step(q, k, v, beta, memory)
 
 
@@ -94,7 +121,7 @@ def apply(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
-    beta = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
+    beta = write_rates(config, params.rate, x)
     return delta_rule(
         q, k, v, beta, memory, reset=reset, implementation=config.implementation
     )

@@ -14,12 +14,11 @@ from typing import ClassVar, NamedTuple
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.checks import check_positive
 from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
+from memjax.mechanisms.deltanet import DeltaRuleConfig, write_rates
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax.mechanisms.mamba2 import (
     DECAY_AXES,
     DecayParams,
@@ -35,21 +34,10 @@ from memjax_kernels import (
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaNetConfig(RecurrentConfig):
-    """Sizes of a layer of Gated DeltaNet; see `RecurrentConfig`.
-
-    Attributes:
-        max_rate: largest β, in (0, 2]. Above 1 a write can turn a memory's sign
-            (Grazzi et al. 2024, https://arxiv.org/abs/2411.12537).
-    """
+class GatedDeltaNetConfig(DeltaRuleConfig):
+    """Sizes of a layer of Gated DeltaNet; see `DeltaRuleConfig`."""
 
     name: ClassVar[str] = "gated_deltanet"
-
-    max_rate: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(most=2.0, max_rate=self.max_rate)
 
     def cell(self) -> Cell:
         """The cell of these sizes."""
@@ -114,16 +102,10 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    beta = _rates(config, params, x)
+    beta = write_rates(config, params.rate, x)
     # Mamba-2's Δ enters through the decay alone: β is the size of the write.
     _, g = decay(params.decay, x)
     return gated_delta_rule_step(q, k, v, beta, g, memory)
-
-
-def _rates(config, params, x):
-    """β of every token."""
-    rates = jax.nn.sigmoid(gates.linear_logits(x, params.rate))
-    return rates if config.max_rate == 1 else config.max_rate * rates
 
 
 def apply(
@@ -137,7 +119,7 @@ def apply(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
-    beta = _rates(config, params, x)
+    beta = write_rates(config, params.rate, x)
     _, g = decay(params.decay, x)
     return gated_delta_rule(
         q, k, v, beta, g, memory, reset=reset, implementation=config.implementation

@@ -6,6 +6,13 @@
 Yang et al. (2023), https://arxiv.org/abs/2312.06635, section 4.4: W₁ has rank 16, and
 the 16 under the logarithm keeps the gates near 1.
 
+HGRN2 ties keys to gates: what a channel forgets is what it writes.
+
+    g_t = log(l + (1 - l) sigmoid(f_t))        k_t = 1 - exp(g_t)
+
+Qin et al. (2024), https://arxiv.org/abs/2404.07904, section 3: f is the projection that
+keys have elsewhere, l a bound of each channel that grows with the layers.
+
 Shapes: B batch, T time, D model, H heads, K key, V value, R rank.
 """
 
@@ -20,6 +27,7 @@ from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
+from memjax.mechanisms.layers.norms import expand_leading_dims
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import gla as gla_op
 from memjax_kernels import gla_init_state, gla_step
@@ -32,9 +40,26 @@ DAMPING = 16.0
 
 @dataclasses.dataclass(frozen=True)
 class GLAConfig(RecurrentConfig):
-    """Sizes of a layer of gated linear attention; see `RecurrentConfig`."""
+    """Sizes of a layer of gated linear attention; see `RecurrentConfig`.
+
+    Attributes:
+        gate_bias: whether the gates' logits have biases.
+        tied_keys: HGRN2: the projected keys are the gates' logits.
+        lower_bound: whether gates of tied keys have a learned lower bound.
+    """
 
     name: ClassVar[str] = "gla"
+
+    gate_bias: bool = False
+    tied_keys: bool = False
+    lower_bound: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tied_keys and self.gate_bias:
+            raise ValueError("gate_bias must be False with tied_keys, got True")
+        if self.lower_bound and not self.tied_keys:
+            raise ValueError("lower_bound needs tied_keys, got tied_keys=False")
 
     def cell(self) -> Cell:
         """The cell of these sizes."""
@@ -54,36 +79,53 @@ class GLAConfig(RecurrentConfig):
         half_lives: tuple[float, float],
         constant: Float[Array, " D"],
     ) -> "GLAParams":
-        """Gates of given half-lives, a head; see `CellConfig`."""
+        """Gates of given half-lives, a head; see `CellConfig`.
+
+        Raises:
+            ValueError: with tied keys, whose gates are not of the tokens alone.
+        """
+        if self.tied_keys:
+            raise ValueError("tied_keys must be False in a hybrid, got True")
         logits = gates.half_life_logits(half_lives, self.num_heads, DAMPING)
         # One of the narrow channels becomes constant, and carries the bias.
-        bias = jnp.broadcast_to(logits[:, None], params.widen.shape[1:])
-        return GLAParams(
-            narrow=params.narrow.at[:, 0].set(constant),
-            widen=params.widen.at[0].set(bias),
+        bias = jnp.broadcast_to(logits[:, None], (self.num_heads, self.key_dim))
+        narrow, widen = params.narrow, params.widen
+        assert narrow is not None and widen is not None
+        return params._replace(
+            narrow=narrow.at[:, 0].set(constant), widen=widen.at[0].set(bias)
         )
 
     def cell_axes(self) -> PyTree:
         """Sharding axes of its parameters."""
-        return AXES
+        of_heads = axes("heads")
+        if self.tied_keys:
+            return GLAParams(bound=of_heads if self.lower_bound else None)
+        bias = of_heads if self.gate_bias else None
+        return GLAParams(axes("model"), axes(None, "heads"), bias)
 
 
 class GLAParams(NamedTuple):
-    """Learned gates."""
+    """Learned gates; None is what the configuration lacks.
 
-    narrow: Float[Array, "D R"]
-    widen: Float[Array, "R H K"]
+    `bound` has the logits of the lower bounds.
+    """
 
-
-AXES = GLAParams(narrow=axes("model"), widen=axes(None, "heads"))
+    narrow: Float[Array, "D R"] | None = None
+    widen: Float[Array, "R H K"] | None = None
+    bias: Float[Array, "H K"] | None = None
+    bound: Float[Array, "H K"] | None = None
 
 
 def init_params(config: GLAConfig, key: PRNGKeyArray) -> GLAParams:
-    """Draws the weights of the gates."""
+    """Draws the weights of the gates; biases are 0, and bounds one half."""
+    zeros = jnp.zeros((config.num_heads, config.key_dim))
+    if config.tied_keys:
+        return GLAParams(bound=zeros if config.lower_bound else None)
     narrow_key, widen_key = jax.random.split(key)
     return GLAParams(
         narrow=gates.draw_weight(narrow_key, config.model_dim, RANK),
         widen=gates.draw_weight(widen_key, RANK, config.num_heads, config.key_dim),
+        bias=zeros if config.gate_bias else None,
     )
 
 
@@ -102,7 +144,7 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    g = _log_gates(params, x)
+    g, k = _log_gates(config, params, x, k)
     return gla_step(q * config.key_dim**-0.5, k, v, g, memory)
 
 
@@ -117,14 +159,25 @@ def apply(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
-    g = _log_gates(params, x)
+    g, k = _log_gates(config, params, x, k)
     q = q * config.key_dim**-0.5
     return gla_op(q, k, v, g, memory, reset=reset, implementation=config.implementation)
 
 
-def _log_gates(params: GLAParams, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
+def _log_gates(config, params, x, k):
+    """g [*B, H, K], float32, and keys."""
+    if config.tied_keys:
+        logits = k.astype(jnp.float32)
+        g, k = jax.nn.log_sigmoid(logits), jax.nn.sigmoid(-logits)
+        if params.bound is not None:
+            least = expand_leading_dims(params.bound, logits)
+            g = jnp.logaddexp(jax.nn.log_sigmoid(least), jax.nn.log_sigmoid(-least) + g)
+            k = k * jax.nn.sigmoid(-least)
+        return g, k.astype(x.dtype)
     # `linear_logits` gives float32; the second product is in the dtype of x as the
     # first.
     narrow = gates.linear_logits(x, params.narrow, of_heads=False).astype(x.dtype)
     logits = gates.linear_logits(narrow, params.widen)
-    return jax.nn.log_sigmoid(logits) / DAMPING
+    if params.bias is not None:
+        logits = logits + expand_leading_dims(params.bias, logits)
+    return jax.nn.log_sigmoid(logits) / DAMPING, k

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
-from memjax.checks import check_sizes
+from memjax.checks import check_positive, check_sizes
 from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
@@ -42,9 +42,6 @@ from memjax_kernels import (
     gated_slots_init_state,
     gated_slots_step,
 )
-
-# Divides the log gates, which keeps the gates near 1.
-DAMPING = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +75,19 @@ class SlotsConfig(RecurrentConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GSAConfig(SlotsConfig):
-    """Sizes of a layer of gated slot attention."""
+    """Sizes of a layer of gated slot attention.
+
+    Attributes:
+        damping: divides the log gates, which keeps the gates near 1.
+    """
 
     name: ClassVar[str] = "gsa"
+
+    damping: float = 8.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(damping=self.damping)
 
     def with_half_lives(
         self,
@@ -89,7 +96,7 @@ class GSAConfig(SlotsConfig):
         constant: Float[Array, " D"],
     ) -> "GSAParams":
         """Gates of given half-lives, a slot; see `CellConfig`."""
-        logits = gates.half_life_logits(half_lives, self.slots, DAMPING)
+        logits = gates.half_life_logits(half_lives, self.slots, self.damping)
         return GSAParams(params.forget + constant[:, None, None] * logits[None, None])
 
     def cell_axes(self) -> PyTree:
@@ -108,7 +115,6 @@ class ABCConfig(SlotsConfig):
         return ABC_AXES
 
 
-# `_gates` distinguishes the mechanisms by the types of their parameters.
 class GSAParams(NamedTuple):
     """Learned gates."""
 
@@ -149,7 +155,7 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[GatedSlotsState, Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
-    q, alpha, g = _gates(params, x, q)
+    q, alpha, g = _gates(config, params, x, q)
     return gated_slots_step(q, k, v, alpha, g, memory)
 
 
@@ -164,7 +170,7 @@ def apply(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
-    q, alpha, g = _gates(params, x, q)
+    q, alpha, g = _gates(config, params, x, q)
     return gated_slots(
         q, k, v, alpha, g, memory, reset=reset, implementation=config.implementation
     )
@@ -184,7 +190,7 @@ def apply_share(
 
     Writes do not depend on the memory; only reads need the tokens of other devices.
     """
-    q, alpha, g = _gates(params, x, q)
+    q, alpha, g = _gates(config, params, x, q)
     options = {"reset": reset, "implementation": config.implementation}
 
     def read(memory):
@@ -204,12 +210,12 @@ def apply_share(
     return after, read(before)[1]
 
 
-def _gates(params, x, q):
+def _gates(config, params, x, q):
     """Scaled queries, α [*B, H, M] and g, None without forgetting."""
-    if isinstance(params, GSAParams):
+    if isinstance(config, GSAConfig):
         # A slot is a mean of unit keys: unscaled scores would lie in [-1, 1] and hardly
         # choose.
-        g = jax.nn.log_sigmoid(gates.linear_logits(x, params.forget)) / DAMPING
+        g = jax.nn.log_sigmoid(gates.linear_logits(x, params.forget)) / config.damping
         # expm1, because 1 - exp(g) cancels for gates near 1.
         return q * q.shape[-1] ** 0.5, -jnp.expm1(g), g
     # Each token is divided among the slots. Their sums of keys grow with the text, so

@@ -1,5 +1,6 @@
 """The law of mechanisms. A new mechanism is one row of `CONFIGS`."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -64,6 +65,9 @@ PUBLISHED_MAMBA2 = Mamba2Config(
         cell_multiplier=1.2,
     ),
 )
+PLAIN = RecurrentStyle(
+    conv_width=0, query_silu=True, key_silu=False, unit_norm=False, gate="silu"
+)
 CONFIGS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=T + 1),
     "attention_full": AttentionConfig(**HEADS, capacity=T),
@@ -88,6 +92,16 @@ CONFIGS: dict[str, MechanismConfig] = {
     "linear_attention": LinearAttentionConfig(**BLOCK),
     "mamba2": Mamba2Config(**BLOCK),
     "gla": GLAConfig(**BLOCK),
+    # As RetNet, HGRN2 and GSA of flash-linear-attention have it.
+    "retention": LinearAttentionConfig(**BLOCK, retention=True, style=PLAIN),
+    "gla_tied": GLAConfig(**BLOCK, tied_keys=True, lower_bound=True, style=PLAIN),
+    "gsa_published": GSAConfig(
+        **BLOCK,
+        slots=5,
+        style=dataclasses.replace(
+            PLAIN, value_silu=True, read_silu=True, norm="all", gate="none"
+        ),
+    ),
     "deltanet": DeltaNetConfig(**BLOCK),
     "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
     # As Qwen3.5 and OLMo Hybrid have it.
@@ -140,6 +154,9 @@ VARIANTS = (
     "hybrid_infini",
     "trellis_nonlinear",
     "falcon_mamba",
+    "retention",
+    "gla_tied",
+    "gsa_published",
     "lattice_unnormalised",
     "lattice_sparse",
 )

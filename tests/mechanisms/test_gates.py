@@ -15,7 +15,6 @@ from memjax.mechanisms import (
     Mamba2Config,
     TTTLinearConfig,
 )
-from memjax.mechanisms.gsa import DAMPING
 from memjax.mechanisms.layers.recurrent import block as recurrent_block
 
 B, D, H, K = 2, 8, 2, 4
@@ -93,7 +92,7 @@ def test_slots_are_read_with_the_scale_of_the_query(config):
     _, (q, k, v) = recurrent_block.qkv_projection(config, params, state, x)
     logits = np.einsum("btd,dhm->bthm", x, params.cell[0])
     if isinstance(config, GSAConfig):
-        kept = sigmoid(logits) ** (1 / DAMPING)
+        kept = sigmoid(logits) ** (1 / GSAConfig.damping)
         write, scale = 1 - kept, K**0.5
     else:
         kept, scale = np.ones_like(logits), K**-0.5

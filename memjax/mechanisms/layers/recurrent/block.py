@@ -173,7 +173,7 @@ def _read(config, cell, params, state, x, flags=None):
     flags: of packed rows, where documents start and the tokens' positions in them.
     """
     ways = sequence_ways(x.shape[1])
-    before = config.style.conv_width - 1
+    before = config.style.conv_inputs
     # The convolution of a device sees tokens of the one before it, and of no other.
     divided = ways > 1 and x.shape[1] >= ways * before
     if divided and cell.apply_share is not None:
@@ -185,7 +185,7 @@ def _read(config, cell, params, state, x, flags=None):
 def _read_share(config, cell, fixed, tokens):
     """`_read` of this device's share of the tokens."""
     (params, state), (x, flags) = fixed, tokens
-    before = config.style.conv_width - 1
+    before = config.style.conv_inputs
     if before:
         # The convolution needs the last inputs of the previous device.
         windows = state._replace(memory=None)

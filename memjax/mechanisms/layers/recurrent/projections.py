@@ -18,7 +18,7 @@ from memjax.mechanisms.layers.gates import draw_weight, flat_product
 from memjax.mechanisms.layers.norms import rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear, times
 from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
-from memjax_kernels import gated_norm, short_convolution
+from memjax_kernels import gated_norm, l2_normalize, short_convolution
 from memjax_kernels._src.common.partition import by_tokens, channels_by_heads
 
 _ACTIVATIONS = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
@@ -28,7 +28,7 @@ class BlockParams(NamedTuple):
     """Learned parameters of a block and of its cell; None is what a style lacks."""
 
     query_key: Float[Array, "D S G K"] | Adapted
-    filters: Float[Array, "W 2 G K"]
+    filters: Float[Array, "W 2 G K"] | None
     value: Float[Array, "D H V"] | Adapted
     gate: Float[Array, "D H V"] | Adapted | None
     norm: Float[Array, "*H V"] | None
@@ -64,7 +64,12 @@ class QKV(NamedTuple):
     v: Float[Array, "B T H V"]
 
 
-_NORM_AXES = {"head": axes(), "group": axes("heads"), "none": None}
+_NORM_AXES = {
+    "head": axes(),
+    "group": axes("heads"),
+    "all": axes("heads"),
+    "none": None,
+}
 
 
 def param_axes(config: RecurrentSizes, cell: PyTree) -> BlockParams:
@@ -73,7 +78,7 @@ def param_axes(config: RecurrentSizes, cell: PyTree) -> BlockParams:
     bias = style.conv_bias
     return BlockParams(
         query_key=axes("model", None, "heads"),
-        filters=axes(None, None, "heads"),
+        filters=axes(None, None, "heads") if style.conv_width else None,
         value=axes("model", "heads"),
         gate=None if style.gate == "none" else axes("model", "heads"),
         norm=_NORM_AXES[style.norm],
@@ -95,13 +100,18 @@ def init_params(
     # Separate keys: with one seed, all mechanisms have the same block weights.
     keys = jax.random.split(key, 6)
     qk_key, filter_key, v_key, gate_key, out_key, cell_key = keys
-    scales = {"head": jnp.ones(v), "group": jnp.ones((h, v)), "none": None}
+    channels = jnp.ones((h, v))
+    scales = {"head": jnp.ones(v), "group": channels, "all": channels, "none": None}
     biased = style.conv_bias
 
     values_key = jax.random.fold_in(filter_key, 1)
     return BlockParams(
         query_key=draw_weight(qk_key, d, projections, g, k),
-        filters=draw_filters(filter_key, style.conv_width, 2, g, k),
+        filters=(
+            draw_filters(filter_key, style.conv_width, 2, g, k)
+            if style.conv_width
+            else None
+        ),
         value=draw_weight(v_key, d, h, v),
         gate=None if style.gate == "none" else draw_weight(gate_key, d, h, v),
         norm=scales[style.norm],
@@ -119,7 +129,7 @@ def init_params(
 
 def no_inputs(config, projections, batch):
     """Zeros for the inputs before a sequence, of queries and keys and of values."""
-    style, taken = config.style, config.style.conv_width - 1
+    style, taken = config.style, config.style.conv_inputs
     window = (batch, taken, projections, config.key_heads, config.key_dim)
     values = (batch, taken, config.num_heads, config.value_dim)
     no_values = jnp.zeros(values, jnp.float32) if style.conv_value else None
@@ -170,17 +180,23 @@ def qkv_projection(
     before = [state.window[:, :, i] for i in range(projections)]
     # One projection that both share, or one for each. Unit norm bounds what a write can
     # do: a step of γ |k|² <= 2 does not diverge.
-    q, k = (
-        short_convolution(
-            inputs[i % projections],
+    activated = (style.query_silu, style.key_silu)
+
+    def filtered(i):
+        x, seen = inputs[i % projections], before[i % projections]
+        if params.filters is None:
+            return _activated(x, activated[i], style.unit_norm)
+        return short_convolution(
+            x,
             params.filters[:, i],
-            before[i % projections],
+            seen,
             positions,
             bias=None if params.filter_bias is None else params.filter_bias[i],
+            activation="silu" if activated[i] else "none",
             unit_norm=style.unit_norm,
         )
-        for i in range(2)
-    )
+
+    q, k = filtered(0), filtered(1)
     window = jnp.stack(list(map(last_inputs, before, inputs)), axis=2)
     v = project(params.value, config.num_heads, style.value_multiplier)
     values = None
@@ -196,8 +212,16 @@ def qkv_projection(
             bias=params.value_bias,
             unit_norm=False,
         )
+    else:
+        v = _activated(v, style.value_silu, unit_norm=False)
     q = times(q, style.query_scale)
     return BlockState(window, state.memory, values), QKV(q, k, v)
+
+
+def _activated(x, silu, unit_norm):
+    """Heads [B, T, H, K] without a convolution, in the dtype of x."""
+    y = jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype) if silu else x
+    return l2_normalize(y) if unit_norm else y
 
 
 def part_shape(weight: Array | Adapted) -> tuple[int, ...]:
@@ -227,7 +251,10 @@ def output_projection(
     if params.gate is not None:
         gate = flat_product(x, params.gate).reshape(tokens.shape)
         gate = times(gate, style.gate_multiplier)
-    joined = config.num_heads // config.key_heads if style.norm == "group" else 1
+    if style.read_silu:
+        tokens = jax.nn.silu(tokens.astype(jnp.float32))
+    widths = {"group": config.num_heads // config.key_heads, "all": config.num_heads}
+    joined = widths.get(style.norm, 1)
     if gate is not None and style.gate != "none" and params.norm is not None:
         tokens = gated_norm(
             tokens,

@@ -12,7 +12,7 @@ from memjax.checks import (
 )
 
 Gate = Literal["gelu", "silu", "sigmoid", "none"]
-Norm = Literal["head", "group", "none"]
+Norm = Literal["head", "group", "all", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,18 @@ class RecurrentStyle:
     Attributes:
         num_key_heads: G, heads of queries and keys; divides the heads of values, each
             read by H / G neighbours. None is H.
-        conv_width: taps of the convolution.
+        conv_width: taps of the convolution; 0 is none.
         conv_value: whether values are convolved too, with silu and without a norm.
         conv_bias: whether the convolution has biases.
+        query_silu: whether queries have silu, behind the convolution if there is one.
+        key_silu: whether keys have.
+        value_silu: whether values have that are not convolved.
         unit_norm: whether queries and keys are divided by their norms.
         query_scale: of queries, behind the norm.
+        read_silu: whether reads have silu, before the norm.
         norm: RMSNorm of the reads: of each "head" with one scale for all; of the heads
-            of a "group", those that read one key head, with a scale for each channel;
-            or "none".
+            of a "group", those that read one key head, or of "all", with a scale for
+            each channel; or "none".
         gate: activation of the output gate, "gelu" in its tanh form; "none" is no gate.
         gate_first: the gate before the norm (Mamba-2), not behind it.
         query_multiplier: of the projected queries, before the convolution (Falcon-H1).
@@ -43,8 +47,12 @@ class RecurrentStyle:
     conv_width: int = 4
     conv_value: bool = False
     conv_bias: bool = False
+    query_silu: bool = True
+    key_silu: bool = True
+    value_silu: bool = False
     unit_norm: bool = True
     query_scale: float = 1.0
+    read_silu: bool = False
     norm: Norm = "head"
     gate: Gate = "gelu"
     gate_first: bool = False
@@ -56,7 +64,7 @@ class RecurrentStyle:
 
     def __post_init__(self):
         check_flags(self)
-        check_sizes(conv_width=self.conv_width)
+        check_sizes(least=0, conv_width=self.conv_width)
         if self.num_key_heads is not None:
             check_sizes(num_key_heads=self.num_key_heads)
         require_known("norm", self.norm, get_args(Norm))
@@ -64,6 +72,15 @@ class RecurrentStyle:
         check_positive(query_scale=self.query_scale)
         if self.gate == "none" and self.gate_first:
             raise ValueError("gate_first needs a gate, got gate='none'")
+        if not self.conv_width and (self.conv_value or self.conv_bias):
+            raise ValueError(
+                "conv_width must be at least 1 with conv_value or conv_bias, got 0"
+            )
+
+    @property
+    def conv_inputs(self) -> int:
+        """Inputs before a token that the convolution needs."""
+        return max(self.conv_width - 1, 0)
 
     def key_heads(self, heads: int) -> int:
         """G of H heads.
