@@ -41,10 +41,10 @@ def plain_contents(config: ModelConfig, model: nnx.Module) -> Contents:
     """
     try:
         described = to_hf_config(config)
+        tensors = tensor_names.tensors_from_parameters(config, model)
     except ValueError:
         described = own_format.to_config(config)
         return Contents(described, own_format.named_tensors(model), is_public=False)
-    tensors = tensor_names.tensors_from_parameters(config, model)
     return Contents(described, tensors, is_public=True)
 
 

@@ -2,11 +2,14 @@
 
 A record has tokens [2, 21], their logits, 16 tokens that follow those of the first row,
 and memories and inputs of convolutions after 7 and 16 tokens, in transformers' layouts:
-`state7.0.memory` is layer 0's.
+`state7.0.memory` is layer 0's. Those of flash-linear-attention are its own numbers, of
+its kernels interpreted on a CPU, with memories in the layout here: slots' keys beside
+their values, and RetNet's turned back by as many positions as there are tokens.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -58,17 +61,18 @@ def compare_states(model, state: Any, golden, count: int):
         if kind.name == "parallel":
             mine, kind = mine.memory, kind.memory
         if what == "memory":
-            found = np.asarray(mine.memory[0])
+            # Slots have keys and values.
+            found = np.concatenate(jax.tree.leaves(mine.memory), axis=-1)[0]
             expected = expected.reshape(expected.shape[-found.ndim :])
             if kind.name in ("mamba", "mamba2"):
                 expected = expected.swapaxes(-1, -2)
             agree(found, expected, name)
         elif what == "conv":
             # Theirs may have an input more than it needs, the oldest; channels first.
-            if kind.name in ("gated_deltanet", "mamba2"):
+            if kind.name in ("deltanet", "gated_deltanet", "mamba2"):
                 parts = [*np.asarray(mine.window)[0].swapaxes(0, 1), mine.values[0]]
                 parts = [np.asarray(part).reshape(len(part), -1) for part in parts]
-                parts = parts if kind.name == "gated_deltanet" else parts[::-1]
+                parts = parts[::-1] if kind.name == "mamba2" else parts
                 found = np.concatenate(parts, axis=1)
             else:
                 found = np.asarray(mine.window)[0]

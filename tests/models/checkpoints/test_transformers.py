@@ -18,6 +18,7 @@ from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.evaluation import perplexity, token_losses
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, preset
+from memjax.models.checkpoints.hf.hybrids.fla.layers import FLA
 from memjax.models.checkpoints.hf.known_keys import USED, known_keys
 from memjax.models.checkpoints.text_interface import TextInterface
 from tests import tiny
@@ -92,8 +93,8 @@ def test_our_own_models_have_the_same_logits_in_transformers(
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
 
 
-# Gated DeltaNet alone is flash-linear-attention's.
-@pytest.mark.parametrize("family", sorted(USED.keys() - {"gated_deltanet"}))
+# transformers has none of flash-linear-attention's.
+@pytest.mark.parametrize("family", sorted(USED.keys() - FLA.keys()))
 def test_every_key_of_its_configs_is_known(family):
     config = transformers.CONFIG_MAPPING[family]()
     assert config.to_dict().keys() <= known_keys(family)

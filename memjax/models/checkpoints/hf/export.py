@@ -14,7 +14,7 @@ from memjax.models.checkpoints.hf.config import (
 from memjax.models.checkpoints.hf.fields import rope_scaling_record
 from memjax.models.checkpoints.hf.hybrids.entries import POSITIONS
 from memjax.models.checkpoints.hf.hybrids.export import to_hybrid_config
-from memjax.models.checkpoints.hf.hybrids.names import hybrid_family
+from memjax.models.checkpoints.hf.hybrids.family import hybrid_family
 from memjax.models.language_model.config import ModelConfig, kinds
 
 

@@ -104,10 +104,10 @@ def read_rope_dim(config: Mapping[str, Any], width: int, default: float) -> int:
     return turned
 
 
-def rope_part(turned: int, width: int) -> float:
-    """The partial_rotary_factor of `turned` channels, for readers that truncate."""
-    factor = turned / width
-    return factor if int(width * factor) == turned else math.nextafter(factor, 1)
+def truncated_ratio(part: int, width: int) -> float:
+    """The ratio of `part` to `width`, for readers that truncate its product."""
+    ratio = part / width
+    return ratio if int(width * ratio) == part else math.nextafter(ratio, math.inf)
 
 
 def first_slots(capacity: int) -> int | None:

@@ -108,11 +108,23 @@ _OF_MAMBA = (_SIZES - {"num_attention_heads", "max_position_embeddings"}) | {
     *("use_bias", "layer_norm_epsilon", "hidden_act"),
 }
 _POSITIONS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+_OF_FLA = (_SIZES - {"num_attention_heads"}) | {
+    *("attn", "num_heads", "hidden_ratio", "intermediate_size", "hidden_act"),
+    *("norm_eps", "use_short_conv"),
+}
+_DELTA_OF_FLA = _OF_FLA | {"expand_v", "use_gate", "allow_neg_eigval", "conv_size"}
+_PLAIN_OF_FLA = _OF_FLA | {
+    *("expand_k", "expand_v", "feature_map", "num_kv_heads", "elementwise_affine"),
+}
 USED |= {
-    "gated_deltanet": (_SIZES - {"num_attention_heads"})
-    | {"attn", "num_heads", "num_v_heads", "head_dim", "expand_v", "use_gate"}
-    | {"use_short_conv", "allow_neg_eigval", "conv_size", "hidden_ratio"}
-    | {"intermediate_size", "hidden_act", "norm_eps"},
+    "gated_deltanet": _DELTA_OF_FLA | {"num_v_heads", "head_dim"},
+    "delta_net": _DELTA_OF_FLA | {"expand_k", "use_beta", "qk_norm", "qk_activation"},
+    "gla": _PLAIN_OF_FLA | {"use_output_gate", "fuse_norm", "clamp_min"},
+    "retnet": _PLAIN_OF_FLA | {"use_output_gate", "fuse_norm"},
+    "gsa": _PLAIN_OF_FLA
+    | {"num_slots", "gate_logit_normalizer", "exapnd_k", "exapnd_v"},
+    "hgrn2": (_PLAIN_OF_FLA - {"expand_k", "expand_v", "feature_map"})
+    | {"expand_ratio", "use_lower_bound"},
     "lfm2": (_DECODER - {"rms_norm_eps", "hidden_act"})
     | {"norm_eps", "conv_bias", "conv_L_cache", "full_attn_idxs", "tie_embedding"}
     | {"block_ff_dim", "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier"}
@@ -148,6 +160,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "normalization_function": (None, "rmsnorm"),
     "block_use_swiglu": (None, True),
     "use_pos_enc": (None, True),
+    "attnres_block_size": (None,),
 }
 # How a scan is computed, and how it is initialised.
 _STEPS = {"time_step_rank", "time_step_min", "time_step_max", "time_step_floor"}
@@ -157,6 +170,10 @@ _OF_MAMBA_ALONE = (_STEPS - {"time_step_rank"}) | {
     # Derived from `expand`, and former names.
     *("intermediate_size", "use_falcon_mambapy", "d_model", "d_inner", "n_layer"),
     *("fused_add_norm", "pad_vocab_size_multiple"),
+}
+_RUN_OF_FLA = {
+    *("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"),
+    *("fuse_linear_cross_entropy", "use_l2warp"),
 }
 _PIECES = {"mamba_chunk_size", "num_logits_to_keep"}
 #: Without effect in a family, besides `WITHOUT_EFFECT`.
@@ -195,8 +212,14 @@ WITHOUT_EFFECT_IN: dict[str, set[str]] = {
     "lfm2": {"block_dim", "block_mlp_init_scale", "block_out_init_scale", "conv_dim"}
     | {"block_use_xavier_init", "conv_dim_out", "conv_use_xavier_init", "num_heads"}
     | {"block_norm_eps"},
-    "gated_deltanet": {"attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy"}
-    | {"fuse_linear_cross_entropy", "use_l2warp"},
+    "gated_deltanet": _RUN_OF_FLA,
+    # Its class does not pass this one on.
+    "delta_net": _RUN_OF_FLA | {"use_output_norm"},
+    "gla": _RUN_OF_FLA | {"conv_size", "use_gk", "use_gv"},
+    "gsa": _RUN_OF_FLA
+    | {"conv_size", "clamp_min", "clamp_max", "use_output_gate", "use_norm"},
+    "retnet": _RUN_OF_FLA | {"conv_size"},
+    "hgrn2": _RUN_OF_FLA | {"conv_size"},
     "mamba": _OF_MAMBA_ALONE,
     "falcon_mamba": _OF_MAMBA_ALONE,
     "recurrent_gemma": {"w_init_variance_scale", "final_w_init_variance_scale"}

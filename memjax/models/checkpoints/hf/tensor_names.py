@@ -14,7 +14,9 @@ from jaxtyping import Float32
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.models.checkpoints.hf.export import is_gemma, tied_in_file
-from memjax.models.checkpoints.hf.hybrids.names import hybrid_family, hybrid_names
+from memjax.models.checkpoints.hf.hybrids.family import hybrid_family
+from memjax.models.checkpoints.hf.hybrids.fla.bounds import joined_bounds
+from memjax.models.checkpoints.hf.hybrids.names import hybrid_names
 from memjax.models.checkpoints.hf.hybrids.tables import HYBRIDS
 from memjax.models.checkpoints.hf.tensor import (
     Piece,
@@ -62,8 +64,17 @@ def tensors_from_parameters(
     """Names and values for a checkpoint with the config of `to_hf_config`, one by one.
 
     A tied head with a scaled embedding becomes a matrix of its own.
+
+    Raises:
+        ValueError: if a family's file cannot have the parameters; see `joined_bounds`.
     """
     ours = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return _tensors(config, ours, joined_bounds(config, ours["blocks"]))
+
+
+def _tensors(config, ours, joined):
+    """`tensors_from_parameters`, with tensors that are `joined` already."""
+    yield from joined.items()
     theirs = tensor_names(config)
     scaled = config.tied_head and not tied_in_file(config)
     if scaled:
@@ -71,6 +82,8 @@ def tensors_from_parameters(
         ours["embedding"] = ours["embedding"] * ours["embedding"].shape[1] ** 0.5
     parts: dict[str, list[tuple[Piece, np.ndarray]]] = {}
     for tensor, value in zip(tensors_of(theirs), jax.tree.leaves(ours), strict=True):
+        if joined and tensor.name.endswith("lower_bound"):
+            continue
         stored = to_stored(np.asarray(value), tensor.layout)
         if not tensor.pieces:
             yield tensor.name, stored

@@ -27,7 +27,7 @@ from memjax.models.checkpoints.gguf.hybrids.sizes import (
     read_recurrent,
     read_some_layers,
 )
-from memjax.models.checkpoints.hf.fields import rope_part
+from memjax.models.checkpoints.hf.fields import truncated_ratio
 from memjax.models.checkpoints.hf.hybrids.config import FULL, LINEAR
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def _qwen_mixers(entry: Entries, shapes: Shapes) -> dict[str, Any]:
         "num_key_value_heads": entry(
             "attention.head_count_kv", found["num_attention_heads"]
         ),
-        "partial_rotary_factor": rope_part(
+        "partial_rotary_factor": truncated_ratio(
             entry("rope.dimension_count"), found["head_dim"]
         ),
         "layer_types": _recurrent_layers(entry, layers),

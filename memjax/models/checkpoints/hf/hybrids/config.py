@@ -16,7 +16,7 @@ from memjax.models.checkpoints.hf.fields import (
     read_size,
     require_value,
 )
-from memjax.models.checkpoints.hf.hybrids.fla import from_gated_deltanet
+from memjax.models.checkpoints.hf.hybrids.fla.layers import FLA
 from memjax.models.checkpoints.hf.hybrids.layers import (
     FULL,
     LINEAR,
@@ -322,9 +322,8 @@ READ: dict[str, Read] = {
     "granitemoehybrid": from_granite,
     "bamba": from_bamba,
     "falcon_h1": from_falcon_h1,
-    "gated_deltanet": from_gated_deltanet,
     "lfm2": from_lfm2,
     "mamba": from_mamba,
     "falcon_mamba": from_falcon_mamba,
     "recurrent_gemma": from_recurrent_gemma,
-}
+} | FLA

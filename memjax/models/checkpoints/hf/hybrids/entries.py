@@ -3,7 +3,7 @@
 from typing import Any
 
 from memjax.mechanisms.layers.heads import HeadsConfig
-from memjax.models.checkpoints.hf.fields import rope_part, rope_scaling_record
+from memjax.models.checkpoints.hf.fields import rope_scaling_record, truncated_ratio
 from memjax.models.checkpoints.hf.hybrids.difference import attention_of
 from memjax.models.language_model.config import ModelConfig
 
@@ -34,7 +34,7 @@ def _rope(heads: HeadsConfig) -> dict[str, Any]:
     """The record of θ, scaling and the part of a head."""
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": heads.rope_theta}
     if heads.rope_dim is not None:
-        found["partial_rotary_factor"] = rope_part(heads.rope_dim, heads.head_dim)
+        found["partial_rotary_factor"] = truncated_ratio(heads.rope_dim, heads.head_dim)
     return found | (rope_scaling_record(heads.rope_scaling) or {})
 
 

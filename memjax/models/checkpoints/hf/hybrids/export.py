@@ -20,7 +20,7 @@ from memjax.models.checkpoints.hf.hybrids.entries import (
     memory_of,
     multiple_of_model,
 )
-from memjax.models.checkpoints.hf.hybrids.fla import to_gated_deltanet
+from memjax.models.checkpoints.hf.hybrids.fla.export import WRITE_FLA
 from memjax.models.checkpoints.hf.hybrids.layers import FULL, LINEAR
 from memjax.models.checkpoints.hf.hybrids.scan_export import (
     to_lfm2,
@@ -217,12 +217,11 @@ WRITE: dict[str, tuple[Write, str]] = {
     "granitemoehybrid": (_to_granite, "GraniteMoeHybridForCausalLM"),
     "bamba": (_to_bamba, "BambaForCausalLM"),
     "falcon_h1": (_to_falcon_h1, "FalconH1ForCausalLM"),
-    "gated_deltanet": (to_gated_deltanet, "GatedDeltaNetForCausalLM"),
     "lfm2": (to_lfm2, "Lfm2ForCausalLM"),
     "mamba": (to_mamba, "MambaForCausalLM"),
     "falcon_mamba": (to_mamba, "FalconMambaForCausalLM"),
     "recurrent_gemma": (to_recurrent_gemma, "RecurrentGemmaForCausalLM"),
-}
+} | WRITE_FLA
 
 
 def _gated_deltanet(memory: GatedDeltaNetConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from memjax.checks import short
 from memjax.models.checkpoints.hf.fields import read_entry
+from memjax.models.checkpoints.hf.hybrids.fla.bounds import divided_bounds
 from memjax.models.language_model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def text_tensors(
             return _of_olmo(config, shapes, get)
         case "mamba" | "mamba2" | "falcon_mamba":
             return _of_mamba(shapes, get)
+        case "hgrn2":
+            return divided_bounds(config, shapes, get)
     return shapes, get
 
 

@@ -10,13 +10,23 @@ from typing import Any
 
 import numpy as np
 
+from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
 from memjax.models.checkpoints.hf.hybrids.scan_names import mamba, rg_lru, short_conv
 from memjax.models.checkpoints.hf.hybrids.tables import MATRICES, HybridNames
-from memjax.models.checkpoints.hf.tensor import Piece, Tensor
+from memjax.models.checkpoints.hf.tensor import Layout, Piece, Tensor
 from memjax.models.language_model.config import ModelConfig
 
 #: Mechanisms whose tensors have the same names in all families.
 SCANS = {"short_conv": short_conv, "mamba": mamba, "rg_lru": rg_lru}
+#: Layouts of a cell's parameters that are one tensor.
+_SINGLE: dict[str, Layout] = {
+    "skip": "as_is",
+    "narrow": "into",
+    "widen": "into",
+    "bias": "flat",
+    "forget": "into",
+    "bound": "flat",
+}
 
 
 def hybrid_names(config: ModelConfig, names: HybridNames) -> dict[str, Any]:
@@ -58,7 +68,7 @@ def _block(config, layer, at, at_hidden, names):
         heads = mechanism.attention
         parts["attention"] = _attention(heads, f"{at}.{names.attention}", names)
     memory = getattr(mechanism, "memory", mechanism)
-    if memory.name in ("gated_deltanet", "mamba2"):
+    if isinstance(memory, RecurrentSizes):
         parts["memory"] = _recurrent(memory, f"{at}.{names.mixer}", names)
     elif memory.name in SCANS:
         parts["memory"] = SCANS[memory.name](memory, f"{at}.{names.mixer}")
@@ -214,24 +224,32 @@ def _recurrent(config, at, names):
     fused = pieces(names.fused, "weight", names.by_key_head)
     taps = pieces(names.convolved, "weight", False)
     single = {ours: f"{at}.{theirs}" for ours, theirs in names.single.items()}
-    pace = {
-        "weight": Tensor("", "into", (fused["pace"],)),
-        "bias": Tensor(f"{at}.dt_bias"),
+    cell: dict[str, Any] = {
+        name: Tensor(single[name], layout)
+        for name, layout in _SINGLE.items()
+        if name in single
     }
-    decay = {"pace": pace, "log_rate": Tensor(f"{at}.A_log")}
-    cell: dict[str, Any] = {"decay": decay}
+    if not getattr(config, "lower_bound", False):
+        cell.pop("bound", None)
+    if "pace" in fused:
+        pace = {
+            "weight": Tensor("", "into", (fused["pace"],)),
+            "bias": Tensor(f"{at}.dt_bias"),
+        }
+        cell["decay"] = {"pace": pace, "log_rate": Tensor(f"{at}.A_log")}
     if "rate" in fused:
         cell["rate"] = Tensor("", "into", (fused["rate"],))
-    if "skip" in single:
-        cell["skip"] = Tensor(single["skip"])
-    found = {
+    found: dict[str, Any] = {
         "query_key": Tensor("", "into", (fused["q"], fused["k"])),
         "value": Tensor("", "into", (fused["v"],)),
-        "filters": Tensor("", "taps", (taps["q"], taps["k"])),
-        "value_filters": Tensor("", "taps", (taps["v"],)),
         "output": Tensor(single["output"], "out_of"),
-        "cell": cell,
     }
+    if cell:
+        found["cell"] = cell
+    if style.conv_width:
+        found["filters"] = Tensor("", "taps", (taps["q"], taps["k"]))
+    if style.conv_value:
+        found["value_filters"] = Tensor("", "taps", (taps["v"],))
     if style.gate != "none":
         found["gate"] = Tensor("", "into", (fused["z"],))
     if style.norm != "none":
@@ -242,34 +260,3 @@ def _recurrent(config, at, names):
         found["filter_bias"] = Tensor("", "flat", (biases["q"], biases["k"]))
         found["value_bias"] = Tensor("", "flat", (biases["v"],))
     return found
-
-
-def hybrid_family(config: ModelConfig) -> str | None:
-    """The family that a model with recurrent layers is written as; None without one."""
-    kinds = {mechanism.name: mechanism for mechanism in config.mechanisms}
-    if "parallel" in kinds:
-        return "falcon_h1"
-    if "mamba" in kinds:
-        normed: Any = kinds["mamba"]
-        return "mamba" if normed.norm_epsilon is None else "falcon_mamba"
-    for name, family in (("short_conv", "lfm2"), ("rg_lru", "recurrent_gemma")):
-        if name in kinds:
-            return family
-    memories: list[Any] = [kinds[n] for n in ("gated_deltanet", "mamba2") if n in kinds]
-    if len(memories) != 1 or not memories[0].style.conv_value:
-        return None
-    (memory,) = memories
-    attends = [m.attention for m in config.mechanisms if m.attention]
-    styles = [config.style(i) for i in range(config.num_layers)]
-    if memory.name == "gated_deltanet":
-        if any(style.experts for style in styles):
-            return "qwen3_next"
-        if any(heads.output_gate for heads in attends):
-            return "qwen3_5_text"
-        normed = any(heads.qk_norm == "width" for heads in attends)
-        return "olmo_hybrid" if normed else "gated_deltanet"
-    if any(style.feed_forward == "relu2" for style in styles):
-        return "nemotron_h"
-    if not attends and styles[0].feed_forward == "none":
-        return "mamba2"
-    return "bamba" if any(heads.rope_dim for heads in attends) else "granitemoehybrid"

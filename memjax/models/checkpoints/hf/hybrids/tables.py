@@ -119,6 +119,33 @@ _GATED_DELTANET = _OLMO_HYBRID._replace(
     attention="attn",
     embedding="embeddings",
 )
+_DELTA_NET = _GATED_DELTANET._replace(
+    fused={
+        **{f"{part}_proj": (part,) for part in "qkv"},
+        "g_proj": ("z",),
+        "b_proj": ("rate",),
+    },
+)
+_RETNET = _DELTA_NET._replace(
+    fused={**{f"{part}_proj": (part,) for part in "qkv"}, "g_proj": ("z",)},
+    convolved={},
+    single={"norm": "g_norm_swish_gate.weight", "output": "o_proj.weight"},
+)
+_GLA = _RETNET._replace(
+    single={
+        **_RETNET.single,
+        "narrow": "gk_proj.0.weight",
+        "widen": "gk_proj.1.weight",
+        "bias": "gk_proj.1.bias",
+    }
+)
+_OF_ALL_HEADS = {"norm": "g_norm.weight", "output": "o_proj.weight"}
+_GSA = _RETNET._replace(single=_OF_ALL_HEADS | {"forget": "f_proj.weight"})
+_HGRN2 = _RETNET._replace(
+    fused={"q_proj": ("q",), "f_proj": ("k",), "i_proj": ("v",)},
+    # Made of the bounds of all layers; see `fla.bounds`.
+    single=_OF_ALL_HEADS | {"bound": "lower_bound"},
+)
 _MAMBA2 = HybridNames(
     fused={"in_proj": ("z", "v", "k", "q", "pace")},
     convolved={"conv1d": ("v", "k", "q")},
@@ -197,6 +224,11 @@ HYBRIDS = {
     "bamba": _BAMBA,
     "falcon_h1": _BAMBA,
     "gated_deltanet": _GATED_DELTANET,
+    "delta_net": _DELTA_NET,
+    "gla": _GLA,
+    "gsa": _GSA,
+    "retnet": _RETNET,
+    "hgrn2": _HGRN2,
     "lfm2": _LFM2,
     "mamba": _MAMBA2,
     "falcon_mamba": _MAMBA2,

@@ -1,0 +1,1 @@
+"""Models of flash-linear-attention: their layers, files and names."""
