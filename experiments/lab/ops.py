@@ -33,12 +33,13 @@ CHUNKED = ("ttt_linear", "trellis", "lattice")
 
 
 class Shape(NamedTuple):
-    """Sizes of a call; K, V and slots are as wide."""
+    """Sizes of a call; K, V and slots are as wide, 0 key heads are as many as heads."""
 
     batch: int
     time: int
     heads: int
     width: int
+    key_heads: int = 0
 
 
 def inputs(op: str, shape: Shape, dtype: str) -> dict[str, Array]:
@@ -47,7 +48,7 @@ def inputs(op: str, shape: Shape, dtype: str) -> dict[str, Array]:
     Keys and queries have unit norm, gates keep 95% of the memory at the median. Gates
     are float32, as in the layers.
     """
-    b, t, h, d = shape
+    b, t, h, d, key_heads = shape
     names = ARGUMENTS[op]
     keys = jax.random.split(jax.random.key(0), 8)
     gate_width = (d,) if op in ("gla", "gated_slots") else ()
@@ -56,7 +57,7 @@ def inputs(op: str, shape: Shape, dtype: str) -> dict[str, Array]:
         normal = functools.partial(jax.random.normal, key)
         match name:
             case "q" | "k":
-                x = normal((b, t, h, d))
+                x = normal((b, t, key_heads or h, d))
                 return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)
             case "v":
                 return normal((b, t, h, d)).astype(dtype)
@@ -202,13 +203,16 @@ def work(op: str, d: int, chunk_size: int, itemsize: int) -> Work:
 
 def cost(op: str, shape: Shape, chunk_size: int, dtype: str, backward: bool) -> Cost:
     """Operations and bytes of one call, forward or both directions."""
-    b, t, h, d = shape
+    b, t, h, d, key_heads = shape
     itemsize, tokens = jnp.dtype(dtype).itemsize, b * t * h
     if op == "attention":
         # The triangle of scores, twice; backward recomputes it and does four more.
         flops = 2.0 * tokens * t * d * (3.5 if backward else 1)
         return Cost(flops, 4.0 * tokens * d * itemsize * (3 if backward else 1))
     found = work(op, d, chunk_size, itemsize)
+    if key_heads:
+        shared = 2 * itemsize * d * (1 - key_heads / h)
+        found = found._replace(inputs=found.inputs - shared)
     outputs = itemsize * (d + found.residuals)
     flops, moved = found.forward, found.inputs + outputs
     passes = 2 if backward else 1

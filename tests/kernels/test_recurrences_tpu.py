@@ -22,6 +22,7 @@ from memjax_kernels import (
 )
 from memjax_kernels._src.common import implementations
 from memjax_kernels._src.common.packs import blocks as pack_blocks
+from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence import unsupported
 from memjax_kernels._src.gated_slots.pallas_tpu import gated_slots_tpu
 from memjax_kernels._src.linear import pallas_tpu
@@ -57,14 +58,17 @@ OPS = {
 OF_OPS = pytest.mark.parametrize("name", OPS)
 
 
-def draw(name, seed, b, t, h, key, value, dtype=jnp.float32) -> Any:
-    """Queries, keys, values, what else is written, log gates, memory."""
+def draw(name, seed, b, t, h, key, value, dtype=jnp.float32, ways=1) -> Any:
+    """Queries, keys, values, what else is written, log gates, memory.
+
+    `ways` value heads share a key head.
+    """
     keys = jax.random.split(jax.random.key(seed), 7)
 
     def normal(i, *shape):
         return jax.random.normal(keys[i], shape)
 
-    q, k = normal(0, b, t, h, key), normal(1, b, t, h, key)
+    q, k = normal(0, b, t, h // ways, key), normal(1, b, t, h // ways, key)
     k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
     # Slots are as many as channels of a key.
     channels = [key] * (name in ("gla", "gated_slots"))
@@ -109,6 +113,27 @@ def test_values_and_gradients_agree_with_xla(name, heads, key, value):
     reset = jnp.zeros((2, 130), bool).at[0, 37].set(True).at[1, 64].set(True)
     kernels, chunks, _ = OPS[name]
     close(both(kernels, reset, *arguments), both(chunks, reset, *arguments), 3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "heads", "ways", "width", "packing"),
+    [
+        # Two key heads a program.
+        ("gated_delta_rule", 4, 2, 128, (4, 1, 2)),
+        # A key head for two programs.
+        ("ssd", 4, 4, 128, (2, 1, 4)),
+        # No block of one key head fills the lanes: copies of it do.
+        ("gla", 12, 6, 64, (2, 2, 2)),
+    ],
+)
+def test_value_heads_share_key_heads(name, heads, ways, width, packing, monkeypatch):
+    monkeypatch.setattr(pack_blocks, "PACKS", 4 if ways == 2 else 2)
+    arguments = draw(name, 0, 1, 66, heads, width, width, ways=ways)
+    assert recurrence._pack(arguments[0], arguments[2]) == packing
+    kernels, chunks, _ = OPS[name]
+    none = jnp.zeros((1, 66), bool)
+    close(both(kernels, none, *arguments), both(chunks, none, *arguments), 3e-6)
 
 
 @pytest.mark.slow

@@ -88,6 +88,14 @@ def chunkwise(
     return divided
 
 
+def head_ways(number: int, *arrays: Any) -> int:
+    """Devices among which `chunkwise` divides so many heads."""
+    mesh = mesh_of(*arrays)
+    axes = _undivided(mesh)
+    found = _fit_heads(mesh, [name for name in HEADS if name in axes], number)
+    return int(np.prod([mesh.shape[axis] for axis in found or ()]))
+
+
 def by_rows(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """A search (queries, rows) -> y, on each device's share.
 

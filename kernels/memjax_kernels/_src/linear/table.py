@@ -8,11 +8,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from memjax_kernels._src.common import arguments, implementations
+from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.linear.chunks import scan_groups
@@ -80,7 +79,8 @@ def run(
     arguments.check_gates(**{n: x for n, x in gates.items() if n in arguments.RANGES})
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     ways = sizes["H"] // sizes["G"]
-    reason = op.unsupported(*_like_repeated(ways, *tokens))
+    share = by_copies if "B T H K" in op.gates.values() else by_groups
+    reason = op.unsupported(*tokens)
     if chunk_size is not None:
         _check_power_of_two(chunk_size)
         if chunk_size != recurrence.CHUNK_SIZE:
@@ -91,11 +91,11 @@ def run(
         op.name,
         implementation,
         {
-            "xla": by_groups(
+            "xla": share(
                 functools.partial(chunked, op, chunk_size or op.chunk_size), ways
             ),
-            "reference": by_groups(functools.partial(reference, op), ways),
-            "pallas_tpu": _repeated(op.kernels, ways),
+            "reference": share(functools.partial(reference, op), ways),
+            "pallas_tpu": op.kernels,
         },
         {"pallas_tpu": reason},
         looped=state if chunk_size is None else None,
@@ -127,56 +127,6 @@ def _check_heads(q, k, v):
             f"v must have shape [B, T, H, V], H a multiple of the {groups} heads of q "
             f"and k, got {list(v.shape)}"
         )
-
-
-def by_groups(form: Callable[..., Any], ways: int) -> Callable[..., Any]:
-    """The form of (q, k, *tokens, state, reset) for `ways` value heads a key head.
-
-    Value head h reads key head h // ways. Queries and keys are not copied, and products
-    of them alone are computed once for a key head.
-    """
-    if ways == 1:
-        return form
-
-    def split(axis):
-        return lambda x: x.reshape(*x.shape[:axis], -1, ways, *x.shape[axis + 1 :])
-
-    def grouped(q, k, *given):
-        *tokens, state, reset = given
-        tokens = [x if x is None else split(2)(x) for x in tokens]
-        state = jax.tree.map(split(1), state)
-        run = jax.vmap(
-            lambda tokens, state: form(q, k, *tokens, state, reset),
-            in_axes=([None if x is None else 3 for x in tokens], 2),
-            out_axes=(2, 3),
-        )
-        state, y = run(tokens, state)
-        state = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), state)
-        return state, y.reshape(*y.shape[:2], -1, *y.shape[4:])
-
-    return grouped
-
-
-def _repeated(kernels: Callable[..., Any], ways: int) -> Callable[..., Any]:
-    """The kernels, with a copy of each key head for every value head."""
-    if ways == 1:
-        return kernels
-
-    def run(q, k, *given, **options):
-        q, k = (jnp.repeat(x, ways, axis=2) for x in (q, k))
-        return kernels(q, k, *given, **options)
-
-    return run
-
-
-def _like_repeated(ways, q, k, *rest):
-    """Shapes of the tokens as the kernels take them."""
-
-    def like(x):
-        b, t, heads, width = x.shape
-        return jax.ShapeDtypeStruct((b, t, heads * ways, width), x.dtype)
-
-    return (q, k, *rest) if ways == 1 else (like(q), like(k), *rest)
 
 
 def _check_power_of_two(chunk_size):

@@ -103,6 +103,27 @@ def store(ref: Any, x: Float[Array, "P C DD"]) -> None:
         ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
 
+def load_shared(ref: Any, group: int, heads: int, ways: int) -> Float[Array, "P C KK"]:
+    """`load` of a block [C, G K], each of whose heads `ways` neighbours have."""
+    if ways == 1:
+        return load(ref, group)
+    given = jnp.split(ref[...], max(1, group * heads // ways), axis=1)
+    each = [given[i // ways] for i in range(group * heads)]
+    packs = [each[i : i + heads] for i in range(0, len(each), heads)]
+    return jnp.stack([jnp.concatenate(pack, axis=1) for pack in packs])
+
+
+def store_shared(ref: Any, x: Float[Array, "P C KK"], heads: int, ways: int) -> None:
+    """Writes the sums over those that share a head: the transpose of `load_shared`."""
+    if ways == 1:
+        store(ref, x)
+        return
+    each = [part for pack in x for part in jnp.split(pack, heads, axis=1)]
+    parts = [each[i : i + ways] for i in range(0, len(each), ways)]
+    sums = [functools.reduce(jnp.add, part) for part in parts]
+    ref[...] = jnp.concatenate(sums, axis=1).astype(ref.dtype)
+
+
 def load_rows(ref: Any, group: int) -> Float[Array, "P C DD"]:
     """A block [rows, C, group DD] of P = rows * group packs."""
     return jnp.concatenate([load(ref.at[i], group) for i in range(ref.shape[0])])

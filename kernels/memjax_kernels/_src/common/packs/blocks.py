@@ -49,7 +49,13 @@ def packings(number: int, widths: Sequence[int], head_bytes: int) -> list[int]:
 
 def group_size(packs: int, pack_bytes: int) -> int:
     """Packs of a program: a divisor of all, as many as fit."""
-    return divisor(packs, min(PACKS, BLOCK_BYTES // pack_bytes))
+    return group_sizes(packs, pack_bytes)[0]
+
+
+def group_sizes(packs: int, pack_bytes: int) -> list[int]:
+    """All numbers of packs that a program may have, the largest first."""
+    most = min(PACKS, BLOCK_BYTES // pack_bytes)
+    return [n for n in range(max(1, most), 0, -1) if packs % n == 0]
 
 
 def divisor(number: int, most: int) -> int:
@@ -136,18 +142,20 @@ class Specs(NamedTuple):
     groups: int
     order: Callable[[Any], Any]
 
-    def tokens(self, tree):
-        """[B, n, C, H D]."""
-
-        def width(x):
-            return x.shape[3] // self.groups
+    def tokens(self, tree, share: int = 1):
+        """[B, n, C, H D], of which `share` neighbouring groups have one block."""
 
         def block(x):
-            return (self.rows, None, x.shape[2], width(x))
+            return (self.rows, None, x.shape[2], x.shape[3] * share // self.groups)
+
+        def index(b, g, i):
+            return b, self.order(i), 0, jax.lax.div(g, jnp.int32(share))
+
+        def own(b, g, i):
+            return b, self.order(i), 0, g
 
         return jax.tree.map(
-            lambda x: pl.BlockSpec(block(x), lambda b, g, i: (b, self.order(i), 0, g)),
-            tree,
+            lambda x: pl.BlockSpec(block(x), own if share == 1 else index), tree
         )
 
     def gates(self, x):

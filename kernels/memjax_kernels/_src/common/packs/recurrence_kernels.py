@@ -42,12 +42,31 @@ class Op(NamedTuple):
     exact: bool
 
 
+class Packing(NamedTuple):
+    """How a program takes heads.
+
+    Attributes:
+        group: packs of a program.
+        heads: value heads of a pack.
+        ways: value heads of a key head, which divide those of a program or are
+            divided by them.
+    """
+
+    group: int
+    heads: int
+    ways: int
+
+    @property
+    def share(self) -> int:
+        """Programs that read the same key head."""
+        return max(1, self.ways // (self.group * self.heads))
+
+
 class Static(NamedTuple):
     """Static arguments of the kernels."""
 
     op: Op
-    group: int
-    heads: int
+    packing: Packing
     interpret: Any
 
 
@@ -141,7 +160,8 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
     def _():
         d_memory[...] = d_after[...]
 
-    start, given = residuals[...].astype(F32), packs.load(d_y, static.group)
+    group, heads, ways = static.packing
+    start, given = residuals[...].astype(F32), packs.load(d_y, group)
     found = static.op.vjp(_read(x, static), start, d_memory[...], given)
     d_memory[...] = found.start
 
@@ -151,15 +171,17 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
 
     d_q, d_k, d_v, *d_g = found.tokens
     if d_g:
-        d_g = [raised(packs.load(x.tokens[-1], static.group), d) for d in d_g]
-    for ref, value in zip(d_x.tokens, (d_q, d_k, d_v, *d_g), strict=True):
+        d_g = [raised(packs.load(x.tokens[-1], group), d) for d in d_g]
+    for ref, value in zip(d_x.tokens[:2], (d_q, d_k), strict=True):
+        packs.store_shared(ref, value, heads, ways)
+    for ref, value in zip(d_x.tokens[2:], (d_v, *d_g), strict=True):
         packs.store(ref, value)
     if d_x.columns is None:
         return
-    shape = (1, d_x.columns.shape[0], static.group * static.heads)
+    shape = (1, d_x.columns.shape[0], group * heads)
 
     def column(part):
-        return pack_columns.sum_lanes(part, shape, static.group, static.heads)[0]
+        return pack_columns.sum_lanes(part, shape, group, heads)[0]
 
     d_sums = functools.reduce(jnp.add, map(column, found.sums))
     d_sums = pack_decays.sum_back(d_sums)
@@ -170,17 +192,19 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
 
 
 def _read(x: Any, static: Static) -> Chunk | Channels:
-    q, k, v, *gates = (packs.load(ref, static.group) for ref in x.tokens)
+    group, heads, ways = static.packing
+    q, k = (packs.load_shared(ref, group, heads, ways) for ref in x.tokens[:2])
+    v, *gates = (packs.load(ref, group) for ref in x.tokens[2:])
     if gates:
         # Of -inf, sums in parts would be NaN.
         g = jnp.maximum(gates[0], FORGETS_ALL)
-        return Channels(q, k, v, g, static.heads)
-    number = static.group * static.heads
+        return Channels(q, k, v, g, heads)
+    number = group * heads
     given = x.columns[...]
     columns = pack_decays.sum_gates(given[:, :number])
     rows = pack_decays.transpose(columns)
     coarse, fine = jnp.split(columns, 2, axis=1)
-    total = pack_decays.total(columns, rows, (0, number), static.group, static.heads)
+    total = pack_decays.total(columns, rows, (0, number), group, heads)
     until = (coarse[-1:] - coarse) + (fine[-1:] - fine)
 
     def in_lanes(column, then=lambda x: x):
@@ -189,7 +213,7 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
         # Computed only where an op asks for it.
         @functools.cache
         def of_width(width):
-            return then(spread(column()[None], width, static.group, static.heads))
+            return then(spread(column()[None], width, group, heads))
 
         return of_width
 
