@@ -8,7 +8,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from memjax.buckets.bucket import Bucket, as_path, is_bucket
 from memjax.config_io import AnyPath
@@ -21,11 +21,18 @@ from memjax.data.documents.documents import (
 )
 from memjax.data.documents.readers import COMPRESSIONS, KINDS, kind_of, read_rows
 
+# Size of a file that a link names and that is not there.
+_GONE = -1
 # Clocks of file systems tick in milliseconds: a younger file may change again without
 # a new time of change.
 SETTLED_SECONDS = 2.0
 # "train", "c4-train.00000-of-01024", "wiki_valid2": a split, and perhaps a number.
 _SPLIT_STEM = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.]?\d[-_.\w]*)?")
+
+# "my_train_data": a split between words, where all files have one.
+_SPLIT_WORD = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.].*)?")
+# "train-00000-of-00003": a file of several.
+_NUMBERED = re.compile(r"(.*?)\d+-of-(\d+)(?!\d)(.*)")
 
 # Descriptions of a data set: no documents.
 _CARDS = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
@@ -103,6 +110,7 @@ def files_source(
     has_splits = {place.split for place in places.values()} not in ({"train"}, set())
     if has_splits:
         notes = [*_split_notes(places), *notes]
+    notes += _missing_notes(files)
 
     def read(split: Split | None) -> Iterator[Document]:
         for file in files:
@@ -138,6 +146,8 @@ def _readable_files(root: AnyPath) -> tuple[list[_File], list[str]]:
     ]
     cards = [f for f in seen if len(f.parts) == 1 and f.parts[0].lower() in _CARDS]
     present = [file for file in seen if file not in cards]
+    gone = sum(file.size == _GONE for file in present)
+    present = [file for file in present if file.size != _GONE]
     files = [file for file in present if kind_of(file.path)]
     if not files:
         raise ValueError(f"path={str(root)!r} holds no file ending in {_endings()}")
@@ -148,10 +158,11 @@ def _readable_files(root: AnyPath) -> tuple[list[_File], list[str]]:
     )
     named = [f"{count:,} x {suffix}" for suffix, count in sorted(other.items())]
     named += [file.parts[0] for file in cards]
+    named += [f"{gone:,} x links to nothing"] if gone else []
     return files, [f"left out: {', '.join(named)}"] if named else []
 
 
-def _place(file: _File) -> _Place | None:
+def _place(file: _File, pattern: re.Pattern[str] = _SPLIT_STEM) -> _Place | None:
     """The first folder that is named after a split, or else the file's own name."""
     folders = file.parts[:-1]
     for i, folder in enumerate(folders):
@@ -161,7 +172,7 @@ def _place(file: _File) -> _Place | None:
     whole = file.parts[-1].lower()
     # The first suffix of a kind: a number may follow the split behind a dot.
     stem = re.split(rf"({'|'.join(map(re.escape, KINDS))})\b", whole)[0]
-    found = _SPLIT_STEM.fullmatch(stem)
+    found = pattern.fullmatch(stem)
     if found is None:
         return None
     name = f"{found[1] or ''}{found[2]}{'-*' if found[3] else ''}{whole[len(stem) :]}"
@@ -171,6 +182,13 @@ def _place(file: _File) -> _Place | None:
 def _places(root: AnyPath, files: Sequence[_File]) -> dict[str, _Place]:
     """The place of each file by its path, empty where names give no splits."""
     found = {file.path: place for file in files if (place := _place(file)) is not None}
+    if not found:
+        # As hubs read names; in the titles of some files it is a word.
+        words = [(file.path, _place(file, _SPLIT_WORD)) for file in files]
+        found = {path: place for path, place in words if place is not None}
+        splits = {place.split for place in found.values()}
+        if len(found) < len(files) or "train" not in splits:
+            return {}
     outside = [file.path for file in files if file.path not in found]
     if outside:
         folders = any(place.name.endswith("/") for place in found.values())
@@ -220,6 +238,21 @@ def _split_notes(places: dict[str, _Place]) -> list[str]:
     ]
 
 
+def _missing_notes(files: Sequence[_File]) -> list[str]:
+    """Lines that say which numbered files are not all there."""
+    counts = collections.Counter(
+        (*file.parts[:-1], *found.groups())
+        for file in files
+        if (found := _NUMBERED.fullmatch(file.parts[-1]))
+    )
+    return [
+        f"{'/'.join((*within, before))}*-of-{total}{after}: {count:,} of "
+        f"{int(total):,} files are there"
+        for (*within, before, total, after), count in counts.items()
+        if count < int(total)
+    ]
+
+
 def _kind(file: _File, place: _Place | None) -> str:
     folders = file.parts[:-1] if place is None else (*place.after, *place.within)
     # Hubs have all files of a data set in a folder "data".
@@ -249,18 +282,32 @@ def _files(root: AnyPath) -> list[_File]:
             for name, entry in entries
         )
         return sorted(found, key=lambda file: file.parts)
-    for folder, _, names in os.walk(root):
+    known: set[tuple[int, int]] = set()
+    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
+        folders.sort()
+        status = os.stat(folder)
+        # Links may lead to a folder twice, or to one around them.
+        if (status.st_dev, status.st_ino) in known:
+            folders.clear()
+            continue
+        known.add((status.st_dev, status.st_ino))
         within = Path(folder).relative_to(root).parts
         for name in names:
             path = os.path.join(folder, name)
             try:
                 status = os.stat(path)
-            except OSError:  # a link to nothing
+            except FileNotFoundError:  # a link to nothing
+                files.append(_File(path, (*within, name), _GONE, ()))
                 continue
             if stat.S_ISREG(status.st_mode):
                 times = (status.st_mtime_ns, status.st_ctime_ns)
                 files.append(_File(path, (*within, name), status.st_size, times))
     return sorted(files, key=lambda file: file.parts)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    """A folder that cannot be read is not left out in silence."""
+    raise error
 
 
 def _version(files: Sequence[_File]) -> str | None:

@@ -32,7 +32,7 @@ def load_tokens(
     spec: str,
     tokenizer: Tokenizer,
     split: Split,
-    cache_dir: Path | None = None,
+    cache_dir: Path | str | None = None,
     rows: RowConfig = sources.ROWS,
 ) -> list[TokenisedDocument]:
     """Returns the documents of one split, tokenised once and cached.
@@ -55,7 +55,7 @@ def load_tokens(
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r} must be one of {', '.join(SPLITS)}")
-    cache = default_cache_dir() if cache_dir is None else cache_dir
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
     if (prepared_folder := sources.prepared_folder(spec)) is not None:
         sources.check_source(spec, rows)
         return prepared.load(prepared_folder, tokenizer, split, cache)

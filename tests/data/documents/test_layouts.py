@@ -68,6 +68,12 @@ C4 = {
     "en/c4-validation.00000-of-00001.json.gz": gzip.compress(lines("c")),
     "en/eval.jsonl": lines("d"),
 }
+WORDS = {
+    "my_train_a.jsonl": lines("a"),
+    "my_train_b.jsonl": lines("b"),
+    "my_dev_set.jsonl": lines("c"),
+    "a.test.of.jsonl": lines("d"),
+}
 HUB = {
     "data/Train/x/a.txt": b"a",
     "data/Train/x/b.txt": b"b",
@@ -76,7 +82,7 @@ HUB = {
 }
 
 
-@pytest.mark.parametrize("files", [PILE, C4, HUB], ids=["pile", "c4", "hub"])
+@pytest.mark.parametrize("files", [PILE, C4, WORDS, HUB], ids=[*"PCWH"])
 def test_names_of_files_and_folders_give_the_splits(tmp_path, files):
     expected = [("test", "d"), ("train", "a"), ("train", "b"), ("validation", "c")]
     assert splits(lay_out(tmp_path, files)) == expected
@@ -117,6 +123,22 @@ def test_words_of_titles_are_no_splits(tmp_path):
     assert splits(spec) == [("test", "y"), ("train", "x"), ("validation", "z")]
     alone = str(tmp_path / "the-big-test.txt")
     assert splits(alone) == [("test", "y")]
+
+
+def test_numbered_files_that_are_missing_are_said(tmp_path):
+    names = ("data/train-00001-of-00003.jsonl", "data/test-0-of-1.jsonl")
+    notes = sources.check_source(lay_out(tmp_path, {n: lines("a") for n in names}))
+    assert notes[2:] == ("data/train-*-of-00003.jsonl: 1 of 3 files are there",)
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    spec = lay_out(tmp_path / "texts", {"a.txt": b"here", "b/a.txt": b"below"})
+    lay_out(tmp_path / "far", {"a.txt": b"far"})
+    (tmp_path / "texts/far").symlink_to(tmp_path / "far")
+    (tmp_path / "texts/b/around").symlink_to(tmp_path / "texts")
+    (tmp_path / "texts/gone.txt").symlink_to("nowhere")
+    assert sorted(text for _, text in splits(spec)) == ["below", "far", "here"]
+    assert sources.check_source(spec) == ("left out: 1 x links to nothing",)
 
 
 def test_hidden_files_are_no_documents(tmp_path):
