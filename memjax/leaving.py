@@ -181,7 +181,8 @@ def _say(line: str) -> None:
 def _unraisable(otherwise: Callable[[Any], None], found: Any) -> None:
     """Python drops exceptions of callbacks, as of JAX's garbage collection."""
     if isinstance(found.exc_value, SystemExit):
-        os._exit(EXIT_PREEMPTED)
+        code = found.exc_value.code
+        os._exit(code if isinstance(code, int) else EXIT_PREEMPTED)
     elif isinstance(found.exc_value, KeyboardInterrupt):
         # Again, when the callback has returned.
         threading.Timer(0.02, signal.raise_signal, (signal.SIGINT,)).start()

@@ -107,8 +107,17 @@ def test_a_program_may_go_on_after_ctrl_c() -> None:
     assert (code, output, errors) == (0, "went on\n", "")
 
 
-@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_callback_swallows_no_signal(number: signal.Signals, code: int) -> None:
-    found, _, errors, _ = run("in_a_callback", number)
+@pytest.mark.parametrize(
+    "number,resumable,code",
+    [
+        (signal.SIGTERM, True, 75),
+        (signal.SIGHUP, False, 129),
+        (signal.SIGINT, True, 130),
+    ],
+)
+def test_a_callback_swallows_no_signal(
+    number: signal.Signals, resumable: bool, code: int
+) -> None:
+    found, _, errors, _ = run("in_a_callback", number, resumable)
     assert found == code
     assert "Traceback" not in errors
