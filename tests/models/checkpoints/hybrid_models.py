@@ -132,7 +132,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         # transformers has the least step when it reads and not when it draws.
         | dict(time_step_min=1e-9, n_routed_experts=6, num_experts_per_tok=2)
         | dict(moe_intermediate_size=12, moe_shared_expert_intermediate_size=20)
-        | dict(n_group=3, topk_group=2, routed_scaling_factor=1.3)
+        | dict(n_group=3, topk_group=2, routed_scaling_factor=1.3, n_shared_experts=2)
         | dict(layers_block_type=["linear_attention", "mlp", "full_attention", "moe"])
         | dict(num_hidden_layers=4),
     ),

@@ -430,6 +430,22 @@ def test_bounds_that_do_not_grow_are_saved_in_the_own_format(tmp_path):
     same(memjax.load(tmp_path / "a").model, model)
 
 
+@pytest.mark.parametrize(
+    "given,theta",
+    [
+        (dict(rope_parameters=dict(rope_theta=None)), None),
+        (dict(rope_parameters=None, rope_theta=None), None),
+        (dict(rope_parameters=None), 1e4),
+        (dict(rope_parameters=dict(rope_type="default")), 1e4),
+        (dict(rope_parameters=None, rope_theta=7.0), 7.0),
+    ],
+)
+def test_rope_of_olmo_is_that_of_transformers(given, theta):
+    """None where θ is null, as in the released file; a default where it is missing."""
+    attention: Any = from_hf_config(OLMO | given).layers[3]
+    assert attention.rope_theta == theta
+
+
 def test_the_first_files_of_mamba_are_read(caplog):
     """As published: a copy of sizes under other keys, another name of the embedding."""
     record = SCAN | dict(d_model=24, n_layer=4, d_inner=48, rms_norm=True, ssm_cfg={})

@@ -84,7 +84,7 @@ USED: dict[str, set[str]] = {
     | {"layers_block_type", "hybrid_override_pattern", "layer_norm_epsilon"}
     | {"mlp_hidden_act", "mamba_hidden_act", "mamba_num_heads", "mamba_head_dim"}
     | {"ssm_state_size", "n_groups", "conv_kernel", "time_step_limit"}
-    | {"n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"}
+    | {"n_routed_experts", "num_experts_per_tok", "n_group"}
     | {"moe_intermediate_size", "moe_shared_expert_intermediate_size", "topk_group"}
     | {"norm_topk_prob", "routed_scaling_factor", "moe_latent_size"},
     "olmo_hybrid": _DELTA | {"linear_allow_neg_eigval"},
@@ -200,7 +200,7 @@ WITHOUT_EFFECT_IN: dict[str, set[str]] = {
     | {"chunk_size", "expand", "residual_in_fp32", "rescale_prenorm_residual"}
     | {"hidden_dropout", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"}
     | {"mtp_layers_block_type", "num_logits_to_keep", "num_nextn_predict_layers"}
-    | {"use_mamba_kernels", "sliding_window"},
+    | {"use_mamba_kernels", "sliding_window", "n_shared_experts"},
     "olmo_hybrid": {"linear_a_log_min", "linear_a_log_max", "linear_dt_min"}
     | {"linear_dt_max", "linear_dt_init_floor"},
     "mamba2": _STEPS

@@ -41,7 +41,6 @@ def nemotron_experts(entry: Entries) -> dict[str, Any]:
         "n_routed_experts": entry("expert_count"),
         "num_experts_per_tok": entry("expert_used_count"),
         "moe_intermediate_size": entry("expert_feed_forward_length"),
-        "n_shared_experts": 1,
         "moe_shared_expert_intermediate_size": entry(
             "expert_shared_feed_forward_length"
         ),

@@ -95,9 +95,14 @@ def from_olmo_hybrid(config: Mapping[str, Any], dtype: Dtype) -> ModelConfig:
     """Gated DeltaNet with β to 2; attention has norms of its outputs, as OLMo 2 has."""
     kinds = layer_kinds(config, lambda i: FULL if i % 4 == 3 else LINEAR)
     require_silu(config)
-    without = read_entry(config, "rope_parameters", dict, {}).get("rope_theta") is None
+    # The released model's is null. Without an entry, as in transformers, a default.
+    record = read_entry(config, "rope_parameters", dict, {})
+    place = record if "rope_theta" in record else config
     attention = full_attention(
-        config, qk_norm="width", qk_norm_epsilon=read_epsilon(config), rope=not without
+        config,
+        qk_norm="width",
+        qk_norm_epsilon=read_epsilon(config),
+        rope=place.get("rope_theta", 0) is not None,
     )
     negative = read_entry(config, "linear_allow_neg_eigval", bool, True)
     heads = read_size(config, "num_attention_heads")

@@ -40,7 +40,6 @@ def nemotron_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
         raise ValueError(
             f"moe_latent_size must be null, got {short(config['moe_latent_size'])}"
         )
-    shared = read_size(config, "n_shared_experts", 1)
     return ExpertsConfig(
         num_experts=read_size(config, "n_routed_experts"),
         experts_per_token=read_size(config, "num_experts_per_tok"),
@@ -50,5 +49,6 @@ def nemotron_experts(config: Mapping[str, Any]) -> ExpertsConfig | None:
         groups=read_size(config, "n_group", 1),
         chosen_groups=read_size(config, "topk_group", 1),
         scale=read_entry(config, "routed_scaling_factor", float, 1.0),
-        shared_dim=shared * read_size(config, "moe_shared_expert_intermediate_size"),
+        # Of all shared experts: their number has no effect in transformers.
+        shared_dim=read_size(config, "moe_shared_expert_intermediate_size"),
     )
