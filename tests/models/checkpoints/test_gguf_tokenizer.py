@@ -66,6 +66,10 @@ def split(tokenizer, text):
         ("default", "12345 a,b", ["123", "45", " a", ",", "b"]),
         ("olmo", " 12345 I'LL", [" 12345", " I", "'", "LL"]),
         ("falcon3", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
+        ("falcon-h1", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
+        ("lfm2", " 12345 I'LL", [" ", "123", "45", " I", "'LL"]),
+        ("mpt", " 12345 I'LL", [" 12345", " I", "'", "LL"]),
+        ("granite-docling", "a\n\n1", ["a", "\n", "\n", "1"]),
         ("qwen35", "ni\u0303o 12", ["ni\u0303o", " ", "1", "2"]),
         ("tekken", "aLongWord's 123", ["a", "Long", "Word", "'s", " ", *"123"]),
         ("gpt-4o", "aLongWord's 1234", ["a", "Long", "Word's", " ", "123", "4"]),
@@ -93,7 +97,7 @@ def test_first_and_last_tokens_are_added_as_the_file_says(vocabulary):
     assert rebuilt(vocabulary, "gpt-2", **flag).encode("a").ids == [*plain, 0]
     # Llama 3's and Mistral's begin with one where the file does not say.
     first = {"tokenizer.ggml.bos_token_id": 0}
-    for pre in ("llama-bpe", "llama3", "llama-v3", "tekken"):
+    for pre in ("llama-bpe", "llama3", "llama-v3", "tekken", "falcon-h1", "lfm2"):
         assert rebuilt(vocabulary, pre, **first).encode("a").ids == [0, *plain]
         off = first | {"tokenizer.ggml.add_bos_token": False}
         assert rebuilt(vocabulary, pre, **off).encode("a").ids == plain

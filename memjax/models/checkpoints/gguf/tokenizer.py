@@ -57,10 +57,14 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "default": DEFAULT,
     "smollm": (r"\p{N}", GPT2),
     "olmo": (GPT2,),
+    "mpt": (GPT2,),
+    "granite-docling": (GPT2,),
     "llama-bpe": (LLAMA3,),
     "llama3": (LLAMA3,),
     "llama-v3": (LLAMA3,),
     "falcon3": (LLAMA3,),
+    "falcon-h1": (LLAMA3,),
+    "lfm2": (LLAMA3,),
     "pixtral": (LLAMA3,),
     "smaug-bpe": (LLAMA3,),  # SmolLM3
     "dbrx": (LLAMA3,),  # OLMo 2, cl100k
@@ -72,7 +76,10 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "llama4": (GPT4O,),
 }
 # Texts begin with the first token where the file does not say.
-WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+WITH_BOS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral"),
+    "tekken",
+)
 # The merges are not applied to a word that is a token.
 WHOLE_WORDS = (*WITH_BOS, "smaug-bpe")
 # Tokens that end a turn, which many files name in their vocabulary alone.
