@@ -46,6 +46,11 @@ def show(
     if jax.process_index() != 0:
         return
     lines = {"model": _model(model), "devices": _devices(mesh)}
+    if routers := trained_routers(model):
+        lines["experts"] = (
+            f"{routers} routers are trained without a loss that balances the experts' "
+            "load (router_aux_loss_coef, e_score_correction_bias)"
+        )
     documents = [document for part in sources for document in part]
     read = loop.steps * tokens_per_step
     steps = f"{loop.steps:,} steps of {tokens_per_step:,} tokens"
@@ -74,6 +79,13 @@ def show(
     lines["test"] = f"{held_out(data, tokenizer, 'test')}; not used in training"
     for name, said in lines.items():
         say_line(name, said)
+
+
+def trained_routers(model: Model) -> int:
+    """Layers whose mixture of experts has a router that training changes."""
+    leaves = jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    return sum("['router']" in path for path in paths)
 
 
 def show_cost(state: TrainState, flops_per_step: float | None = None) -> None:

@@ -8,32 +8,36 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from memjax.data import TokenisedDocument, load_tokenizer
+from memjax.models import LanguageModel, LoraConfig, add_lora
 from memjax.training import MeshConfig, run_data
 from memjax.training import pretrain as run
 from memjax.training.config import LoopConfig, presets
 from memjax.training.distributed import sharding
 from memjax.training.monitoring import curves, header
 from memjax.training.step import TrainState
+from tests.models.published import config
 
 
 @pytest.fixture(name="lines")
 def _lines(tmp_path, capsys):
+    return shown(presets()["elastic-tiny"].model, tmp_path, capsys)
+
+
+def shown(model, tmp_path, capsys):
+    """The lines of a run's header by their first words."""
     for i in range(3):
         (tmp_path / f"{i}.txt").write_text("memory " * (i + 2))
     source = {"source": f"folder:{tmp_path}", "cache_dir": tmp_path / "cache"}
-    config = run.RunConfig(
-        model=presets()["elastic-tiny"].model,
-        data=run.DataConfig(**source, tokenizer="bytes", validation_texts=5),
-        loop=LoopConfig(steps=30, evaluate_every=10),
-    )
+    data = run.DataConfig(**source, tokenizer="bytes", validation_texts=5)
     texts = [TokenisedDocument(str(n), "kind", np.zeros(n, int)) for n in (9, 11, 49)]
     header.show(
-        config.data,
-        config.loop,
-        run.abstract_model(config.model),
+        data,
+        LoopConfig(steps=30, evaluate_every=10),
+        run.abstract_model(model),
         sharding.make_mesh(MeshConfig()),
         [texts],
         load_tokenizer("bytes"),
@@ -57,6 +61,19 @@ def test_header_of_a_run(lines):
         "1 document, 21 tokens; about 5 texts of 2,048, every 10 steps"
     )
     assert lines["test"].endswith("tokens; not used in training")
+
+
+def test_header_says_that_no_loss_balances_experts(lines, tmp_path, capsys):
+    assert "experts" not in lines
+    model = config("granitemoehybrid", num_local_experts=3, num_experts_per_tok=2)
+    said = shown(model, tmp_path, capsys)["experts"]
+    assert said.startswith("2 routers are trained without a loss that balances")
+
+    def adapted():
+        key = jax.random.key(0)
+        return add_lora(LanguageModel(model, rngs=nnx.Rngs(0)), LoraConfig(), key)
+
+    assert header.trained_routers(nnx.eval_shape(adapted)) == 0
 
 
 def test_header_shows_shares_of_a_mixture(tmp_path, capsys):
