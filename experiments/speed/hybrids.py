@@ -25,42 +25,17 @@ from experiments.lab.results import RESULTS, Rows, number, table, write_report
 from experiments.lab.timing import PAGES, speedup, summary, time_processes, versions
 from experiments.speed import generation
 from experiments.speed.generation import Prompts
+from memjax.config_io import read_json
 
 #: Tokens of the prompt that is timed, tokens that are drawn behind a short one, cores
 #: and rounds.
 PROMPT, SHORT, NEW_TOKENS, CORES, REPEATS = 4096, 64, 64, 2, 2
 #: Tokens after which the bytes of a state are counted.
 LENGTHS = (1024, 102_400)
-CLASSES = {
-    "Qwen3.5 0.8B, 4 layers": (
-        "Qwen3_5TextConfig",
-        {
-            "vocab_size": 248_320,
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 16,
-            "max_position_embeddings": 262_144,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "Mamba-2 130m": (
-        "Mamba2Config",
-        {
-            "vocab_size": 50_288,
-            "hidden_size": 768,
-            "num_hidden_layers": 24,
-            "num_heads": 24,
-            "head_dim": 64,
-            "state_size": 128,
-            "n_groups": 1,
-            "tie_word_embeddings": True,
-        },
-    ),
+#: A config.json of `experiments/aot`, and the layers that are timed.
+MODELS = {
+    "Qwen3.5 0.8B, 4 layers": ("qwen3.5-0.8b", 4),
+    "Mamba-2 130m": ("mamba2-130m", 24),
 }
 
 
@@ -71,9 +46,11 @@ def folder_of(name: str) -> Path:
 
     folder = Path("runs/hybrids") / name.replace(" ", "_")
     if not (folder / "config.json").exists():
-        kind, sizes = CLASSES[name]
+        config_file, layers = MODELS[name]
+        record = read_json(Path(f"experiments/aot/{config_file}.json"))
+        kind = transformers.CONFIG_MAPPING[record.pop("model_type")]
         torch.manual_seed(0)
-        config = getattr(transformers, kind)(**sizes)
+        config = kind(**record | {"num_hidden_layers": layers})
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -123,9 +100,9 @@ def main() -> None:
     # and loaded in others.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn) as apart:
-        folders = {name: apart.submit(folder_of, name).result() for name in CLASSES}
+        folders = {name: apart.submit(folder_of, name).result() for name in MODELS}
         sizes = {n: apart.submit(state_bytes, f).result() for n, f in folders.items()}
-    rows = [{"bytes": sizes[n]} | time_row(n, folders[n]) for n in CLASSES]
+    rows = [{"bytes": sizes[n]} | time_row(n, folders[n]) for n in MODELS]
     results = {"rows": rows, "packages": versions("torch", "transformers")}
     used = {"cores": CORES, "prompt": PROMPT, "environment": PAGES["large"]}
     question = "speed of published hybrids on a CPU"
@@ -139,21 +116,17 @@ def hybrids(result: dict[str, Any]) -> Rows:
         for each in ("memjax", "transformers"):
             row, ours = found[each], each == "memjax"
             seconds = {part: row[part]["median_s"] for part in ("prompt", "drawing")}
+            ratios = found["speedup"].values() if ours else ()
+            sizes = found["bytes"] if ours else ()
             yield {
                 "model": found["name"],
                 "program": each,
                 "prompt: tokens/s": number(PROMPT / seconds["prompt"], 0),
                 "drawing: tokens/s": number((NEW_TOKENS - 1) / seconds["drawing"], 1),
-                "memjax is faster by": " and ".join(
-                    number(x, 1) for x in found["speedup"].values()
-                )
-                if ours
-                else "",
+                "memjax is faster by": " and ".join(number(x, 1) for x in ratios),
                 "MB of state at 1k and 100k tokens": " and ".join(
-                    number(x / 1e6, 1) for x in found["bytes"]
-                )
-                if ours
-                else "",
+                    number(x / 1e6, 1) for x in sizes
+                ),
             }
 
 
