@@ -122,7 +122,8 @@ def check_positive(*, most: float = 1e38, **values: float) -> None:
 
 def check_seed(seed: int) -> None:
     """Raises ValueError for a seed out of range."""
-    if not 0 <= seed < 2**32:
+    whole = hasattr(seed, "__index__") and not isinstance(seed, bool)
+    if not whole or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {short(seed)}")
 
 

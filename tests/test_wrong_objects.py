@@ -9,7 +9,17 @@ import pytest
 
 import memjax
 import memjax_kernels
-from memjax.evaluation import perplexity, token_losses
+from memjax.data import copy_task
+from memjax.evaluation import (
+    answer_perplexity,
+    drop_leaked_targets,
+    log2_bins,
+    loss_by_position,
+    mask_losses,
+    perplexity,
+    score_answers,
+    token_losses,
+)
 from memjax.evaluation.losses import TokenLosses
 from memjax.mechanisms import (
     AttentionConfig,
@@ -36,6 +46,7 @@ from memjax.models import (
     generate,
     limit_attention,
 )
+from memjax.training import LoopConfig
 from tests import tiny
 
 KEY = jax.random.key(0)
@@ -148,6 +159,19 @@ def _add_memory(layers):
         (lambda: generate(tiny.llama(), None, TOKENS, 4, key=0), "key must be a jax"),
         (lambda: token_losses(tiny.llama(), [TOKENS[0]]), "a document must be a Tok"),
         (lambda: perplexity(LOSSES, kind="poem"), "kind must be one of .*'prose'"),
+        (lambda: perplexity(None), "losses must be a TokenLosses, got None"),
+        (lambda: token_losses(None, []), "model must be a Model, got None"),
+        (lambda: loss_by_position({}, [0, 1]), "losses must be a TokenLosses, got {}"),
+        (lambda: log2_bins("9"), "longest must be an integer, got '9'"),
+        (lambda: mask_losses(LOSSES, [1]), r"mask must be a ndarray, got \[1\]"),
+        (lambda: drop_leaked_targets(LOSSES, LOSSES), "model must be a Model"),
+        (lambda: answer_perplexity(LOSSES), "answers must be a AnswerScores"),
+        (
+            lambda: score_answers(tiny.llama(), [1], tokens_per_call=4),
+            r"inputs\[0\] mu",
+        ),
+        (lambda: copy_task(KEY, "2", 3, 8), "batch must be an integer, got '2'"),
+        (lambda: LoopConfig(steps="9"), "steps must be an integer, got '9'"),
         (lambda: memjax.load("owner/name", dtype="float16"), "dtype must be one of"),
         (lambda: memjax_kernels.causal_attention(*[X[..., None]] * 3), "cannot run"),
         (lambda: memjax_kernels.hippo(X, X[0]), "features must have shape"),

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32
 
+from memjax.checks import check_sizes, require_instance
 from memjax.data.tasks.questions import QuestionInput
 from memjax.models.base import Model, commit_state
 
@@ -84,6 +85,7 @@ def answer_perplexity(
     answers: AnswerScores, rows: Sequence[int] | None = None
 ) -> float:
     """Perplexity of the answers' tokens, over all rows or those given."""
+    require_instance("answers", answers, AnswerScores)
     rows = range(len(answers.mask)) if rows is None else rows
     tokens = answers.mask[list(rows)].sum(dtype=np.float64)
     total = answers.nll[list(rows)].sum(dtype=np.float64)
@@ -128,13 +130,12 @@ def _batch(batch: Sequence[QuestionInput], tokens_per_call: int, longest: int):
 
 
 def _check(inputs, tokens_per_call, batch_size):
-    sizes = {"tokens_per_call": tokens_per_call, "batch_size": batch_size}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_sizes(tokens_per_call=tokens_per_call, batch_size=batch_size)
+    require_instance("inputs", inputs, Sequence)
     if not inputs:
         raise ValueError("inputs must hold at least one")
     for i, entry in enumerate(inputs):
+        require_instance(f"inputs[{i}]", entry, QuestionInput)
         if not 0 < entry.answer < len(entry.tokens):
             raise ValueError(
                 f"inputs[{i}]: the answer must begin inside its {len(entry.tokens)} "

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int, Int64
 
+from memjax.checks import require_instance
 from memjax.evaluation.losses import TokenLosses
 from memjax.models.base import Model
 from memjax.models.loss import scored_mask
@@ -26,6 +27,8 @@ def drop_leaked_targets(model: Model, losses: TokenLosses) -> TokenLosses:
         model: source of the losses.
         losses: of texts read from an empty memory.
     """
+    require_instance("model", model, Model)
+    require_instance("losses", losses, TokenLosses)
     first = model.first_scored
     if first == 0:
         return losses
@@ -34,6 +37,8 @@ def drop_leaked_targets(model: Model, losses: TokenLosses) -> TokenLosses:
 
 def mask_losses(losses: TokenLosses, mask: Float[np.ndarray, "..."]) -> TokenLosses:
     """Losses with all targets outside `mask`, [T] or [R, T], masked."""
+    require_instance("losses", losses, TokenLosses)
+    require_instance("mask", mask, np.ndarray)
     if mask.shape not in (losses.mask.shape, losses.mask.shape[1:]):
         raise ValueError(
             f"mask must be {losses.mask.shape[1:]} or {losses.mask.shape}, "

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
-from memjax.checks import require_instance, require_known
+from memjax.checks import check_sizes, require_instance, require_known
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.models.base import Model, commit_state
 from memjax.models.loss import target_nll
@@ -60,12 +60,10 @@ def token_losses(
     Raises:
         ValueError: if there is no target, or a size is out of range.
     """
-    sizes = {"tokens_per_call": tokens_per_call, "batch_size": batch_size}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if context_length < 0:
-        raise ValueError(f"context_length must be >= 0, got {context_length}")
+    require_instance("model", model, Model)
+    check_sizes(tokens_per_call=tokens_per_call, batch_size=batch_size)
+    check_sizes(least=0, context_length=context_length)
+    require_instance("documents", documents, Sequence)
     texts = _texts(documents, context_length)
     if not texts:
         raise ValueError(f"none of the {len(documents)} documents has two tokens")
@@ -114,6 +112,7 @@ def perplexity(
     Raises:
         ValueError: on a kind that no text has.
     """
+    require_instance("losses", losses, TokenLosses)
     require_known("kind", kind, (None, *sorted(set(losses.kinds))))
     rows = [i for i, k in enumerate(losses.kinds) if kind is None or k == kind]
     # Millions of terms: float32 sums would lose digits of the mean.
@@ -124,6 +123,7 @@ def perplexity(
 
 def loss_by_position(losses: TokenLosses, edges: Sequence[int]) -> list[float]:
     """Mean loss in nats of the positions in [edges[i], edges[i+1]), NaN where none."""
+    require_instance("losses", losses, TokenLosses)
     means = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         tokens = losses.mask[:, start:stop].sum(dtype=np.float64)
@@ -134,6 +134,7 @@ def loss_by_position(losses: TokenLosses, edges: Sequence[int]) -> list[float]:
 
 def log2_bins(longest: int, first: int = 16) -> list[int]:
     """Bin edges 0, first, 2 first, 4 first, ... that end at `longest`."""
+    check_sizes(longest=longest, first=first)
     edges = [0]
     while first < longest:
         edges.append(first)

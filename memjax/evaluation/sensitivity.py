@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, require_instance
 from memjax.models.language_model.config import build_once
 from memjax.models.language_model.layers import run_block
 from memjax.models.language_model.model import LanguageModel
@@ -49,6 +49,8 @@ def layer_sensitivity(
             has learned positions.
     """
     check_sizes(window=window)
+    check_sizes(least=0, sinks=sinks)
+    require_instance("model", model, LanguageModel)
     if tokens.ndim != 2 or tokens.shape[1] <= window + sinks + 1:
         raise ValueError(
             f"tokens must be [R, T] with T > window + sinks + 1 = "

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 from scipy.special import ndtr, stdtrit
 
+from memjax.checks import require_instance
 from memjax.evaluation.losses import TokenLosses
 
 #: Minimum number of documents of a kind for an interval.
@@ -169,6 +170,8 @@ class _Totals(NamedTuple):
 
 
 def _totals(base: TokenLosses, model: TokenLosses) -> _Totals:
+    require_instance("base", base, TokenLosses)
+    require_instance("model", model, TokenLosses)
     same = base.documents == model.documents and base.kinds == model.kinds
     if not same or not np.array_equal(base.mask, model.mask):
         raise ValueError("base and model must be losses of the same targets")

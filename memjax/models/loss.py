@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from memjax.checks import check_sizes
 from memjax_kernels._src.common.partition import elements_a_device, sequence_ways
 
 Head = Callable[[Float[Array, "B C D"]], Float[Array, "B C V"]]
@@ -206,11 +207,8 @@ def scored_mask(length: int, segment: int, first: int) -> Float32[np.ndarray, " 
     Raises:
         ValueError: if a size is out of range.
     """
-    if length < 0 or segment < 1:
-        raise ValueError(
-            f"length must be at least 0 and segment at least 1, "
-            f"got length={length}, segment={segment}"
-        )
+    check_sizes(least=0, length=length, first=first)
+    check_sizes(segment=segment)
     if not 0 <= first <= segment:
         raise ValueError(f"first must be in [0, {segment}], got {first}")
     # Target i is token i + 1: that token's position in its segment decides.

@@ -89,14 +89,10 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "log_every", "keep", "max_nan_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
             # Steps are counted in int32.
             check_sizes(**{name: getattr(self, name)})
-        if self.evaluate_every < 0:
-            raise ValueError(f"evaluate_every must be >= 0, got {self.evaluate_every}")
-        if self.sample_tokens < 0:
-            raise ValueError(f"sample_tokens must be >= 0, got {self.sample_tokens}")
+        counts = {n: getattr(self, n) for n in ("evaluate_every", "sample_tokens")}
+        check_sizes(least=0, **counts)
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be > 0, got {self.minutes}")
         if not self.watchdog_minutes > 0:

@@ -135,7 +135,7 @@ def test_recall_summary_compares_with_chance():
     ("sizes", "message"),
     [
         ((-1, 4, 0), "length must be at least 0"),
-        ((4, 0, 0), "segment at least 1"),
+        ((4, 0, 0), "segment must be at least 1"),
         ((4, 4, 5), r"first must be in \[0, 4\], got 5"),
     ],
 )

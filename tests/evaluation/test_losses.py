@@ -207,7 +207,7 @@ def test_log2_bins_double_and_end_at_the_longest(longest, edges):
     [
         (dict(tokens_per_call=0), "tokens_per_call must be at least 1, got 0"),
         (dict(batch_size=0), "batch_size must be at least 1, got 0"),
-        (dict(context_length=-1), "context_length must be >= 0, got -1"),
+        (dict(context_length=-1), "context_length must be at least 0, got"),
         (dict(documents=[]), "none of the 0 documents has two tokens"),
     ],
 )

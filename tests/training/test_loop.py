@@ -389,9 +389,9 @@ def test_wrong_metrics_and_step_counts_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"steps": 0}, "steps must be >= 1, got 0"),
-        ({"save_every": 0}, "save_every must be >= 1, got 0"),
-        ({"evaluate_every": -1}, "evaluate_every must be >= 0, got -1"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"save_every": 0}, "save_every must be at least 1, got 0"),
+        ({"evaluate_every": -1}, "evaluate_every must be at least 0, got -1"),
         ({"minutes": 0.0}, r"minutes must be > 0, got 0\.0"),
         ({"profile": (5, 4)}, r"1 <= first <= last, got \(5, 4\)"),
     ],

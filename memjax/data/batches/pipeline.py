@@ -11,6 +11,7 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
+from memjax.checks import check_seed, check_sizes
 from memjax.data.batches.iterator import BatchIterator, identity
 from memjax.data.batches.packed import PackedRows
 from memjax.data.batches.rows import Chunks, Streams
@@ -215,17 +216,17 @@ def _chunk_counts(
 
 def check_rows(batch_size: int, seed: int, shard_index: int, shard_count: int) -> None:
     """Raises ValueError on a batch, a seed or a host out of range."""
-    if shard_count < 1 or not 0 <= shard_index < shard_count:
+    check_sizes(batch_size=batch_size, shard_count=shard_count)
+    check_sizes(least=0, shard_index=shard_index)
+    check_seed(seed)
+    if not 0 <= shard_index < shard_count:
         raise ValueError(
             f"shard_index={shard_index} must be in [0, shard_count={shard_count})"
         )
-    if batch_size < 1 or batch_size % shard_count:
+    if batch_size % shard_count:
         raise ValueError(
-            f"batch_size={batch_size} must be a positive multiple of "
-            f"shard_count={shard_count}"
+            f"batch_size={batch_size} must be a multiple of shard_count={shard_count}"
         )
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be in [0, 2**32)")
 
 
 def _check_prepared(name: str, tokens: RecordTokens, vocab_size: int) -> None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from memjax.checks import check_sizes
 from memjax.data.batches.batch import Batch
 from memjax.data.documents.tokenizer import Tokenizer
 
@@ -153,8 +154,7 @@ def needle_batch(
     Raises:
         ValueError: as `needle_sample`, or `batch` below 1.
     """
-    if batch < 1:
-        raise ValueError(f"batch={batch} must be at least 1")
+    check_sizes(batch=batch)
     tokens, targets = np.zeros((2, batch, length), np.int32)
     mask = np.zeros((batch, length), np.float32)
     for row in range(batch):

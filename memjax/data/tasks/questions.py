@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from memjax.checks import check_sizes
 from memjax.data.documents.json_lines import read_records
 from memjax.data.documents.tokenizer import Tokenizer
 
@@ -94,8 +95,7 @@ def multi_context(
     Raises:
         ValueError: if group is below 1 or there is no item.
     """
-    if group < 1:
-        raise ValueError(f"group must be at least 1, got {group}")
+    check_sizes(group=group)
     if not items:
         raise ValueError("items must hold at least one question")
     inputs = []
@@ -131,7 +131,9 @@ def align(
         ValueError: if an answer has more than segment - first tokens, sizes are out
             of range, or the preamble is too short.
     """
-    if not 0 <= first < segment:
+    check_sizes(segment=segment)
+    check_sizes(least=0, first=first)
+    if first >= segment:
         raise ValueError(
             f"first must be in [0, segment), got first={first}, segment={segment}"
         )

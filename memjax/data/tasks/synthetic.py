@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, PRNGKeyArray, UInt32
 
+from memjax.checks import check_sizes
 from memjax.data.batches.batch import Batch
 
 Key = PRNGKeyArray | UInt32[Array, "2"]
@@ -155,5 +156,4 @@ def _batch(sequence: Int32[Array, "B T_plus_1"], counts: Array) -> Batch:
 
 
 def _check(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}")
+    check_sizes(least=least, **{name: value})

@@ -144,7 +144,7 @@ def test_samples_never_change():
         ),
         (
             lambda: needle_batch([0], 0, NEEDLE_TASKS["S-NIAH-PK"], 900, BYTES),
-            "batch=0",
+            "batch must be at least 1, got 0",
         ),
         (lambda: draw("S-NIAH-PK", depth=101), r"depth must be in \[0, 100\], got 101"),
         (
