@@ -218,7 +218,10 @@ def test_option_of_another_mechanism_is_refused():
         ([], "train"),
         (["train"], "quick or transformer-tiny"),
         (["train", "elastic-tiny", "--loop.steps", "many"], "--loop.steps"),
-        (["train", "elastic-tiny", "--loop.steps", "0"], "steps must be >= 1, got 0"),
+        (
+            ["train", "elastic-tiny", "--loop.steps", "0"],
+            "steps must be at least 1, got 0",
+        ),
         (["train", "elastic-tiny", "--data.mode", "streamed"], "step.carry_memory"),
         (["train", "elastic-tiny", "--model.vocab-size", "9"], "the tokenizer's 4096"),
         (["train", "elastic-tiny", "--data.source", "nowhere"], "nowhere"),

@@ -38,7 +38,7 @@ def call(*words):
             "--loop.profile must be two whole numbers or None, got '3'",
         ),
         ("train elastic-tiny --loop.steps", "--loop.steps needs a value"),
-        ("train elastic-tiny --loop.steps 0", "loop.steps must be >= 1, got 0"),
+        ("train elastic-tiny --loop.steps 0", "loop.steps must be at least 1, got 0"),
         ("train elastic-tiny --seed -1", "seed must be in [0, 2**32), got -1"),
         (
             "train elastic-tiny --loop.stops 1",
