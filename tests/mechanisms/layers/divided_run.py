@@ -27,7 +27,7 @@ WAYS, B, T = 4, 2, 20
 # Three heads: no axis of four divides them.
 SIZES: dict[str, Any] = dict(model_dim=8, num_heads=3, key_dim=4, value_dim=2)
 MECHANISMS = {
-    "linear_attention": LinearAttentionConfig(**SIZES),
+    "linear_attention": LinearAttentionConfig(**SIZES, retention=True),
     "mamba2": Mamba2Config(**SIZES),
     "gla": GLAConfig(**SIZES),
     "gated_deltanet": GatedDeltaNetConfig(**SIZES),
