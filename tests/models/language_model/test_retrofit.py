@@ -302,9 +302,9 @@ def _kept(config, params, x):
     module = __import__(type(config).__module__, fromlist=["x"])
     heads = jnp.ones((1, config.num_heads, config.key_dim))
     if type(config).__name__ == "GSAConfig":
-        return np.exp(module._gates(params, x, heads)[2][0, 0])
+        return np.exp(module._gates(config, params, x, heads)[2][0, 0])
     if type(config).__name__ == "TrellisConfig":
         return np.exp(module._target_and_gates(config, params, x)[2][0])
     if type(config).__name__ == "GLAConfig":
-        return np.exp(module._log_gates(params, x)[0, :, 0])
+        return np.exp(module._log_gates(config, params, x, heads)[0][0, :, 0])
     return np.exp(module.decay(params.decay, x)[1][0])
