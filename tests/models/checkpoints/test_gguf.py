@@ -353,6 +353,13 @@ def test_an_unknown_architecture_is_named(tmp_path):
         GGUFCheckpoint(path)
 
 
+def test_files_that_are_no_models_are_refused_by_name(tmp_path):
+    entries = {"general.type": "adapter", "adapter.type": "lora"}
+    path = write(tmp_path / "a.gguf", {"a.lora_a": np.ones((2, 2), "f4")}, entries)
+    with pytest.raises(ValueError, match="type must be 'model', got 'adapter'"):
+        GGUFCheckpoint(path)
+
+
 # Malformed files. Offsets are found by what the library wrote there.
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 

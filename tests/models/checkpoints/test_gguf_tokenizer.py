@@ -113,6 +113,7 @@ def test_first_and_last_tokens_are_added_as_the_file_says(vocabulary):
         ({"model": ["gpt2"]}, r"tokenizer.ggml.model=\['gpt2'\]"),
         ({"model": "t5"}, "tokenizer.ggml.model='t5'.*tokenizer.json"),
         ({"model": "llama"}, "scores must hold 324 numbers"),
+        ({"add_bos_token": 1}, "add_bos_token must be true or false, got 1"),
         ({"merges": ["a b c"]}, "the merge 'a b c'"),
         ({"merges": ["zz qq"]}, "the merge 'zz qq'"),
         ({"merges": 3}, "merges must list strings"),

@@ -31,6 +31,12 @@ ARCHITECTURES = {
 
 def read_architecture(file: GGUFParts) -> Architecture:
     """The architecture of a file; ValueError with those that are read here."""
+    # An adapter, a matrix of importance and an encoder of images name one too.
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise ValueError(
+            f"{file.path}: general.type must be 'model', got {short(kind)}"
+        )
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(

@@ -181,7 +181,7 @@ def _sentencepiece(
     result = tokenizers.Tokenizer(model)
     space = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if entry("add_space_prefix") is False:
+    if not _flag(metadata, "add_space_prefix", True, where):
         result.normalizer = space
     else:
         result.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), space])
@@ -236,6 +236,15 @@ def end_ids(metadata: Mapping[str, Any], size: int, where: str) -> list[int]:
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     by_text = [i for i, token in enumerate(tokens) if token in TURN_ENDS]
     return [i for i in (*named, *by_text) if i is not None]
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
+    found = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(found, bool):
+        raise ValueError(
+            f"{where}: tokenizer.ggml.{name} must be true or false, got {short(found)}"
+        )
+    return found
 
 
 def _strings(metadata, name: str, where: str) -> list[str]:
@@ -305,7 +314,7 @@ def _add_special(
         sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
         begins = sentencepiece or metadata.get("tokenizer.ggml.pre") in WITH_BOS
         default = name == "bos" and begins
-        added = metadata.get(f"tokenizer.ggml.add_{name}_token", default) is True
+        added = _flag(metadata, f"add_{name}_token", default, where)
         if added and index is not None:
             around[name] = tokens[index]
     if any(around.values()):
