@@ -14,21 +14,26 @@ k_i.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import decays as pack_decays
+from memjax_kernels._src.common.packs.blocks import LANES
+from memjax_kernels._src.common.packs.pack_products import halves, multiply
 from memjax_kernels._src.common.packs.recurrence_kernels import (
     Chunk,
     Cotangents,
     at_end,
 )
-from memjax_kernels._src.common.products import Form, Multiply, multiply, operand_dtype
+from memjax_kernels._src.common.products import Form, Multiply, operand_dtype
 
 F32 = jnp.float32
+# Tokens of a block that is inverted without products: a register's rows.
+BLOCK = 8
 
 
 class Solved(NamedTuple):
@@ -56,12 +61,16 @@ def advance(
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
     read, exact = _products(x)
-    solved = _solve(x, start, read, exact)
+    overlaps = _overlaps(x, read)
+    # Queries above keys: the memory is loaded once.
+    large, *small = _parts(start, operand_dtype(x.k))
+    past, known = jnp.split(read(_rows(x.q, x.k), large, "nn"), 2, axis=1)
+    known = functools.reduce(jnp.add, [read(x.k, s, "nn") for s in small], known)
+    solved = _solve(x, overlaps, known, read, exact)
     width = start.shape[-1]
-    y = read(solved.scores, solved.writes, "nn")
-    y += x.since(width) * read(x.q, start, "nn")
+    y = read(solved.scores, solved.writes, "nn") + x.since(width) * past
     written = exact(x.k, x.until(width) * solved.writes, "tn")
-    return pack_decays.decay_at_end(x.total, width) * start + written, y
+    return x.whole(width) * start + written, y
 
 
 def vjp(
@@ -72,7 +81,10 @@ def vjp(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     read, exact = _products(x)
-    between, scores, later, inverse, target, writes = _solve(x, start, read, exact)
+    overlaps, known = _overlaps(x, read), exact(x.k, start, "nn")
+    between, scores, later, inverse, target, writes = _solve(
+        x, overlaps, known, read, exact
+    )
     of_keys, width = x.k.shape[-1], start.shape[-1]
     since, until = x.since(width), x.until(width)
     d_writes = read(scores, d_y, "tn") + until * exact(x.k, d_after, "nn")
@@ -86,7 +98,7 @@ def vjp(
     q_reads, k_reads = jnp.split(read(d_overlaps, x.k, "nn") + past, 2, axis=1)
     carried = x.until(of_keys) * read(writes, d_after, "nt")
     k_writes = read(d_overlaps, _rows(x.q, x.k), "tn") + carried
-    decay = pack_decays.decay_at_end(x.total, width) * d_after
+    decay = x.whole(width) * d_after
     d_start = decay + read(x.q, since * d_y, "tn") - exact(x.k, since * d_target, "tn")
 
     q, k, size = x.q.astype(F32), x.k.astype(F32), x.q.shape[1]
@@ -102,17 +114,25 @@ def vjp(
     )
 
 
+def _overlaps(x: Chunk, read: Multiply) -> Float[Array, "P 2*C CC"]:
+    """Q K^T above K K^T, whose second operand is loaded once."""
+    return read(_rows(x.q, x.k), x.k, "nt")
+
+
 def _solve(
-    x: Chunk, start: Float[Array, "P K VV"], read: Multiply, exact: Multiply
+    x: Chunk,
+    overlaps: Float[Array, "P 2*C CC"],
+    known: Float[Array, "P C VV"],
+    read: Multiply,
+    exact: Multiply,
 ) -> Solved:
-    between = pack_decays.decays(x.total).between
-    # In one product, whose second operand is loaded once.
-    overlaps = read(_rows(x.q, x.k), x.k, "nt")
+    """The writes, where the memory has `known` of the keys, K S."""
     of_q, of_k = jnp.split(overlaps, 2, axis=1)
+    between = x.between()
     later = of_k * _below(between)
-    inverse = _inverse(x.beta(later.shape[-1]) * later, read, exact, operand_dtype(x.k))
-    width = start.shape[-1]
-    target = x.v - x.since(width) * exact(x.k, start, "nn")
+    inverse = _inverse(x.beta(later.shape[-1]) * later, read, operand_dtype(x.k))
+    width = known.shape[-1]
+    target = x.v - x.since(width) * known
     writes = exact(inverse, x.beta(width) * target, "nn")
     return Solved(between, of_q * between, later, inverse, target, writes)
 
@@ -122,13 +142,18 @@ def _rows(*parts: Array) -> Array:
     return jnp.concatenate(parts, axis=1)
 
 
+def _sum_rows(x: Array, parts: int) -> Array:
+    """The sum of so many arrays one above the other."""
+    return functools.reduce(jnp.add, jnp.split(x, parts, axis=1))
+
+
 def _below(x: Float[Array, "P C CC"]) -> Float[Array, "P C CC"]:
     """Zero on the diagonal of each head."""
     return jnp.where(packs.sublane(x.shape) == _other(x), 0.0, x)
 
 
 def _inverse(
-    lower: Float[Array, "P C CC"], read: Multiply, exact: Multiply, dtype: jnp.dtype
+    lower: Float[Array, "P C CC"], read: Multiply, dtype: jnp.dtype
 ) -> Float[Array, "P C CC"]:
     """(I + L)⁻¹ of each head, L below the diagonal, C a power of two.
 
@@ -140,18 +165,47 @@ def _inverse(
     # Its highest bit is the size of the block that is too small for both tokens.
     apart = packs.sublane(lower.shape) ^ _other(lower)
     ones = (apart == 0).astype(F32)
-    inverse, size = ones, 1
+    inverse, size = _invert_blocks(lower), BLOCK
     while size < lower.shape[1]:
         corner = jnp.where((apart >= size) & (apart < 2 * size), lower, 0.0)
-        if size > 1:
-            corner = read(read(inverse, corner, "nn"), inverse, "nn")
-        inverse, size = inverse - corner, 2 * size
+        # Rows of late halves alone are not zero.
+        parts = jnp.split(inverse, lower.shape[1] // size, axis=1)
+        late = _rows(*parts[1::2])
+        late -= read(read(late, corner, "nn"), inverse, "nn")
+        parts[1::2] = jnp.split(late, len(parts) // 2, axis=1)
+        inverse, size = _rows(*parts), 2 * size
     if dtype == F32:
         return inverse
-    coarse = inverse.astype(dtype)
-    inverse = coarse.astype(F32)
-    wrong = ones - inverse - exact(lower, coarse, "nn")
-    return inverse + read(coarse, wrong, "nn")
+    coarse, _ = halves(inverse)
+    wrong = ones - coarse - _sum_rows(read(_rows(*halves(lower)), coarse, "nn"), 2)
+    return coarse + read(coarse, wrong, "nn")
+
+
+def _invert_blocks(lower: Float[Array, "P C CC"]) -> Float[Array, "P C CC"]:
+    """(I + L)⁻¹ of blocks of `BLOCK` tokens: forward substitution, in float32."""
+    count, size, width = lower.shape
+    own = jax.lax.div(_other(lower), jnp.int32(BLOCK))[:, :BLOCK]
+    rows = jnp.split(lower, size // BLOCK, axis=1)
+    # The blocks of all heads beside each other, in as few registers as hold them.
+    kept = [jnp.where(own == i, x, 0.0) for i, x in enumerate(rows)]
+    wide = jnp.concatenate([*functools.reduce(jnp.add, kept)], axis=1)
+    lanes = math.gcd(count * width, LANES)
+    blocks = jnp.split(wide, count * width // lanes, axis=1)
+    within = packs.within((BLOCK, lanes), BLOCK)
+    row, first = packs.sublane(within.shape), packs.lane(within.shape) - within
+
+    def invert(block):
+        inverse = (row == within).astype(F32)
+        for i in range(BLOCK - 1):
+            column = jnp.take_along_axis(
+                block, first + i, axis=1, mode="promise_in_bounds"
+            )
+            inverse -= column * inverse[i : i + 1]
+        return inverse
+
+    wide = jnp.concatenate([invert(block) for block in blocks], axis=1)
+    inverse = jnp.stack(jnp.split(wide, count, axis=1))
+    return _rows(*(jnp.where(own == i, inverse, 0.0) for i in range(len(rows))))
 
 
 def _other(x: Float[Array, "P C CC"]):
@@ -165,26 +219,28 @@ def _products(x: Chunk) -> tuple[Multiply, Multiply]:
     Errors of a write, and of its cotangent, grow through the solution and from chunk to
     chunk: there operands beside tokens in bfloat16 have 16 bits, in two parts.
     """
-    heads, dtype = len(x.total.column), operand_dtype(x.q)
+    heads, dtype = x.heads, operand_dtype(x.q)
 
     def read(x: Array, y: Array, form: Form):
-        x, y = x.astype(dtype), y.astype(dtype)
-        if form == "tn":
-            return packs.diagonal_blocks(multiply(x, y, form, dtype), heads)
-        return multiply(x, packs.block_diagonal(y, heads), form, dtype)
-
-    def parts(x):
-        exact = x.dtype == dtype
-        return [x] if exact else packs.in_bfloat16(x, 2)
+        return multiply(x, y, form, dtype, heads)
 
     def exact(x: Array, y: Array, form: Form):
-        products = [
-            read(part, other, form)
-            for i, part in enumerate(parts(x))
-            for j, other in enumerate(parts(y))
-            # That of both small parts is left out.
-            if i + j < 2
-        ]
-        return functools.reduce(jnp.add, products)
+        # That of both small parts is left out.
+        xs, ys = (_parts(z, dtype) for z in (x, y))
+        if form == "tn":
+            # One product over all tokens of both.
+            pairs = [(a, b) for i, a in enumerate(xs) for b in ys[: 2 - i]]
+            return read(
+                _rows(*(a for a, _ in pairs)), _rows(*(b for _, b in pairs)), form
+            )
+        # A second operand is loaded once.
+        large, *small = ys
+        found = _sum_rows(read(_rows(*xs), large, form), len(xs))
+        return functools.reduce(jnp.add, [read(xs[0], y, form) for y in small], found)
 
     return read, exact
+
+
+def _parts(x: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
+    """Parts in `dtype` whose sum is x but for its last bits."""
+    return (x,) if x.dtype == dtype else halves(x)

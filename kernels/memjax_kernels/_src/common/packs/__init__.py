@@ -44,10 +44,10 @@ def within(shape: tuple[int, ...], size: int) -> Int[Array, "..."]:
     return jax.lax.rem(lane(shape), jnp.int32(size))
 
 
-def block_diagonal(x: Float[Array, "P C DD"], heads: int) -> Float[Array, "P CC DD"]:
+def block_diagonal(x: Float[Array, "*P C DD"], heads: int) -> Float[Array, "*P CC DD"]:
     """Each head's rows, the others' lanes zero."""
-    stack = functools.partial(jnp.concatenate, axis=1)
-    if x.dtype == jnp.bfloat16 and x.shape[1] % 16 == 0:
+    stack = functools.partial(jnp.concatenate, axis=-2)
+    if x.dtype == jnp.bfloat16 and x.shape[-2] % 16 == 0:
         # A word holds two rows: one AND clears both.
         words = pltpu.bitcast(x, jnp.int32)
         of = head(words.shape, heads)
@@ -59,16 +59,16 @@ def block_diagonal(x: Float[Array, "P C DD"], heads: int) -> Float[Array, "P CC 
 
 def diagonal_blocks(x: Float[Array, "P CC DD"], heads: int) -> Float[Array, "P C DD"]:
     """Undoes `block_diagonal`: of each head's rows the head's own lanes."""
-    return _by_head(jnp.split(x, heads, axis=1))
+    return by_head(jnp.split(x, heads, axis=1))
 
 
 def widen(numbers: Sequence[Float[Array, "P _ 1"]], width: int) -> Array:
     """A number of each head, in all of the head's lanes, [P, ., width]."""
     shape = (*numbers[0].shape[:-1], width)
-    return _by_head([jnp.broadcast_to(number, shape) for number in numbers])
+    return by_head([jnp.broadcast_to(number, shape) for number in numbers])
 
 
-def _by_head(parts: Sequence[Array]) -> Array:
+def by_head(parts: Sequence[Array]) -> Array:
     """The i-th part in the lanes of the i-th head."""
     of = head(parts[0].shape, len(parts))
     chosen = parts[-1]

@@ -5,7 +5,6 @@ second, and so on (`blocks.gate_columns`). Sums over tokens are products, as Mos
 has no cumulative sum, and so are rows of columns.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -16,8 +15,12 @@ from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL, STEPS, Sums
 
 F32 = jnp.float32
-# Of gates, which tokens in bfloat16 do not round.
-_exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
+
+
+def _exact(ones: Array, x: Array, form: products.Form) -> Array:
+    """A product of zeros and ones with gates, which tokens in bfloat16 do not round."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    return packs.in_parts(lambda part: products.multiply(ones, part, form, dtype), x)
 
 
 class Totals(NamedTuple):
@@ -84,6 +87,19 @@ def transpose(columns: Float[Array, "C N"]) -> Float[Array, "N C"]:
     return _exact(eye.astype(F32), columns, "nt")
 
 
+def in_lanes(
+    columns: Float[Array, "C N"], width: int, group: int, heads: int
+) -> Float[Array, "P C DD"]:
+    """Each head's column in all of the head's lanes."""
+    wide = [
+        jnp.broadcast_to(columns[:, i : i + 1], (columns.shape[0], width))
+        for i in range(group * heads)
+    ]
+    return packs.by_head(
+        [jnp.stack(wide[i * group : (i + 1) * group]) for i in range(heads)]
+    )
+
+
 def pack_heads(
     rows: Float[Array, "N C"], start: int, group: int, heads: int
 ) -> Float[Array, "P 1 CC"]:
@@ -120,6 +136,12 @@ def decays(total: Totals) -> Decays:
     wide = Sums(
         *(packs.widen(columns, width) for columns in zip(*total.column, strict=True))
     )
+    return decays_of(row, wide, heads)
+
+
+def decays_of(row: Sums, wide: Sums, heads: int) -> Decays:
+    """The decays of a chunk's sums along the lanes, and in all lanes of a head."""
+    width = row.coarse.shape[-1]
     token = jax.lax.broadcasted_iota(jnp.int32, wide.coarse.shape, 1)
     seen = token >= packs.within(token.shape, width // heads)
     between = (wide.coarse - row.coarse) + (wide.fine - row.fine)

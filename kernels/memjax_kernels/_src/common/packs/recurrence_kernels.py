@@ -13,10 +13,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.gate_sums import FORGETS_ALL
-from memjax_kernels._src.common.packs import columns as pack_columns
+from memjax_kernels._src.common.gate_sums import FORGETS_ALL, Sums
 from memjax_kernels._src.common.packs import decays as pack_decays
-from memjax_kernels._src.common.packs.decays import Totals
+from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.common.products import Form, multiply, operand_dtype
 
 F32 = jnp.float32
@@ -71,25 +70,45 @@ class Static(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of one chunk, and decays of heads' gates.
+    """Tokens of one chunk, with a gate for each head.
 
     Attributes:
         q: queries.
         k: keys.
         v: values.
-        total: sums of the gates.
-        since: decays from the chunk's start, in so many lanes of all heads.
-        until: the same to its end.
-        beta: the same of write rates, where there are any.
+        heads: of a pack.
+        row: sums of the gates along the lanes, [P, 1, CC].
+        sums: (DD) -> the same along the sublanes, in DD lanes of all heads.
+        beta: (DD) -> write rates, where there are any.
     """
 
     q: Float[Array, "P C KK"]
     k: Float[Array, "P C KK"]
     v: Float[Array, "P C VV"]
-    total: Totals
-    since: Callable[[int], Float[Array, "P C DD"]]
-    until: Callable[[int], Float[Array, "P C DD"]]
+    heads: int
+    row: Sums
+    sums: Callable[[int], Sums]
     beta: Callable[[int], Float[Array, "P C DD"]]
+
+    def between(self) -> Float[Array, "P C CC"]:
+        """Decays from token j (lanes) to token i, 0 for j > i."""
+        wide = self.sums(self.heads * self.q.shape[1])
+        return pack_decays.decays_of(self.row, wide, self.heads).between
+
+    def since(self, width: int) -> Float[Array, "P C DD"]:
+        """Decays from the chunk's start."""
+        coarse, fine = self.sums(width)
+        return jnp.exp(coarse + fine)
+
+    def until(self, width: int) -> Float[Array, "P C DD"]:
+        """Decays to the chunk's end."""
+        coarse, fine = self.sums(width)
+        return jnp.exp((coarse[:, -1:] - coarse) + (fine[:, -1:] - fine))
+
+    def whole(self, width: int) -> Float[Array, "P 1 DD"]:
+        """The decay over the chunk."""
+        coarse, fine = self.sums(width)
+        return jnp.exp(coarse[:, -1:] + fine[:, -1:])
 
 
 class Channels(NamedTuple):
@@ -178,14 +197,23 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
         packs.store(ref, value)
     if d_x.columns is None:
         return
-    shape = (1, d_x.columns.shape[0], group * heads)
+    number = group * heads
 
     def column(part):
-        return pack_columns.sum_lanes(part, shape, group, heads)[0]
+        found = [row for numbers in packs.sums(part, heads) for row in numbers]
+        of = packs.lane((part.shape[1], number))
+        columns = jnp.zeros(of.shape, F32)
+        for i, numbers in enumerate(found):
+            columns = jnp.where(of == i, numbers, columns)
+        return columns
 
-    d_sums = functools.reduce(jnp.add, map(column, found.sums))
+    # Those of keys and those of values, each summed before its lanes.
+    by_width = {}
+    for part in found.sums:
+        by_width[part.shape[-1]] = by_width.get(part.shape[-1], 0.0) + part
+    d_sums = functools.reduce(jnp.add, map(column, by_width.values()))
     d_sums = pack_decays.sum_back(d_sums)
-    columns = [raised(x.columns[:, : shape[-1]], d_sums)]
+    columns = [raised(x.columns[:, :number], d_sums)]
     if found.beta is not None:
         columns.append(column(found.beta))
     d_x.columns[...] = jnp.concatenate(columns, axis=1)
@@ -201,28 +229,25 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
         return Channels(q, k, v, g, heads)
     number = group * heads
     given = x.columns[...]
-    columns = pack_decays.sum_gates(given[:, :number])
-    rows = pack_decays.transpose(columns)
-    coarse, fine = jnp.split(columns, 2, axis=1)
-    total = pack_decays.total(columns, rows, (0, number), group, heads)
-    until = (coarse[-1:] - coarse) + (fine[-1:] - fine)
+    sums = pack_decays.sum_gates(given[:, :number])
+    coarse, fine = jnp.split(sums, 2, axis=1)
+    rows = pack_decays.transpose(sums)
+    row = Sums(*(pack_decays.pack_heads(rows, i, group, heads) for i in (0, number)))
 
-    def in_lanes(column, then=lambda x: x):
-        spread = pack_columns.spread
-
-        # Computed only where an op asks for it.
+    def in_lanes(*columns):
+        # A head alone has what it needs in any number of lanes.
         @functools.cache
         def of_width(width):
-            return then(spread(column()[None], width, group, heads))
+            lanes = max(width, LANES) if heads == 1 else width
+            wide = of_width(lanes) if lanes > width else None
+            return [
+                pack_decays.in_lanes(x, width, group, heads)
+                if wide is None
+                else wide[i][..., :width]
+                for i, x in enumerate(columns)
+            ]
 
         return of_width
 
-    return Chunk(
-        q=q,
-        k=k,
-        v=v,
-        total=total,
-        since=in_lanes(lambda: coarse + fine, jnp.exp),
-        until=in_lanes(lambda: until, jnp.exp),
-        beta=in_lanes(lambda: given[:, number:]),
-    )
+    sums, beta = in_lanes(coarse, fine), in_lanes(given[:, number:])
+    return Chunk(q, k, v, heads, row, lambda n: Sums(*sums(n)), lambda n: beta(n)[0])
