@@ -183,6 +183,7 @@ def test_windows_are_where_the_config_has_them(config, windows, window):
             dict(max_position_embeddings=10**18),
             "max_position_embeddings must be at most",
         ),
+        (LLAMA, dict(is_causal=False), "is_causal must be True, got False"),
         (LLAMA, dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
         (LLAMA, dict(quantization_config=dict(bits=4)), "quantization_config must be"),
         (LLAMA, dict(pruned_heads={"0": [1]}), "pruned_heads must be {}, got"),

@@ -152,6 +152,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
     "rope_interleaved": (None, False),
+    # False turns any decoder of transformers 5 into an encoder.
+    "is_causal": (None, True),
     "clip_qkv": (None,),
     # Of hybrids, whose classes know nothing else.
     "attn_output_gate": (None, True),
