@@ -102,8 +102,10 @@ def test_sums_over_tokens_are_those_of_float32():
 def test_three_parts_in_bfloat16_are_a_float32():
     x = jax.random.normal(jax.random.key(0), (1000,)) * 1e3
     parts = packs.in_bfloat16(x)
-    assert all(part.dtype == jnp.bfloat16 for part in parts)
-    whole = sum(part.astype(jnp.float32) for part in parts)
+    rounded = [part.astype(jnp.bfloat16).astype(jnp.float32) for part in parts]
+    for part, all_digits in zip(parts, rounded, strict=True):
+        np.testing.assert_array_equal(part, all_digits)
+    whole = sum(rounded)
     np.testing.assert_allclose(whole, x, rtol=2e-7)
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
+from memjax_kernels._src.common.packs.pack_products import multiply
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.lattice.memory import LatticeVariant
 from memjax_kernels._src.lattice.sphere import inverse_norm
@@ -181,9 +182,5 @@ def sum_tokens(
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     seen = (row <= packs.lane(shape)) if reverse else (row >= packs.lane(shape))
     ones = jnp.concatenate([seen.astype(F32)] * len(parts), axis=-1)
-    return jax.lax.dot_general(
-        ones.astype(jnp.bfloat16),
-        jnp.concatenate(parts, axis=1),
-        (((2,), (1,)), ((0,), (0,))),
-        preferred_element_type=F32,
-    )
+    both = ones, jnp.concatenate(parts, axis=1)
+    return multiply(*both, "nn", jnp.dtype(jnp.bfloat16))

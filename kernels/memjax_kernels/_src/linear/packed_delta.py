@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs.blocks import LANES
-from memjax_kernels._src.common.packs.pack_products import halves, multiply
+from memjax_kernels._src.common.packs.pack_products import multiply
 from memjax_kernels._src.common.packs.recurrence_kernels import (
     Chunk,
     Cotangents,
@@ -176,8 +176,9 @@ def _inverse(
         inverse, size = _rows(*parts), 2 * size
     if dtype == F32:
         return inverse
-    coarse, _ = halves(inverse)
-    wrong = ones - coarse - _sum_rows(read(_rows(*halves(lower)), coarse, "nn"), 2)
+    coarse, _ = packs.in_bfloat16(inverse, 2)
+    both = _rows(*packs.in_bfloat16(lower, 2))
+    wrong = ones - coarse - _sum_rows(read(both, coarse, "nn"), 2)
     return coarse + read(coarse, wrong, "nn")
 
 
@@ -241,6 +242,6 @@ def _products(x: Chunk) -> tuple[Multiply, Multiply]:
     return read, exact
 
 
-def _parts(x: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
+def _parts(x: Array, dtype: jnp.dtype) -> list[Array]:
     """Parts in `dtype` whose sum is x but for its last bits."""
-    return (x,) if x.dtype == dtype else halves(x)
+    return [x] if x.dtype == dtype else packs.in_bfloat16(x, 2)

@@ -141,13 +141,19 @@ def each_pack(x: Float[Array, "rows group ..."]) -> Float[Array, "P ..."]:
 
 
 def in_bfloat16(x: Float[Array, "..."], count: int = 3) -> list[Float[Array, "..."]]:
-    """Parts in bfloat16 whose sum is x, a float32; two of them leave out 7 bits."""
+    """Parts of a float32 whose sum is x, all but the last with a bfloat16's digits.
+
+    Of products in bfloat16, which round the last: with two parts they leave out 7 bits.
+    """
     parts = []
-    for _ in range(count):
-        part = x.astype(jnp.bfloat16)
+    for _ in range(count - 1):
+        # Rounded as bits: a cast and one back are five operations of Mosaic's.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        bits = (bits + jnp.uint32(0x8000)) & jnp.uint32(0xFFFF0000)
+        part = jax.lax.bitcast_convert_type(bits, F32)
         parts.append(part)
-        x = x - part.astype(F32)
-    return parts
+        x = x - part
+    return [*parts, x]
 
 
 def in_parts(
@@ -156,7 +162,7 @@ def in_parts(
     """A product of x with zeros and ones in bfloat16.
 
     Args:
-        product: of a part of x.
+        product: of a part of x, in bfloat16.
         x: float32.
         count: of parts: three lose nothing, two leave out 7 bits.
     """

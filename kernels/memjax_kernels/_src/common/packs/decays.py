@@ -87,19 +87,6 @@ def transpose(columns: Float[Array, "C N"]) -> Float[Array, "N C"]:
     return _exact(eye.astype(F32), columns, "nt")
 
 
-def in_lanes(
-    columns: Float[Array, "C N"], width: int, group: int, heads: int
-) -> Float[Array, "P C DD"]:
-    """Each head's column in all of the head's lanes."""
-    wide = [
-        jnp.broadcast_to(columns[:, i : i + 1], (columns.shape[0], width))
-        for i in range(group * heads)
-    ]
-    return packs.by_head(
-        [jnp.stack(wide[i * group : (i + 1) * group]) for i in range(heads)]
-    )
-
-
 def pack_heads(
     rows: Float[Array, "N C"], start: int, group: int, heads: int
 ) -> Float[Array, "P 1 CC"]:

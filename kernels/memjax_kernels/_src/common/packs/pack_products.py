@@ -1,15 +1,10 @@
 """Products of packs in a kernel, with operands rounded where a product takes them."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.products import Form
-
-F32 = jnp.float32
-# Of a float32, the bits that a bfloat16 has, and half of the last of them.
-_BITS, _HALF = 0xFFFF0000, 0x8000
 
 
 def multiply(
@@ -33,11 +28,3 @@ def multiply(
 
     found = jnp.stack([product(*pair) for pair in zip(x, y, strict=True)])
     return packs.diagonal_blocks(found, heads) if form == "tn" else found
-
-
-def halves(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """x rounded to bfloat16, and the rest; both in float32."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits = (bits + jnp.uint32(_HALF)) & jnp.uint32(_BITS)
-    large = jax.lax.bitcast_convert_type(bits, F32)
-    return large, x - large

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL, Sums
+from memjax_kernels._src.common.packs import columns as pack_columns
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.common.products import Form, multiply, operand_dtype
@@ -200,12 +201,8 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
     number = group * heads
 
     def column(part):
-        found = [row for numbers in packs.sums(part, heads) for row in numbers]
-        of = packs.lane((part.shape[1], number))
-        columns = jnp.zeros(of.shape, F32)
-        for i, numbers in enumerate(found):
-            columns = jnp.where(of == i, numbers, columns)
-        return columns
+        shape = (1, part.shape[1], number)
+        return pack_columns.sum_lanes(part, shape, group, heads)[0]
 
     # Those of keys and those of values, each summed before its lanes.
     by_width = {}
@@ -241,7 +238,7 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
             lanes = max(width, LANES) if heads == 1 else width
             wide = of_width(lanes) if lanes > width else None
             return [
-                pack_decays.in_lanes(x, width, group, heads)
+                pack_columns.spread(x[None], width, group, heads)
                 if wide is None
                 else wide[i][..., :width]
                 for i, x in enumerate(columns)

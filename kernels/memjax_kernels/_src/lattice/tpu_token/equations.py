@@ -175,7 +175,7 @@ def _diagonals(lanes: int, width: int, heads: int):
 def _times_ones(x: Float[Array, "P M L"], ones: Array, count: int) -> Array:
     """A product with zeros and ones, of x in so many parts of bfloat16."""
     parts = jnp.concatenate(packs.in_bfloat16(x, count), axis=-1)
-    flat = parts.reshape(-1, parts.shape[-1])
+    flat = parts.reshape(-1, parts.shape[-1]).astype(jnp.bfloat16)
     ones = jnp.concatenate([ones.astype(F32)] * count).astype(jnp.bfloat16)
     product = jax.lax.dot(flat, ones, preferred_element_type=F32)
     return product.reshape(*x.shape[:2], -1)
