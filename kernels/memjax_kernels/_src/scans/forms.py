@@ -9,13 +9,15 @@ The recurrence h = decay h + write is linear, and a product of decays is an exp 
 A loop over tokens takes half the operations in T steps, this 2 C + n steps of all
 chunks at once. A CPU, which runs few operations at once, has the first. Other devices,
 where the steps of few batch elements are short of work, have the second. An associative
-scan of chunks of 64 has about as many steps, but it writes all memories several times.
-Cycles a token that a v5e's schedules count, 1,024 tokens, 1,536 channels, 16 states:
+scan of chunks would write all memories several times. Cycles a token that a v5e's
+schedules count (`python -m experiments.tpu.cycles --only selective_scan`), 1,024
+tokens, 1,536 channels, 16 states:
 
-    selective_scan                        loop       associative    this
-    one batch element, forward            10,751     4,453          1,689
-    one batch element, with backward      37,903     16,768         9,477
-    eight batch elements, forward         1,891      8,521          the loop
+    selective_scan                        loop      this
+    one batch element, forward            10,695    1,702
+    one batch element, with backward      38,059    10,040
+    eight batch elements, forward         1,921     the loop
+    eight batch elements, with backward   8,470     the loop
 
 Shapes: B batch, T time, n chunks, C tokens of a chunk, I channels, N states of a
 channel.
