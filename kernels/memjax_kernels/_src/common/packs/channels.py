@@ -15,6 +15,8 @@ from memjax_kernels._src.common.products import multiply
 
 F32 = jnp.float32
 BF16 = jnp.dtype(jnp.bfloat16)
+# Tokens of a block whose gates products sum: a register's rows.
+BLOCK = 8
 
 
 class Decays(NamedTuple):
@@ -40,24 +42,45 @@ def decays(g: Float[Array, "P C DD"], parts: int) -> Decays:
         parts: in which they are summed (`packs.in_parts`).
     """
     count, size, width = g.shape
-    halves = [1 << level for level in range(size.bit_length() - 1)]
     i, t = (axis((size, size)) for axis in (packs.sublane, packs.lane))
 
-    def late(half):
-        return (i & half) > 0
+    def summed(half):
+        """Of blocks of so many tokens: up to and with each, and behind each."""
+        alike = (i ^ t) < half
+        return alike & (t <= i), alike & (t > i)
 
-    chosen = [
-        ((i ^ t) < half) & (((t <= i) & late(half)) | ((t > i) & ~late(half)))
-        for half in halves
-    ]
-    numbers = [mask.astype(F32) for mask in (*chosen, t <= i, t > i)]
-    chosen = jnp.concatenate(numbers).astype(BF16)
+    def chosen(half):
+        late, (up_to, behind) = (i & half) > 0, summed(half)
+        return (late & up_to) | (~late & behind)
+
+    block = min(BLOCK, size)
+    numbers = [mask.astype(F32) for mask in (chosen(2), chosen(4), *summed(block))]
     # The gates of all packs beside each other: one product.
-    wide = jnp.concatenate([*g], axis=-1)
-    sums = packs.in_parts(lambda part: multiply(chosen, part, "nn", BF16), wide, parts)
+    wide, ones = jnp.concatenate([*g], axis=-1), jnp.concatenate(numbers).astype(BF16)
+    sums = packs.in_parts(lambda part: multiply(ones, part, "nn", BF16), wide, parts)
     by_pack = jnp.stack([sums[:, p * width : (p + 1) * width] for p in range(count)])
-    *blocks, since, until = jnp.split(jnp.exp(by_pack), len(halves) + 2, axis=1)
-    return Decays([jnp.ones_like(g), *blocks], since, until)
+    *found, since, until = jnp.split(by_pack, len(numbers), axis=1)
+    found.insert(0, jnp.where((packs.sublane(g.shape) & 1) > 0, g, 0.0))
+    # Sums of larger blocks, from those of their halves.
+    while block < size:
+        ups, downs = (jnp.split(x, size // block, axis=1) for x in (since, until))
+        found.append(_interleave(downs[::2], ups[1::2]))
+        totals = [x[:, -1:] for x in ups]
+        since = _interleave(
+            ups[::2], [x + y for x, y in zip(ups[1::2], totals[::2], strict=True)]
+        )
+        until = _interleave(
+            [x + y for x, y in zip(downs[::2], totals[1::2], strict=True)], downs[1::2]
+        )
+        block *= 2
+    blocks = [jnp.exp(x) for x in found]
+    return Decays([jnp.ones_like(g), *blocks], jnp.exp(since), jnp.exp(until))
+
+
+def _interleave(early: list[Array], late: list[Array]) -> Array:
+    """Early and late halves of blocks, in order."""
+    both = zip(early, late, strict=True)
+    return jnp.concatenate([x for pair in both for x in pair], axis=1)
 
 
 def pairs(scores: Float[Array, "P C CC"]) -> list[Bool[Array, "P C CC"]]:
