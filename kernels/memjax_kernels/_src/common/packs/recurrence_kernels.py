@@ -231,20 +231,17 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
     rows = pack_decays.transpose(sums)
     row = Sums(*(pack_decays.pack_heads(rows, i, group, heads) for i in (0, number)))
 
-    def in_lanes(*columns):
+    columns = coarse, fine, given[:, number:]
+
+    @functools.cache
+    def in_lanes(index, width):
         # A head alone has what it needs in any number of lanes.
-        @functools.cache
-        def of_width(width):
-            lanes = max(width, LANES) if heads == 1 else width
-            wide = of_width(lanes) if lanes > width else None
-            return [
-                pack_columns.spread(x[None], width, group, heads)
-                if wide is None
-                else wide[i][..., :width]
-                for i, x in enumerate(columns)
-            ]
+        lanes = max(width, LANES) if heads == 1 else width
+        if lanes > width:
+            return in_lanes(index, lanes)[..., :width]
+        return pack_columns.spread(columns[index][None], width, group, heads)
 
-        return of_width
+    def sums_in_lanes(width):
+        return Sums(in_lanes(0, width), in_lanes(1, width))
 
-    sums, beta = in_lanes(coarse, fine), in_lanes(given[:, number:])
-    return Chunk(q, k, v, heads, row, lambda n: Sums(*sums(n)), lambda n: beta(n)[0])
+    return Chunk(q, k, v, heads, row, sums_in_lanes, functools.partial(in_lanes, 2))
