@@ -282,6 +282,7 @@ QUANTISED = dict(quant_method="fp8")
         (GRANITE, dict(mamba_proj_bias=True), "mamba_proj_bias must be False"),
         (FALCON, dict(ssm_multipliers=[1.0]), "ssm_multipliers must be 5 numbers"),
         (FALCON, dict(attention_bias=True), "attention_bias must be False"),
+        (FALCON, dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1.0"),
         (FALCON, dict(projectors_bias=True), "projectors_bias must be False"),
         (BAMBA, dict(mlp_bias=True), "mlp_bias must be False"),
         (FLA, dict(use_short_conv=False), "use_short_conv must be True"),

@@ -34,6 +34,8 @@ def full_attention(
 ) -> AttentionConfig:
     """Full attention; `partial` and `theta` are defaults of RoPE.
 
+    A default of 1 is of families whose classes turn whole heads, whatever a file says.
+
     `kv_heads` where a family's default is another number than all heads.
 
     Without RoPE nothing depends on positions, and `max_position_embeddings` is no
@@ -47,8 +49,8 @@ def full_attention(
     bias = read_entry(config, "attention_bias", bool, False)
     positions: dict[str, Any] = {"rope_theta": None}
     if rope:
-        theta, scaling = read_rope(config, capacity, theta, partial=True)
-        turned = read_rope_dim(config, width, partial)
+        theta, scaling = read_rope(config, capacity, theta, partial=partial < 1)
+        turned = read_rope_dim(config, width, partial) if partial < 1 else width
         positions = {"rope_theta": theta, "rope_scaling": scaling}
         positions |= {} if turned == width else {"rope_dim": turned}
     return AttentionConfig(
