@@ -2,6 +2,7 @@
 
 from memjax_kernels._src.cached_attention import cached_attention
 from memjax_kernels._src.causal_attention import causal_attention
+from memjax_kernels._src.common.documents import document_starts
 from memjax_kernels._src.gated_slots import (
     GatedSlotsState,
     gated_slots,
@@ -121,6 +122,7 @@ __all__ = [
     "delta_rule",
     "delta_rule_init_state",
     "delta_rule_step",
+    "document_starts",
     "gated_delta_rule",
     "gated_delta_rule_init_state",
     "gated_delta_rule_step",
