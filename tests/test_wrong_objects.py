@@ -45,6 +45,7 @@ from memjax.models import (
     add_snapkv,
     generate,
     limit_attention,
+    save_adapter,
 )
 from memjax.training import LoopConfig
 from tests import tiny
@@ -79,6 +80,11 @@ def _mechanism(name, x):
     mechanism = CONFIG.build()
     read = getattr(mechanism, name)
     return read(mechanism.init_params(KEY), mechanism.init_state(1), x)
+
+
+def _save_memory(**options):
+    model = tiny.llama()
+    memjax.save_memory("here", model, model.init_state(1), **options)
 
 
 def _add_memory(layers):
@@ -159,6 +165,14 @@ def _add_memory(layers):
         (lambda: generate(tiny.llama(), None, TOKENS, 4, key=0), "key must be a jax"),
         (lambda: token_losses(tiny.llama(), [TOKENS[0]]), "a document must be a Tok"),
         (lambda: perplexity(LOSSES, kind="poem"), "kind must be one of .*'prose'"),
+        (lambda: tiny.llama().save(None), "folder must be on a disk, got None"),
+        (lambda: tiny.llama().save("gs://a/b"), "folder must be on a disk"),
+        (lambda: tiny.llama().save("ftp://a/b"), "must be a path or a URL of gs://"),
+        (lambda: tiny.llama().save("here", "text"), "text must be a TextInterface"),
+        (lambda: save_adapter(None, "here", base=""), "model must be a LanguageModel"),
+        (lambda: _save_memory(note={"a": KEY}), "note must be a JSON object: Object"),
+        (lambda: _save_memory(note=[1]), r"note must be a Mapping, got \[1\]"),
+        (lambda: _save_memory(tokenizer="x"), "tokenizer must be a Tokenizer, got 'x'"),
         (lambda: perplexity(None), "losses must be a TokenLosses, got None"),
         (lambda: token_losses(None, []), "model must be a Model, got None"),
         (lambda: loss_by_position({}, [0, 1]), "losses must be a TokenLosses, got {}"),

@@ -69,6 +69,14 @@ def as_path(path: AnyPath | str) -> AnyPath:
     return RemotePath(f"{scheme}://{rest}")
 
 
+def on_disk(folder: Any) -> Path:
+    """The path of a folder; ValueError for a URL, and for what is no path."""
+    path = as_path(folder) if isinstance(folder, str | Path) else None
+    if not isinstance(path, Path):
+        raise ValueError(f"folder must be on a disk, got {short(folder)}")
+    return path
+
+
 def is_bucket(path: AnyPath | str) -> bool:
     """Whether a path of `as_path`, or a text, is in a bucket."""
     found = _URL.fullmatch(str(path))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from memjax.checks import short
+from memjax.checks import require_instance, short
 from memjax.data.documents.tokenizer import Tokenizer
 from memjax.models.base import Model
 
@@ -55,6 +55,8 @@ def fingerprint(model: Model) -> str:
 
 def fingerprints(model: Model, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Entries of a memory's record: what it was made with."""
+    if tokenizer is not None:
+        require_instance("tokenizer", tokenizer, Tokenizer)
     digest = tokenizer.digest if tokenizer else None
     return {"parameters": fingerprint(model), "tokenizer": digest}
 

@@ -26,9 +26,9 @@ import numpy as np
 import safetensors.numpy
 from jaxtyping import PyTree
 
-from memjax.buckets.bucket import is_bucket
+from memjax.buckets.bucket import on_disk
 from memjax.buckets.writing import atomic_folder
-from memjax.checks import joined, listed, short
+from memjax.checks import joined, listed, require_instance, short
 from memjax.config_io import read_bounded, require_regular, to_record
 from memjax.data.documents.tokenizer import Tokenizer
 from memjax.models.base import Model
@@ -101,6 +101,7 @@ def pack_memory(
 ) -> PackedMemory:
     """Content that `save_memory` writes; needs no disk. Raises ValueError as it
     does."""
+    require_instance("note", note or {}, Mapping)
     leaves = _leaves_by_name(state)
     slots = _grown_slots(model, leaves)
     empty = _abstract_state(model, leaves, slots)
@@ -115,24 +116,22 @@ def pack_memory(
     record = {"format": FORMAT, "version": VERSION, "model": _describe(model)}
     record |= fingerprints(model, tokenizer)
     record |= {"slots": slots, "starts": starts, "note": dict(note or {})}
+    try:
+        json.dumps(record)
+    except TypeError as error:
+        raise ValueError(f"note must be a JSON object: {error}") from error
     return PackedMemory(tensors, record)
 
 
 def write_memory(folder: Path | str, packed: PackedMemory) -> None:
     """Writes a packed memory; needs no JAX. Raises as `save_memory` does."""
-    with atomic_folder(_on_disk(folder)) as temporary:
+    with atomic_folder(on_disk(folder)) as temporary:
         _write_tensors(packed.tensors, temporary / TENSORS)
         record = packed.record | {"sha256": _digest(temporary / TENSORS)}
         record |= {"record_sha256": _record_digest(record)}
         (temporary / RECORD).write_text(json.dumps(record, indent=1))
         # The library makes its files for the owner alone.
         shutil.copymode(temporary / RECORD, temporary / TENSORS)
-
-
-def _on_disk(folder: Any) -> Path:
-    if not isinstance(folder, str | Path) or is_bucket(folder):
-        raise ValueError(f"folder must be on a disk, got {short(folder)}")
-    return Path(folder)
 
 
 def delete_memory(folder: Path) -> None:
@@ -160,7 +159,7 @@ def load_memory(
             setting, parameters or tokenizer, or a file is damaged. OSError: no such
             folder.
     """
-    folder = _on_disk(folder)
+    folder = on_disk(folder)
     record = _read_record(folder)
     # Settings before arrays: they say why shapes differ.
     _require_same(record["model"], _describe(model), str(folder / RECORD))

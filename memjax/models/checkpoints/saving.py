@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from memjax.buckets.bucket import on_disk
+from memjax.checks import require_instance
 from memjax.models.base import Sized
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf import tensor_names
@@ -67,10 +69,11 @@ def write_contents(
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Writes a model's folder; see `LanguageModel.save`."""
-    text = text or TextInterface()
+    text = TextInterface() if text is None else text
+    require_instance("text", text, TextInterface)
     ids = text.config_entries() if contents.is_public else {}
     write_folder(
-        Path(folder),
+        on_disk(folder),
         contents.config | ids | own_format.origin_entry(origin),
         contents.tensors,
         text.files(readme, ids_in_config=contents.is_public),

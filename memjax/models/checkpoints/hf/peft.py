@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from memjax.checks import joined, short
+from memjax.buckets.bucket import on_disk
+from memjax.checks import joined, require_instance, short
 from memjax.config_io import read_bounded
 from memjax.mechanisms.hybrid import attention_params
 from memjax.mechanisms.layers.projections import Adapted
@@ -152,6 +153,7 @@ def save_adapter(
         ValueError: if the model has no adapters, or PEFT could not express them; if
             the folder is not empty.
     """
+    require_instance("model", model, LanguageModel)
     found = dict(_adapters(model))
     kinds = {(leaf.down.shape[-1], float(leaf.scale)) for leaf in found.values()}
     if len(kinds) != 1:
@@ -180,7 +182,7 @@ def save_adapter(
         pairs = {"A": down.reshape(-1, rank), "B": up.reshape(rank, -1)}
         for letter, value in pairs.items():
             tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = to_stored(value, "into")
-    with atomic_folder(Path(folder)) as temporary:
+    with atomic_folder(on_disk(folder)) as temporary:
         (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2))
         tensors = {n: np.ascontiguousarray(x) for n, x in tensors.items()}
         save_file(tensors, temporary / ADAPTER, {"format": "pt"})
