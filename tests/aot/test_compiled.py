@@ -25,6 +25,7 @@ from memjax.training.finetune.stage import SampleConfig
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("all_platforms"),
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason="compiling for a TPU takes libtpu (pip install libtpu)",

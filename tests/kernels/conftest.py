@@ -1,4 +1,4 @@
-"""Fixtures for GPU kernels: the interpreter, and compilation without a GPU."""
+"""Fixtures for kernels: their interpreters, and compilation without a GPU."""
 
 import functools
 import importlib.util
@@ -84,6 +84,11 @@ class Gpu:
             a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
             distance = np.sqrt(np.mean((a - b) ** 2) / (np.mean(b**2) + 1e-30))
             assert distance <= tolerance, (jax.tree_util.keystr(path), distance)
+
+
+@pytest.fixture(name="_traced", autouse=True, scope="module")
+def _all_platforms(all_platforms):
+    """Ops choose their form by the platform."""
 
 
 @pytest.fixture(scope="session")

@@ -317,11 +317,21 @@ def test_reset_row_equals_the_empty_state(case, stepped):
         chex.assert_tree_all_finite(after)
 
 
-def test_state_is_a_fixed_point_of_shape_and_float32(case):
-    mechanism, params, state, x = case
-    x = x[:, :LENGTH]
+def of_all_platforms(case, monkeypatch):
+    """(function, input) of `apply` and `step`, traced for all platforms as by users."""
+    name = "platform_dependent"
+    monkeypatch.setattr(jax.lax, name, getattr(jax.lax, name).__wrapped__)
+    mechanism, _, _, x = case
+    # Without what jit keeps of other tests' traces.
+    apply, step = (f.__wrapped__ for f in (mechanism.apply, mechanism.step))
+    return [(apply, x[:, :LENGTH]), (step, x[:, 0])]
+
+
+def test_state_is_a_fixed_point_of_shape_and_float32(case, monkeypatch):
+    _, params, state, _ = case
+    traced = of_all_platforms(case, monkeypatch)
     for dtype in (jnp.float32, jnp.bfloat16):
-        for call, inputs in ((mechanism.apply, x), (mechanism.step, x[:, 0])):
+        for call, inputs in traced:
             after, y = jax.eval_shape(call, params, state, inputs.astype(dtype))
             # Weak types too: another one would be traced again.
             assert jax.tree.map(_type, after) == jax.tree.map(_type, state)
@@ -333,11 +343,11 @@ def test_state_is_a_fixed_point_of_shape_and_float32(case):
     assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(state))
 
 
-def test_parameters_and_settings_of_other_types_run(case):
+def test_parameters_and_settings_of_other_types_run(case, monkeypatch):
     """bfloat16 parameters, float64 by default, and no implicit promotion."""
-    mechanism, params, state, x = case
+    mechanism, params, state, _ = case
+    traced = of_all_platforms(case, monkeypatch)
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    x = x[:, :LENGTH]
     with jax.enable_x64(True):
         drawn = jax.eval_shape(mechanism.init_params, jax.random.key(0))
     settings = (
@@ -347,10 +357,10 @@ def test_parameters_and_settings_of_other_types_run(case):
     )
     for given, setting in settings:
         with setting:
-            for call, inputs in ((mechanism.apply, x), (mechanism.step, x[:, 0])):
+            for call, inputs in traced:
                 after, y = jax.eval_shape(call, given, state, inputs)
                 assert jax.tree.map(_type, after) == jax.tree.map(_type, state)
-                assert (y.shape, y.dtype) == (inputs.shape, x.dtype)
+                assert (y.shape, y.dtype) == (inputs.shape, inputs.dtype)
 
 
 @of_each_kind

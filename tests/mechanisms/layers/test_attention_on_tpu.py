@@ -16,6 +16,8 @@ from memjax.mechanisms.layers.softmax import cached, on_tpu
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
 from tests.kernels.on_tpu import interpret_attention, needs_libtpu
 
+pytestmark = pytest.mark.usefixtures("all_platforms")
+
 B, T, H, G, K = 2, 256, 2, 1, 64
 
 

@@ -9,6 +9,8 @@ from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
 from memjax.models import LanguageModel, ModelConfig
 from tests.kernels.distances import close
 
+pytestmark = pytest.mark.usefixtures("all_platforms")
+
 MECHANISMS = {
     "causal_attention_forward": AttentionConfig(128, 2, 2, 64, capacity=256),
     # Two heads of queries share keys.
