@@ -191,8 +191,7 @@ def _add_memory(layers):
         (lambda: memjax_kernels.hippo(X, X[0]), "features must have shape"),
     ],
 )
-def test_wrong_objects_are_refused_by_name(call, message, request):
-    if request.config.getoption("--jaxtyping-packages", default=None):
-        pytest.skip("the annotations' own check comes first")
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_wrong_objects_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -110,9 +110,8 @@ def hippo(**options):
         ),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(call, message, request):
-    if request.config.getoption("--jaxtyping-packages", default=None):
-        pytest.skip("the annotations' own check comes first")
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_wrong_arguments_are_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
