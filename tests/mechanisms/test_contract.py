@@ -37,6 +37,7 @@ from memjax.mechanisms import (
 )
 from memjax.mechanisms.hybrid import HybridParams
 from memjax.training.optimizer import decays
+from tests import light
 
 B, T, D = 2, 12, 16
 # Of a call: a compilation, so one for all tests. Over two ends of chunks at least.
@@ -319,8 +320,8 @@ def test_reset_row_equals_the_empty_state(case, stepped):
 
 def of_all_platforms(case, monkeypatch):
     """(function, input) of `apply` and `step`, traced for all platforms as by users."""
-    name = "platform_dependent"
-    monkeypatch.setattr(jax.lax, name, getattr(jax.lax, name).__wrapped__)
+    all_forms = light.platform_dependent
+    monkeypatch.setattr(jax.lax, "platform_dependent", all_forms)
     mechanism, _, _, x = case
     # Without what jit keeps of other tests' traces.
     apply, step = (f.__wrapped__ for f in (mechanism.apply, mechanism.step))

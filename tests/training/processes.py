@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from memjax import status
+from tests import light
 from tests.training import toy_run
 
 Program = Callable[..., int | None]
@@ -138,6 +139,7 @@ def _main(
         os.dup2(output.fileno(), stream.fileno())
     output.close()
     os.environ.update(environment)
+    light.lighten()
     # Tests wait for the line of a step.
     status.PAUSE = 0.0
     code = program(*args)

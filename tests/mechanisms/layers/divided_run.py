@@ -21,6 +21,7 @@ from memjax.mechanisms import (
     LinearAttentionConfig,
     Mamba2Config,
 )
+from tests import light
 from tests.training.sharded_run import gathers
 
 WAYS, B, T = 4, 2, 20
@@ -54,6 +55,7 @@ ELASTIC: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Prints the differences as JSON."""
+    light.trace_all_platforms()
     mesh = jax.make_mesh(
         (WAYS,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,)
     )
