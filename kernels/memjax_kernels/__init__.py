@@ -2,7 +2,7 @@
 
 from memjax_kernels._src.cached_attention import cached_attention
 from memjax_kernels._src.causal_attention import causal_attention
-from memjax_kernels._src.common.documents import document_starts
+from memjax_kernels._src.documents import document_starts
 from memjax_kernels._src.gated_slots import (
     GatedSlotsState,
     gated_slots,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import decays, triangular
+from memjax_kernels._src.common import decays
 from memjax_kernels._src.common.products import multiplier, operand_dtype
 
 

@@ -158,7 +158,7 @@ def _inverse(
     """(I + L)⁻¹ of each head, L below the diagonal, C a power of two.
 
     The inverse of blocks on the diagonal gives that of blocks twice as large, as in
-    `common.triangular`, here of all blocks at once. Beside tokens in bfloat16 it is
+    `linear.triangular`, here of all blocks at once. Beside tokens in bfloat16 it is
     found in bfloat16, and a step of Newton's method, T + T (I - (I + L) T), squares
     what is wrong with it.
     """
