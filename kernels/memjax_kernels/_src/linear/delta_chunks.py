@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import decays
 from memjax_kernels._src.common.products import multiplier, operand_dtype
+from memjax_kernels._src.linear import triangular
 
 
 def delta_group(
