@@ -113,6 +113,7 @@ SUMMARY = {
     "linear attention": "linear_attention",
     "SSD (Mamba-2)": "ssd",
     "Gated DeltaNet": "gated_delta_rule",
+    "16 key, 32 value heads of 128, 1 x 8,192": "gated_delta_rule/qwen3.5",
     "GLA": "gla",
     "GSA": "gated_slots",
     "Lattice, chunks of 64": "lattice-dec/c64",
