@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from memjax.buckets.bucket import as_path
 from memjax.checks import printable
 from memjax.cli.texts.opening import described
 from memjax.cli.texts.rows import read_text, require_said
@@ -134,7 +135,8 @@ def tell_one(talk: Conversation, file: Path, text: str) -> None:
     before = talk.lost
     with Status(f"reading {file.name}", "tokens") as status:
         count = talk.inject(text, name=file.name, progress=status)
-    name = printable(str(file))
+    # A Path has lost a slash of a URL.
+    name = printable(str(as_path(file)))
     print(f"{name}: {count:,} tokens; the memory has read {talk.tokens:,}", flush=True)
     notice(talk, before)
 
