@@ -122,7 +122,7 @@ def command(
         "SLURM_NTASKS": str(count),
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "MEMJAX_HEARTBEAT_SECONDS": "10",
+        "MEMJAX_HEARTBEAT_SECONDS": "5",
     }
     return [
         subprocess.Popen(
