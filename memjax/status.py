@@ -162,7 +162,7 @@ def say_all(lines: Sequence[tuple[str, str]]) -> None:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Prints the warnings of memjax in the style of a status, in the `with` block."""
+    """Prints the warnings of memjax, each once, as a status in the `with` block."""
     logger, handler = logging.getLogger("memjax"), _Lines(logging.WARNING)
     # The header of a run counts the documents that are left out.
     handler.addFilter(lambda record: record.name != "memjax.data.batches.pipeline")
@@ -176,8 +176,15 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
+    def __init__(self, level: int):
+        super().__init__(level)
+        self._said: set[str] = set()
+
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"warning: {record.getMessage()}", 9)
+        # A command may read a file twice, as a tokenizer.
+        if (text := record.getMessage()) not in self._said:
+            self._said.add(text)
+            say(f"warning: {text}", 9)
 
 
 def duration(seconds: float) -> str:

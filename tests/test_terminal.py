@@ -1,6 +1,7 @@
 """Text from files reaches no terminal as it is."""
 
 import dataclasses
+import logging
 
 import pytest
 
@@ -8,7 +9,7 @@ from memjax.checks import printable
 from memjax.cli import main
 from memjax.config_io import from_record, to_record
 from memjax.conversation.record import Entry, Record
-from memjax.status import Status, say
+from memjax.status import Status, say, warnings_as_lines
 
 NASTY = "\x1b]0;owned\x07\x9b2J\u2028x"
 
@@ -28,6 +29,15 @@ def test_lines_errors_and_bars_are_printable(
     with pytest.raises(SystemExit):
         main.main(["eval", NASTY])
     assert not {*"\x1b\x07\x9b\u2028"} & {*capsys.readouterr().err}
+
+
+def test_a_warning_is_said_once_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with warnings_as_lines():
+            for name in "aba":
+                logging.getLogger("memjax.x").warning("%s is left out", name)
+        lines = ["warning: a is left out", "warning: b is left out"]
+        assert capsys.readouterr().err.splitlines() == lines
 
 
 @pytest.mark.parametrize("tokens", [-5, 2**70])
