@@ -15,7 +15,7 @@ from memjax.training.distributed.sharding import leaf_name
 # not tell: biases of heads, and norms of queries, are matrices.
 UNDECAYED = re.compile(
     r"(.*_)?(norm|bias)|scale|shift"  # norms and biases
-    r"|decay|log_rate|skip|amount"  # numbers that decays and gates start from
+    r"|decay|log_rate|bound|skip|amount"  # numbers that decays and gates start from
     r"|initial_memory|summary_prompt|bos|position"  # prompts of HMT and M+
 )
 

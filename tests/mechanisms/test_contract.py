@@ -237,7 +237,7 @@ def test_each_parameter_is_known_to_decay_or_not():
     decayed = "query key value output query_key filters value_filters gate read rate "
     decayed += "weight target narrow widen forget weights slots keys values "
     decayed += "selection pace input_gate recurrent_gate"
-    kept = "norm bias query_bias key_bias scale shift log_rate skip amount decay "
+    kept = "norm bias query_bias key_bias scale shift log_rate bound skip amount decay "
     kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "
     kept += "recurrent_bias"
     assert found == {True: set(decayed.split()), False: set(kept.split())}
