@@ -138,7 +138,9 @@ def _build(
     try:
         config = from_hf_config(checkpoint.config, dtype or "float32")
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        gguf = isinstance(checkpoint, GGUFCheckpoint)
+        found = checkpoint.explain(error) if gguf else error
+        raise ValueError(f"{where}: {found}") from error
     report_unread(checkpoint.config, checkpoint.config["model_type"], where)
     family = described["model_type"]
     if described is not checkpoint.config:

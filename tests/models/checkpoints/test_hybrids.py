@@ -287,7 +287,7 @@ QUANTISED = dict(quant_method="fp8")
         (BAMBA, dict(mlp_bias=True), "mlp_bias must be False"),
         (FLA, dict(use_short_conv=False), "use_short_conv must be True"),
         (FLA, dict(expand_v=1.55), "expand_v must make a whole number of head_dim=6"),
-        (FLA, dict(attn=dict(num_heads=4)), "layers is missing"),
+        (FLA, dict(attn=dict(num_heads=4)), "attn.layers must be a list"),
         (
             FLA,
             dict(attn=FLA["attn"] | dict(qk_norm=True)),

@@ -1,6 +1,6 @@
 """Entries of a config.json that are no such value: a model, or a refusal by name."""
 
-import contextlib
+import re
 
 import pytest
 
@@ -15,12 +15,32 @@ ROPE = ({"rope_type": ["x"]}, {"rope_theta": "x"}, {"full_attention": 3})
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["model_type"])
-def test_wrong_values_raise_nothing_else(config):
+def test_wrong_values_are_refused_by_the_name_of_their_key(config):
     family = config["model_type"]
     for key in USED[family] - {"model_type"}:
         for value in WRONG + ROPE * key.startswith("rope_"):
-            with contextlib.suppress(ValueError):
+            try:
                 from_hf_config(config | {key: value})
+            except ValueError as error:
+                assert re.search(rf"\b{key}\b", str(error)), (key, value, error)
+
+
+@pytest.mark.parametrize(
+    "changes, shown",
+    [
+        ({"rms_norm_eps": -1}, "got -1.0 (from rms_norm_eps=-1)"),
+        ({"max_position_embeddings": 2**30}, "(from max_position_embeddings=10737"),
+        (
+            {"hidden_size": 12, "num_attention_heads": 4, "head_dim": None},
+            "got 3 (from num_attention_heads=4, hidden_size=12)",
+        ),
+        ({"rope_scaling": {"rope_type": 3}}, "got 3 (from rope_scaling.rope_type=3)"),
+        ({"hidden_size": None}, "hidden_size is missing from config.json"),
+    ],
+)
+def test_refusals_of_our_options_show_the_entries_of_the_file(changes, shown):
+    with pytest.raises(ValueError, match=re.escape(shown)):
+        from_hf_config(test_families.LLAMA | changes)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from memjax.models.checkpoints.gguf.entries import Entries
 from memjax.models.checkpoints.gguf.hybrids.sizes import read_layers
 from memjax.models.checkpoints.gguf.known_architectures import read_architecture
 from memjax.models.checkpoints.gguf.known_keys import check_keys
+from memjax.models.checkpoints.gguf.option_keys import entries_named
 from memjax.models.checkpoints.gguf.parts import GGUFParts
 from memjax.models.checkpoints.gguf.tensors import (
     Part,
@@ -97,6 +98,10 @@ class GGUFCheckpoint:
             raise ValueError(f"{self.path}: rows of {names} differ in width: {shapes}")
         rows = sum(shape[axis] for shape in shapes)
         return (*first[:axis], rows, *first[axis + 1 :])
+
+    def explain(self, error: ValueError) -> str:
+        """The message of an error in `config`, with the file's own names."""
+        return entries_named(str(error), self._file.metadata)
 
     def report_widening(self) -> None:
         """Logs the sizes of quantized weights in the file and in float32."""

@@ -23,6 +23,7 @@ from memjax.models.checkpoints.hf.fields import (
 from memjax.models.checkpoints.hf.hybrids import config as hybrid_config
 from memjax.models.checkpoints.hf.hybrids.files import TEXT_OF, text_config
 from memjax.models.checkpoints.hf.known_keys import require_only
+from memjax.models.checkpoints.hf.option_keys import keys_named
 from memjax.models.language_model.config import Architecture, Dtype, ModelConfig, period
 
 Family = Literal[
@@ -85,11 +86,12 @@ def from_hf_config(config: Mapping[str, Any], dtype: Dtype = "float32") -> Model
     require_only(config)
     if family in TEXT_OF:
         return from_hf_config(text_config(config), dtype)
-    if family in hybrid_config.READ:
-        return hybrid_config.READ[family](config, dtype)
-    if family == "opt":
-        return _from_opt(config, dtype)
-    return _from_decoder(config, family, dtype)
+    with keys_named(config):
+        if family in hybrid_config.READ:
+            return hybrid_config.READ[family](config, dtype)
+        if family == "opt":
+            return _from_opt(config, dtype)
+        return _from_decoder(config, family, dtype)
 
 
 def require_family(config: Mapping[str, Any], where: str) -> str:
@@ -278,10 +280,12 @@ def _gemma_layers(config: Mapping[str, Any], layers: int, capacity: int) -> list
     else:
         full = {key: config.get(key) for key in ("rope_theta", "rope_scaling")}
         local = {"rope_theta": config.get("rope_local_base_freq")}
-    ropes = {
-        FULL: read_rope(full, capacity, GEMMA_THETA),
-        SLIDING: read_rope(local, capacity, GEMMA_LOCAL_THETA),
-    }
+    ropes = {FULL: read_rope(full, capacity, GEMMA_THETA)}
+    try:
+        ropes[SLIDING] = read_rope(local, capacity, GEMMA_LOCAL_THETA)
+    except ValueError as error:
+        place = "rope_parameters.sliding_attention" if both else "rope_local_base_freq"
+        raise ValueError(f"{place}: {error}") from error
     return [Layer(window if k == SLIDING else 0, *ropes[k]) for k in kinds]
 
 

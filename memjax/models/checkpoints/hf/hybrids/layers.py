@@ -45,7 +45,7 @@ def model_of_layers(
         model_dim=read_size(config, "hidden_size"),
         hidden_dim=hidden or read_size(config, "intermediate_size"),
         architecture=Architecture(scale_embedding=False, **architecture),
-        norm_epsilon=epsilon or read_epsilon(config),
+        norm_epsilon=read_epsilon(config) if epsilon is None else epsilon,
         tied_head=read_entry(config, "tie_word_embeddings", bool, tied),
         dtype=dtype,
     )

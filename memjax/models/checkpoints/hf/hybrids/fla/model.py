@@ -44,7 +44,9 @@ def from_fla(
     """
     require_value(config, "hidden_act", "swish", default="swish")
     attends = read_entry(config, "attn", dict, {})
-    among = read_entry(attends, "layers", list) if attends else []
+    if attends and not isinstance(attends.get("layers"), list):
+        raise ValueError(f"attn.layers must be a list, got {short(attends)}")
+    among = attends["layers"] if attends else []
     layers: list[Any] = [read(config, i) for i in range(read_layers(config))]
     if attends:
         attention = _attention(config, attends)
