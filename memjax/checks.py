@@ -133,6 +133,13 @@ def require_instance(name: str, value: Any, kind: type) -> None:
         raise ValueError(f"{name} must be a {kind.__name__}, got {short(value)}")
 
 
+def require_all(name: str, values: Any, kind: type) -> None:
+    """Raises ValueError unless `values` is a sequence of this kind alone."""
+    require_instance(name, values, Sequence)
+    for i, value in enumerate(values):
+        require_instance(f"{name}[{i}]", value, kind)
+
+
 def check_key(key: Any) -> None:
     """Raises ValueError unless `key` may be a key of `jax.random`."""
     # One key, typed or as jax.random.PRNGKey gives it.

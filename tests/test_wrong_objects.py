@@ -9,14 +9,33 @@ import pytest
 
 import memjax
 import memjax_kernels
-from memjax.data import copy_task
+from memjax.data import (
+    NEEDLE_TASKS,
+    assign_splits,
+    associative_recall,
+    copy_task,
+    dilate,
+    interleave,
+    multi_context,
+    needle_batch,
+    needle_sample,
+    open_documents,
+    packed_batches,
+    pick_facts,
+    prepare,
+    read_questions,
+    unrelated,
+)
 from memjax.evaluation import (
     answer_perplexity,
     drop_leaked_targets,
     log2_bins,
     loss_by_position,
     mask_losses,
+    most_sensitive,
     perplexity,
+    recall_distances,
+    recall_summary,
     score_answers,
     token_losses,
 )
@@ -28,6 +47,7 @@ from memjax.mechanisms import (
     LinearAttentionConfig,
     SlidingWindowConfig,
     TrellisConfig,
+    replace_rows,
 )
 from memjax.mechanisms.layers.rope import RopeScaling
 from memjax.models import (
@@ -44,14 +64,27 @@ from memjax.models import (
     add_mplus,
     add_snapkv,
     generate,
+    initialise_from_teacher,
     limit_attention,
     save_adapter,
+    start_multiple,
+    stop_strings,
 )
-from memjax.training import LoopConfig
+from memjax.nnx import tabulate
+from memjax.training import (
+    LoopConfig,
+    OptimizerConfig,
+    StepConfig,
+    init_train_state,
+    make_optimizer,
+    make_train_step,
+)
 from tests import tiny
 
 KEY = jax.random.key(0)
 CONFIG = TrellisConfig(16, 2, 8, 8)
+CHARACTERS, PASSKEY = tiny.tokenizer(), NEEDLE_TASKS["S-NIAH-PK"]
+ADAM = make_optimizer(OptimizerConfig(), 3)
 X, TOKENS = jnp.zeros((1, 5, 16)), jnp.ones((1, 5), int)
 LOSSES = TokenLosses(*[np.ones((1, 2))] * len(TokenLosses._fields))._replace(
     kinds=["prose"]
@@ -185,6 +218,57 @@ def _add_memory(layers):
             r"inputs\[0\] mu",
         ),
         (lambda: copy_task(KEY, "2", 3, 8), "batch must be an integer, got '2'"),
+        (lambda: associative_recall(0, 2, 3, 8), "key must be a jax.random.key"),
+        (lambda: pick_facts(None, seed=0), "facts must be a Sequence, got None"),
+        (lambda: pick_facts([1], seed=0), r"facts\[0\] must be a Question, got 1"),
+        (lambda: pick_facts([], seed="0"), "seed must be an integer, got '0'"),
+        (lambda: unrelated([], None), "fact must be a Question, got None"),
+        (lambda: read_questions("a.jsonl"), "path must be a Path, got 'a.jsonl'"),
+        (lambda: multi_context(["a"], 2, CHARACTERS), r"items\[0\] must be a Question"),
+        (lambda: multi_context([], 2, None), "tokenizer must be a Tokenizer, got None"),
+        (lambda: interleave(["a"]), r"documents\[0\] must be a TokenisedDocument"),
+        (lambda: interleave(3), "documents must be a Sequence, got 3"),
+        (lambda: dilate([], filler="$"), "filler must be an integer, got '\\$'"),
+        (lambda: packed_batches(3, 4, 2, 0), "documents must be a Sequence, got 3"),
+        (lambda: assign_splits("x"), r"documents\[0\] must be a Document, got 'x'"),
+        (lambda: open_documents(None), "source must be a str, got None"),
+        (lambda: prepare("x", "here"), "config must be a PrepareConfig, got 'x'"),
+        (lambda: needle_sample([0], None, 9, CHARACTERS), "task must be a NeedleTask"),
+        (lambda: needle_sample(0, PASSKEY, 9, CHARACTERS), "seed must be a Sequence"),
+        (lambda: needle_sample([0], PASSKEY, 9, None), "tokenizer must be a Tokeniz"),
+        (lambda: needle_sample([0], PASSKEY, "9", CHARACTERS), "length must be an int"),
+        (lambda: needle_batch(3, 2, PASSKEY, 9, CHARACTERS), "seed must be a Sequence"),
+        (lambda: recall_summary([1], [1]), r"distances must be a ndarray, got \[1\]"),
+        (lambda: recall_summary(np.ones(2), np.ones(1)), r"held must be \[R\] as dist"),
+        (lambda: recall_distances([], None, None), "scores must be"),
+        (lambda: most_sensitive(None, 1), "rises must be numbers, got None"),
+        (lambda: most_sensitive("x", 1), "rises must be numbers, got 'x'"),
+        (lambda: stop_strings(str, 3), "strings must be a Sequence, got 3"),
+        (lambda: stop_strings(str, [1]), r"strings\[0\] must be a str, got 1"),
+        (lambda: start_multiple("x"), r"mechanisms\[0\] must be a MechanismConfig"),
+        (lambda: replace_rows([1], [1], jnp.ones(1, bool)), "state must be arrays"),
+        (
+            lambda: initialise_from_teacher(None, tiny.LLAMA, TOKENS),
+            "model must be a L",
+        ),
+        (
+            lambda: initialise_from_teacher(tiny.llama(), None, TOKENS),
+            "teacher must be a ModelConfig, got None",
+        ),
+        (
+            lambda: initialise_from_teacher(tiny.llama(), tiny.LLAMA, [1]),
+            r"tokens must be an array \[R, T\], got \[1\]",
+        ),
+        (lambda: tabulate(None), "module must be a Module, got None"),
+        (lambda: make_optimizer({}, 3), "config must be a OptimizerConfig, got {}"),
+        (lambda: make_optimizer(OptimizerConfig(), "3"), "steps must be an integer"),
+        (lambda: init_train_state(None, ADAM, StepConfig(), 1), "model must be a Mod"),
+        (
+            lambda: init_train_state(tiny.llama(), None, StepConfig(), 1),
+            "optimizer must be an optax.GradientTransformation, got None",
+        ),
+        (lambda: init_train_state(tiny.llama(), ADAM, {}, 1), "config must be a StepC"),
+        (lambda: make_train_step(None, ADAM, StepConfig()), "model must be a Model"),
         (lambda: LoopConfig(steps="9"), "steps must be an integer, got '9'"),
         (lambda: memjax.load("owner/name", dtype="float16"), "dtype must be one of"),
         (lambda: memjax_kernels.causal_attention(*[X[..., None]] * 3), "cannot run"),

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float32
 
-from memjax.checks import check_sizes, require_instance
+from memjax.checks import check_sizes, require_all, require_instance
 from memjax.data.tasks.questions import QuestionInput
 from memjax.models.base import Model, commit_state
 
@@ -131,11 +131,10 @@ def _batch(batch: Sequence[QuestionInput], tokens_per_call: int, longest: int):
 
 def _check(inputs, tokens_per_call, batch_size):
     check_sizes(tokens_per_call=tokens_per_call, batch_size=batch_size)
-    require_instance("inputs", inputs, Sequence)
+    require_all("inputs", inputs, QuestionInput)
     if not inputs:
         raise ValueError("inputs must hold at least one")
     for i, entry in enumerate(inputs):
-        require_instance(f"inputs[{i}]", entry, QuestionInput)
         if not 0 < entry.answer < len(entry.tokens):
             raise ValueError(
                 f"inputs[{i}]: the answer must begin inside its {len(entry.tokens)} "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int, Int64
 
-from memjax.checks import require_instance
+from memjax.checks import require_instance, short
 from memjax.evaluation.losses import TokenLosses
 from memjax.models.base import Model
 from memjax.models.loss import scored_mask
@@ -62,7 +62,17 @@ def recall_distances(
 
     Returns:
         Distances in [1, held], 1 the previous segment, and the memories held.
+
+    Raises:
+        ValueError: on other shapes, or `held` out of its range, by name.
     """
+    if getattr(scores, "ndim", 0) != 3:
+        raise ValueError(f"scores must be an array [n, B, N], got {short(scores)}")
+    for name, value in (("held", held), ("tokens", tokens)):
+        if getattr(value, "shape", None) != scores.shape[:2]:
+            raise ValueError(
+                f"{name} must be an array {list(scores.shape[:2])}, got {short(value)}"
+            )
     weights, count = np.asarray(scores), np.asarray(held).astype(np.int64)
     slots = weights.shape[-1]
     if count.min(initial=0) < 0 or count.max(initial=0) > slots:
@@ -84,7 +94,16 @@ def recall_summary(
         `previous`: share at distance 1. `within_2`: at 1 or 2. `even`: at an even
         distance, among searches that hold 2 memories or more. `chance_...`: the same
         for a uniform choice of memory. `searches`: their number. NaN without any.
+
+    Raises:
+        ValueError: on anything but two arrays of one length, by name.
     """
+    for name, value in (("distances", distances), ("held", held)):
+        require_instance(name, value, np.ndarray)
+    if distances.shape != held.shape or held.ndim != 1:
+        raise ValueError(
+            f"held must be [R] as distances is, got {held.shape} and {distances.shape}"
+        )
     many = held >= 2
 
     def mean(x):

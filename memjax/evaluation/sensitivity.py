@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from memjax.checks import check_sizes, require_instance
+from memjax.checks import check_sizes, require_instance, short
 from memjax.models.language_model.config import build_once
 from memjax.models.language_model.layers import run_block
 from memjax.models.language_model.model import LanguageModel
@@ -82,8 +82,12 @@ def most_sensitive(rises: Sequence[float], count: int) -> tuple[int, ...]:
     """Numbers of the `count` layers with the largest rise, first to last.
 
     Raises:
-        ValueError: if fewer have been measured.
+        ValueError: if fewer have been measured, or on anything but numbers, by name.
     """
+    found = np.asarray(rises)
+    if found.ndim != 1 or found.dtype.kind not in "fiu":
+        raise ValueError(f"rises must be numbers, got {short(rises)}")
+    check_sizes(least=0, count=count)
     measured = [i for i, rise in enumerate(rises) if not np.isnan(rise)]
     if not 1 <= count <= len(measured):
         raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from memjax.checks import check_key, check_sizes, require_instance, short
+from memjax.checks import check_key, check_sizes, require_all, require_instance, short
 from memjax.models.base import Model, commit_state
 from memjax.models.ragged import check_prompt
 from memjax.models.sampling import Sampling, Seen, Settings, draw
@@ -161,6 +161,7 @@ def stop_strings(
     Raises:
         ValueError: on no string, or an empty one.
     """
+    require_all("strings", strings, str)
     if not strings or not all(strings):
         raise ValueError(f"strings must be at least one and not empty, got {strings}")
 

@@ -7,6 +7,8 @@ import jax
 from flax import nnx
 from flax.nnx import summary
 
+from memjax.checks import require_instance
+
 
 def tabulate(module: nnx.Module, *args: Any, **options: Any) -> str:
     """A table of a module's parameters, inputs and outputs, as `nnx.tabulate` makes it.
@@ -18,7 +20,11 @@ def tabulate(module: nnx.Module, *args: Any, **options: Any) -> str:
         module: a model, a `Memory`, or any module with one inside.
         args: of its call, say `state, tokens`.
         options: of `nnx.tabulate`, or further arguments of the call.
+
+    Raises:
+        ValueError: if `module` is no module.
     """
+    require_instance("module", module, nnx.Module)
     to_printable = summary._maybe_pytree_to_dict
     # A private function of flax, replaced for this call alone: there is no hook for it.
     summary._maybe_pytree_to_dict = _printable

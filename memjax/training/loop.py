@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from memjax.checks import require_instance
 from memjax.config_io import AnyPath
 from memjax.training.checkpoints.checkpoint import Checkpoints
 from memjax.training.checkpoints.folder import RetryableError
@@ -95,6 +96,7 @@ def train(
         SaveError: a checkpoint could not be written; RetryableError if the disk stays
             full, or the bucket refuses, for ten minutes.
     """
+    require_instance("config", config, LoopConfig)
     require_installed(config.writers)
     # Before resuming, which counts among the minutes.
     started = time.monotonic()

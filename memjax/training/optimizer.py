@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jax
 import optax
 
-from memjax.checks import check_positive, check_sizes
+from memjax.checks import check_positive, check_sizes, require_instance
 from memjax.training.distributed.sharding import leaf_name
 
 # Roles by the last part of a parameter's name, as memjax and flax name them. Shapes do
@@ -81,7 +81,13 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Builds the transformation for a run of `steps` steps."""
+    """Builds the transformation for a run of `steps` steps, at least 1.
+
+    Raises:
+        ValueError: on anything else, by name.
+    """
+    require_instance("config", config, OptimizerConfig)
+    check_sizes(steps=steps)
     return optax.chain(
         # Before Adam: its moments must not see the long gradients.
         optax.clip_by_global_norm(config.max_gradient_norm),

@@ -11,7 +11,13 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, PyTree, Scalar
 
-from memjax.checks import check_seed, require_known
+from memjax.checks import (
+    check_seed,
+    check_sizes,
+    require_instance,
+    require_known,
+    short,
+)
 from memjax.data.batches.batch import Batch
 from memjax.models import ModelConfig
 from memjax.models.base import LONGEST, Model
@@ -111,7 +117,13 @@ def init_train_state(
     config: StepConfig,
     batch_size: int,
 ) -> TrainState:
-    """The state before the first update."""
+    """The state before the first update.
+
+    Raises:
+        ValueError: on an argument of another kind, by name.
+    """
+    _check_kinds(model, optimizer, config)
+    check_sizes(batch_size=batch_size)
     _, params, frozen = nnx.split(model, nnx.Param, ...)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -120,6 +132,15 @@ def init_train_state(
         memory=model.init_state(batch_size, LONGEST) if config.carry_memory else (),
         frozen=frozen,
     )
+
+
+def _check_kinds(model: Any, optimizer: Any, config: Any) -> None:
+    require_instance("model", model, Model)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer must be an optax.GradientTransformation, got {short(optimizer)}"
+        )
+    require_instance("config", config, StepConfig)
 
 
 def model_of(graph: Any, state: TrainState) -> Any:
@@ -155,7 +176,11 @@ def make_train_step(
     Packed rows, with `reset` [B, T], need a `LanguageModel`.
 
     Metrics: `loss` in nats per token, `gradient_norm` before clipping, `finite`.
+
+    Raises:
+        ValueError: on an argument of another kind, by name.
     """
+    _check_kinds(model, optimizer, config)
     graph = nnx.graphdef(model)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
-from memjax.checks import check_seed, check_sizes
+from memjax.checks import check_seed, check_sizes, require_all
 from memjax.data.batches.iterator import BatchIterator, identity
 from memjax.data.batches.packed import PackedRows
 from memjax.data.batches.rows import Chunks, Streams
@@ -241,6 +241,7 @@ def _check_prepared(name: str, tokens: RecordTokens, vocab_size: int) -> None:
 def _check_documents(
     documents: Sequence[TokenisedDocument], vocab_size: int | None
 ) -> None:
+    require_all("documents", documents, TokenisedDocument)
     if not documents:
         raise ValueError("documents is empty; give at least one")
     for document in documents:

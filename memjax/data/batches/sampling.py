@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from memjax.checks import short
+
 
 def shuffled(seed: int, count: int) -> list[int]:
     """A permutation of 0 to count - 1 that depends on the seed only.
@@ -15,6 +17,8 @@ def shuffled(seed: int, count: int) -> list[int]:
     Raises:
         ValueError: if seed is below 0.
     """
+    if not hasattr(seed, "__index__"):
+        raise ValueError(f"seed must be an integer, got {short(seed)}")
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     return np.random.PCG64(seed).random_raw(count).argsort(kind="stable").tolist()

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
+from memjax.checks import require_all
+
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 #: Names of splits on the Hugging Face hub, in lower case.
@@ -133,7 +135,11 @@ def assign_splits(documents: Sequence[Document]) -> list[Document]:
     texts is in every split, with one of its three longest in each; of one text in
     train only; of two in train and validation. Equal texts share a split. Adding a
     document can move others. Given splits are ignored.
+
+    Raises:
+        ValueError: on anything but documents, by name.
     """
+    require_all("documents", documents, Document)
     entries = _with_splits(
         [
             Entry(d.name, d.kind, d.split, len(d.text), text_digest(d.text))

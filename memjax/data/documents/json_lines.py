@@ -1,7 +1,7 @@
 """JSON lines of objects with text fields, compressed as .xz or not."""
 
 import lzma
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from memjax.checks import short
@@ -53,6 +53,9 @@ def read_records(path: Path, what: str) -> list[Record]:
         ValueError: if the file cannot be read, holds no line or more than `MAX_FILE`
             bytes, or naming the line that is not an object.
     """
+    # One in a bucket is no `Path`.
+    if not isinstance(path, PurePath):
+        raise ValueError(f"path must be a Path, got {short(path)}")
     if path.exists() and not path.is_file():
         raise ValueError(f"path={str(path)!r} is not a regular file")
     try:

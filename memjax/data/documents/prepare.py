@@ -24,7 +24,7 @@ from jaxtyping import Int32
 from memjax.buckets.bucket import Bucket, as_path
 from memjax.buckets.local_copies import put
 from memjax.buckets.writing import replaced
-from memjax.checks import check_sizes, short
+from memjax.checks import check_sizes, require_instance, short
 from memjax.config_io import AnyPath, read_json
 from memjax.data.documents import prepared, sources, token_file
 from memjax.data.documents.documents import (
@@ -96,6 +96,7 @@ def prepare(
         ValueError: the source or the tokenizer cannot be read, a text has no token, or
             the folder has other content.
     """
+    require_instance("config", config, PrepareConfig)
     folder, tokenizer = as_path(folder), load_tokenizer(config.tokenizer)
     source = sources.open_source(config.source, config.rows)
     entries = scan(source, None)

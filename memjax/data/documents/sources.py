@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import resources
 
 from memjax.buckets.bucket import as_path, is_bucket
+from memjax.checks import require_instance
 from memjax.config_io import AnyPath
 from memjax.data.documents import prepared
 from memjax.data.documents.documents import Document, Source, Split, assign_splits
@@ -99,6 +100,7 @@ def check_source(spec: str, rows: RowConfig = ROWS) -> tuple[str, ...]:
 
 def open_source(spec: str, rows: RowConfig = ROWS) -> Source:
     """Opens a source, as for `open_documents`; reads no document."""
+    require_instance("source", spec, str)
     form, _, name = spec.partition(":")
     if prepared_folder(spec) is not None:
         raise ValueError(f"source={spec!r} has tokens, and the texts are needed here")

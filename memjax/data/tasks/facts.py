@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from memjax.checks import require_all, require_instance
 from memjax.data.batches.sampling import shuffled
 from memjax.data.documents.json_lines import read_records
 from memjax.data.tasks.questions import Question, read_questions
@@ -69,6 +70,7 @@ def pick_facts(facts: Sequence[Question], *, seed: int) -> list[Question]:
     Raises:
         ValueError: if seed is below 0.
     """
+    require_all("facts", facts, Question)
     picked, subjects, answers = [], set(), set()
     for i in shuffled(seed, len(facts)):
         fact = facts[i]
@@ -86,7 +88,12 @@ def unrelated(passages: Sequence[Passage], fact: Question) -> list[Passage]:
     """The passages that name neither the fact's answer nor its subject, in any case.
 
     Answers are compared by whole words: "12" is not in "1912".
+
+    Raises:
+        ValueError: on anything else, by name.
     """
+    require_all("passages", passages, Passage)
+    require_instance("fact", fact, Question)
     answer = re.compile(rf"(?<![\w.,]){re.escape(fact.answer.casefold())}(?!\w)")
     subject = fact.subject.casefold()
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int8, Int32
 
+from memjax.checks import check_sizes, require_all
 from memjax.data.documents.tokens import TokenisedDocument
 
 FILLER = -1
@@ -67,9 +68,8 @@ def dilate(
     Raises:
         ValueError: if chunk is below 1, filler below 0 or there is no document.
     """
+    check_sizes(least=0, filler=filler)
     _check(documents, chunk)
-    if filler < 0:
-        raise ValueError(f"filler must be a token's id, at least 0, got {filler}")
     return [_dilated(document, filler, chunk) for document in documents]
 
 
@@ -102,7 +102,7 @@ def _dilated(document: TokenisedDocument, filler: int, chunk: int) -> LongInput:
 
 
 def _check(documents: Sequence[TokenisedDocument], chunk: int) -> None:
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    check_sizes(chunk=chunk)
+    require_all("documents", documents, TokenisedDocument)
     if not documents:
         raise ValueError("documents must hold at least one")

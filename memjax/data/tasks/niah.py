@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from memjax.checks import check_sizes
+from memjax.checks import check_numbers, check_sizes, require_all, require_instance
 from memjax.data.batches.batch import Batch
 from memjax.data.documents.tokenizer import Tokenizer
 
@@ -109,6 +109,12 @@ def needle_sample(
         ValueError: `length` is too small for the question and one piece of haystack, an
             essay task comes without an essay, or `depth` is out of range.
     """
+    require_all("seed", seed, int)
+    require_instance("task", task, NeedleTask)
+    require_instance("tokenizer", tokenizer, Tokenizer)
+    check_sizes(length=length)
+    if depth is not None:
+        check_numbers(depth=depth)
     if depth is not None and not 0 <= depth <= 100:
         raise ValueError(f"depth must be in [0, 100], got {depth}")
     if task.haystack == "essay" and not essay:
@@ -154,7 +160,8 @@ def needle_batch(
     Raises:
         ValueError: as `needle_sample`, or `batch` below 1.
     """
-    check_sizes(batch=batch)
+    check_sizes(batch=batch, length=length)
+    require_instance("seed", seed, Sequence)
     tokens, targets = np.zeros((2, batch, length), np.int32)
     mask = np.zeros((batch, length), np.float32)
     for row in range(batch):

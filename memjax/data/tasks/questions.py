@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from memjax.checks import check_sizes
+from memjax.checks import check_sizes, require_all, require_instance
 from memjax.data.documents.json_lines import read_records
 from memjax.data.documents.tokenizer import Tokenizer
 
@@ -96,6 +96,8 @@ def multi_context(
         ValueError: if group is below 1 or there is no item.
     """
     check_sizes(group=group)
+    require_instance("tokenizer", tokenizer, Tokenizer)
+    require_all("items", items, Question)
     if not items:
         raise ValueError("items must hold at least one question")
     inputs = []

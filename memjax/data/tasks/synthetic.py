@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, PRNGKeyArray, UInt32
 
-from memjax.checks import check_sizes
+from memjax.checks import check_key, check_sizes
 from memjax.data.batches.batch import Batch
 
 Key = PRNGKeyArray | UInt32[Array, "2"]
@@ -24,6 +24,7 @@ def copy_task(key: Key, batch: int, length: int, vocab: int) -> Batch:
     Raises:
         ValueError: an argument is out of its range.
     """
+    check_key(key)
     _check("batch", batch, 1)
     _check("length", length, 1)
     _check("vocab", vocab, 3)
@@ -50,6 +51,7 @@ def associative_recall(key: Key, batch: int, pairs: int, vocab: int) -> Batch:
     Raises:
         ValueError: an argument is out of its range.
     """
+    check_key(key)
     _check("batch", batch, 1)
     _check("pairs", pairs, 1)
     _check("vocab", vocab, max(4, 2 * pairs))
@@ -104,6 +106,7 @@ def multi_query_recall(
     Raises:
         ValueError: an argument is out of its range.
     """
+    check_key(key)
     _check("batch", batch, 1)
     _check("pairs", pairs, 1)
     _check("length", length, 4 * pairs)

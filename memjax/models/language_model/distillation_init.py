@@ -25,6 +25,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 
+from memjax.checks import require_instance, short
 from memjax.mechanisms import HybridConfig
 from memjax.mechanisms.hybrid import FeatureParams, HybridParams, hybrids
 from memjax.models.language_model.config import ModelConfig
@@ -56,8 +57,12 @@ def initialise_from_teacher(
             half-life is the window, the longest T.
 
     Raises:
-        ValueError: if the model has no hybrid layer.
+        ValueError: if the model has no hybrid layer, or on another kind of argument.
     """
+    require_instance("model", model, LanguageModel)
+    require_instance("teacher", teacher, ModelConfig)
+    if getattr(tokens, "ndim", None) != 2:
+        raise ValueError(f"tokens must be an array [R, T], got {short(tokens)}")
     if not memory_layers(model.config):
         raise ValueError(
             f"model must have a hybrid layer, got {model.config.mechanisms}"

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax.checks import short
+from memjax.checks import require_all, short
 from memjax.mechanisms.config import MechanismConfig
 from memjax.mechanisms.layers import documents
 from memjax.models import ragged
@@ -110,8 +110,10 @@ def start_multiple(mechanisms: Sequence[MechanismConfig]) -> int:
         mechanisms: of the model, `ModelConfig.mechanisms`.
 
     Raises:
-        ValueError: for a mechanism whose memory cannot be cleared inside a segment.
+        ValueError: for a mechanism whose memory cannot be cleared inside a segment, or
+            on anything else, by name.
     """
+    require_all("mechanisms", mechanisms, MechanismConfig)
     chunks = []
     for mechanism in dict.fromkeys(mechanisms):
         packed = build_once(mechanism).packed

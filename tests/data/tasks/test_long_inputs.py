@@ -72,7 +72,7 @@ def test_filler_follows_every_whole_chunk(length, chunk):
         (lambda: interleave([document(3, 0)], 0), "chunk must be at least 1, got 0"),
         (lambda: interleave([]), "documents must hold at least one"),
         (lambda: dilate([], 3), "documents must hold at least one"),
-        (lambda: dilate([document(3, 0)], -1), "filler must be a token's id"),
+        (lambda: dilate([document(3, 0)], -1), "filler must be at least 0"),
         (lambda: dilate([document(3, 0)], 1, -2), "chunk must be at least 1, got -2"),
     ],
 )
