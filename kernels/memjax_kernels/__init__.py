@@ -84,13 +84,13 @@ from memjax_kernels._src.trellis import (
     TrellisState,
     trellis,
     trellis_init_state,
+    trellis_state,
     trellis_step,
 )
 from memjax_kernels._src.trellis.functions import TRELLIS_ACTIVATIONS, TRELLIS_PHIS
 from memjax_kernels._src.ttt_linear import (
     TTTLinearState,
     ttt_linear,
-    ttt_linear_batched_step,
     ttt_linear_init_state,
     ttt_linear_state,
     ttt_linear_step,
@@ -164,9 +164,9 @@ __all__ = [
     "ssd_step",
     "trellis",
     "trellis_init_state",
+    "trellis_state",
     "trellis_step",
     "ttt_linear",
-    "ttt_linear_batched_step",
     "ttt_linear_init_state",
     "ttt_linear_state",
     "ttt_linear_step",

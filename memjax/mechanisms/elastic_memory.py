@@ -27,7 +27,6 @@ from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import coefficients, places, projections
 from memjax.mechanisms.layers.divided_sequence import on_shares
 from memjax.mechanisms.layers.heads import HeadsConfig, mean_keys
-from memjax.mechanisms.layers.in_place import change_if
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import prefix_causal
@@ -38,6 +37,7 @@ from memjax_kernels import (
     hippo_sample_points,
     hippo_update,
 )
+from memjax_kernels._src.common.in_place import change_if
 from memjax_kernels._src.common.partition import sequence_ways
 
 #: Numbers of a bank, 8 GB.

@@ -34,8 +34,8 @@ from memjax.mechanisms.cells.learned_init import (
     LearnedInit,
     for_batch,
     initialise,
+    initialise_in_place,
     initialised,
-    initialised_step,
     uninitialised,
 )
 from memjax.mechanisms.layers import gates
@@ -158,11 +158,13 @@ def step(
 ) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
     gamma, g = _gates(config, params, x)
-    slots, y = initialised_step(
-        lattice_step,
-        (q, k, _values(config, v), gamma, g),
-        memory,
-        _initial(config, params, 1),
+    slots, y = lattice_step(
+        q,
+        k,
+        _values(config, v),
+        gamma,
+        g,
+        initialise_in_place(memory, _initial(config, params, 1)),
         variant=config.variant,
         normalize=config.normalize,
         forget=config.forget,

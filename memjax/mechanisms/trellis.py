@@ -18,7 +18,6 @@ Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
 
 import dataclasses
-import functools
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
@@ -32,18 +31,13 @@ from memjax.mechanisms.cells.learned_init import (
     LearnedInit,
     for_batch,
     initialise,
+    initialise_in_place,
     initialised,
-    initialised_step,
     uninitialised,
 )
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.overlap import (
-    OpenChunk,
-    bounded_step,
-    bounded_steps,
-    empty_chunk,
-)
+from memjax.mechanisms.layers.overlap import OpenChunk, bounded_step, bounded_steps
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import (
     TRELLIS_ACTIVATIONS,
@@ -53,6 +47,7 @@ from memjax_kernels import (
     TrellisState,
     l2_normalize,
     trellis_init_state,
+    trellis_state,
     trellis_step,
 )
 from memjax_kernels import trellis as trellis_op
@@ -173,10 +168,14 @@ def init_params(config: TrellisConfig, key: PRNGKeyArray) -> TrellisParams:
 
 
 class Memory(NamedTuple):
-    """Both memories, and the open chunks of both passes, None without bounded steps."""
+    """Both memories, and the open chunk's steps before they are bounded.
+
+    `steps` has an array [B, H, C] for each pass, one where they share gates; None
+    without bounded steps.
+    """
 
     slots: TrellisState
-    open_chunk: tuple[OpenChunk, OpenChunk] | None
+    steps: tuple[Float[Array, "B H C"], ...] | None
 
 
 def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
@@ -190,7 +189,7 @@ def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
         config.value_dim,
         chunk_size=config.chunk_size,
     )
-    return uninitialised(batch, Memory(memory, _empty_chunks(config, batch)))
+    return uninitialised(batch, Memory(memory, _no_steps(config, batch)))
 
 
 def step(
@@ -203,26 +202,29 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Writes one token into both memories and reads with its query."""
-    slots, open_chunk = memory.memory
+    slots, steps = initialise_in_place(memory, _initial(config, params, 1))
     # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
     # diverge.
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
-    if open_chunk is not None:
-        position = jnp.where(memory.uninitialised, 0, slots.position)
-        none = _empty_chunks(config, x.shape[0])
-        open_chunk = initialise(LearnedInit(open_chunk, memory.uninitialised), none)
-        given = (open_chunk, position, k, v, gamma)
-        open_chunk, k, v, gamma = _bounded(bounded_step, *given)
-    slots, y = initialised_step(
-        trellis_step,
-        (q, k, v, target, gamma, g),
-        LearnedInit(slots, memory.uninitialised),
-        _initial(config, params, 1).slots,
+    if steps is not None:
+        opened, gammas = _opened(slots, steps), _of_each(gamma, k)
+        given = zip(opened, (k, v), gammas, strict=True)
+        found = [bounded_step(o, slots.position, *rest) for o, *rest in given]
+        after, gammas = zip(*found, strict=True)
+        steps, gamma = after[: len(steps)], jnp.stack(gammas, axis=-1)
+    slots, y = trellis_step(
+        q,
+        k,
+        v,
+        target,
+        gamma,
+        g,
+        slots,
         phi=config.phi,
         activation=config.activation,
     )
-    return initialised(Memory(slots, open_chunk)), _read(config, y)
+    return initialised(Memory(slots, steps)), _read(config, y)
 
 
 def apply(
@@ -237,15 +239,18 @@ def apply(
 ) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
     initial = _initial(config, params, x.shape[0])
-    slots, open_chunk = initial if memory is None else initialise(memory, initial)
+    slots, steps = initial if memory is None else initialise(memory, initial)
     # None: all rows are at the start of a chunk, and tokens need no shift.
     before, position = (None, None) if memory is None else (slots, slots.position)
     # Values are normalised, as in `step`.
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
-    if open_chunk is not None:
-        given = (open_chunk, position, k, v, gamma)
-        open_chunk, k, v, gamma = _bounded(bounded_steps, *given)
+    if steps is not None:
+        opened, gammas = _opened(slots, steps), _of_each(gamma, k)
+        given = zip(opened, (k, v), gammas, strict=True)
+        found = [bounded_steps(o, position, *rest) for o, *rest in given]
+        after, (k, v), gammas = zip(*found, strict=True)
+        steps, gamma = after[: len(steps)], jnp.stack(gammas, axis=-1)
     slots, y = trellis_op(
         q,
         k,
@@ -261,7 +266,7 @@ def apply(
         reset=reset,
         implementation=config.implementation,
     )
-    return initialised(Memory(slots, open_chunk)), _read(config, y)
+    return initialised(Memory(slots, steps)), _read(config, y)
 
 
 def _read(config, y):
@@ -271,29 +276,28 @@ def _read(config, y):
 
 def _initial(config, params, batch):
     """The learned memories of a batch, at the start of a chunk."""
-    keys, values = for_batch((params.keys, params.values), batch)
-    # At position 0, the start of a chunk, the running memories equal the chunk-start
-    # memories, in which gradients are taken.
-    position = jnp.zeros(batch, jnp.int32)
-    slots = TrellisState(keys, keys, values, values, position, config.chunk_size)
-    return Memory(slots, _empty_chunks(config, batch))
+    memories = for_batch((params.keys, params.values), batch)
+    slots = trellis_state(*memories, config.chunk_size)
+    return Memory(slots, _no_steps(config, batch))
 
 
-def _empty_chunks(config, batch):
-    """Empty open chunks of both passes; None where steps need none."""
+def _no_steps(config, batch):
+    """Steps of an open chunk without tokens; None where steps are not bounded."""
     if not config.bounded:
         return None
-    empty = functools.partial(empty_chunk, batch, config.chunk_size, config.num_heads)
-    return empty(config.key_dim), empty(config.value_dim)
+    shape = batch, config.num_heads, config.chunk_size
+    return (jnp.zeros(shape, jnp.float32),) * (1 if config.shared_gates else 2)
 
 
-def _bounded(bound, open_chunk, position, k, v, gamma):
-    """The open chunks; k and v; γ [*B, H, 2] of both passes, bounded."""
+def _opened(slots, steps):
+    """The open chunk of each pass: values are the keys of the second."""
+    return OpenChunk(slots.tokens.k, steps[0]), OpenChunk(slots.tokens.v, steps[-1])
+
+
+def _of_each(gamma, k):
+    """γ [*B, H] of each pass."""
     shared = gamma.ndim == k.ndim - 1
-    of_each = (gamma, gamma) if shared else (gamma[..., 0], gamma[..., 1])
-    keys, k, of_keys = bound(open_chunk[0], position, k, of_each[0])
-    values, v, of_values = bound(open_chunk[1], position, v, of_each[1])
-    return (keys, values), k, v, jnp.stack([of_keys, of_values], axis=-1)
+    return (gamma, gamma) if shared else (gamma[..., 0], gamma[..., 1])
 
 
 def _target_and_gates(config, params, x):

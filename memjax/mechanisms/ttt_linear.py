@@ -27,17 +27,17 @@ from memjax.mechanisms.cells.learned_init import (
     LearnedInit,
     for_batch,
     initialise,
+    initialise_in_place,
     initialised,
-    initialised_step,
     uninitialised,
 )
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import ttt_linear as ttt_linear_op
 from memjax_kernels import (
-    ttt_linear_batched_step,
     ttt_linear_init_state,
     ttt_linear_state,
+    ttt_linear_step,
 )
 
 
@@ -128,13 +128,10 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Trains the memory on one token and reads with its query."""
-    eta, *norm = _rate_and_norm(config, params, x)
-    scale, shift = (jnp.broadcast_to(row, v.shape) for row in norm)
-    layer, y = initialised_step(
-        ttt_linear_batched_step,
-        (q, k, v, eta, scale, shift),
-        memory,
-        _initial(config, params, 1),
+    layer = initialise_in_place(memory, _initial(config, params, 1))
+    eta, scale, shift = _rate_and_norm(config, params, x)
+    layer, y = ttt_linear_step(
+        q, k, v, eta, scale, shift, layer, chunk_size=config.chunk_size
     )
     return initialised(layer), y
 

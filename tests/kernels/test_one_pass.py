@@ -14,14 +14,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
-from memjax_kernels._src.common import one_pass
-from memjax_kernels._src.lattice.memory import Rule
-from memjax_kernels._src.lattice.reference import advance
+from memjax_kernels._src.common import head_kernel, one_pass, open_chunk
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 OPS = ("linear_attention", "ssd", "gla", "delta_rule", "gated_delta_rule")
-OPS += ("gated_slots", "lattice", "trellis", "ttt_linear")
+OPS += ("gated_slots",)
+#: Ops whose states have the tokens of an open chunk.
+CHUNKED = ("lattice", "trellis", "ttt_linear")
 
 
 def tokens_of(name, sizes, dtype=jnp.float32):
@@ -53,7 +53,7 @@ def tokens_of(name, sizes, dtype=jnp.float32):
         "gated_slots": (q, k, v, alpha, gate(slots)),
         "lattice": (alpha, unit(draw(slots)), v, rate, gate()),
         "trellis": (q, k, v, alpha, np.stack([rate, rate / 2], -1), gate(2)),
-        "ttt_linear": (q, k, v, rate, draw(width), draw(width)),
+        "ttt_linear": (q, k, v, rate, draw(width)[0], draw(width)[0]),
     }
     given = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), named[name])
     empty = functools.partial(
@@ -73,31 +73,12 @@ def tokens_of(name, sizes, dtype=jnp.float32):
 
 
 def plain_step(name: str, **options: Any) -> Callable[..., Any]:
-    if name == "lattice":
-        return functools.partial(_lattice_step, **options)
-    step = "batched_step" if name == "ttt_linear" else "step"
-    step = getattr(memjax_kernels, f"{name}_{step}")
+    step = getattr(memjax_kernels, f"{name}_step")
     return functools.partial(inspect.unwrap(step), **options)
 
 
-def _lattice_step(
-    q,
-    k,
-    v,
-    gamma,
-    g,
-    state,
-    *,
-    variant: Any = "dec",
-    normalize=True,
-    forget: Any = None,
-):
-    """Without the checks: the kernel takes g always, and l1 in chunks."""
-    return advance(q, k, v, gamma, g, state, Rule(variant, normalize, forget))
-
-
 def three_tokens(step, given):
-    """Two open chunks: the chunk-start memory changes and stays."""
+    """Tokens one after the other, as decoding reads them."""
     first, *others, state = given
 
     def token(state, scale):
@@ -107,20 +88,10 @@ def three_tokens(step, given):
     return jax.lax.scan(token, state, jnp.asarray([1.0, -0.5, 0.3], first.dtype))
 
 
-CASES = [(name, {}) for name in OPS]
-CASES += [("lattice", {"variant": v, "forget": "l2"}) for v in ("dec", "enc", "sim")]
-CASES += [("lattice", {"forget": "l1"}), ("lattice", {"normalize": False})]
-CASES += [("trellis", {"phi": "softmax"}), ("trellis", {"phi": "ln_silu"})]
-# Options with primitives of their own.
-COMPILED = [
-    case for case in CASES if case[1] in ({}, {"forget": "l1"}, {"phi": "softmax"})
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_kernel_equals_step(name, options):
-    given, step = tokens_of(name, (2, 3, 16, 8)), plain_step(name, **options)
+@pytest.mark.parametrize("name", OPS)
+def test_kernel_equals_step(name):
+    given, step = tokens_of(name, (2, 3, 16, 8)), plain_step(name)
     assert one_pass.unsupported(*given) == ""
     kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
 
@@ -131,16 +102,47 @@ def test_kernel_equals_step(name, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lattice", {"variant": "dec"}),
+        ("lattice", {"variant": "enc", "forget": "l2"}),
+        ("lattice", {"variant": "sim", "normalize": False}),
+        ("trellis", {"phi": "silu"}),
+        ("trellis", {"phi": "softmax"}),
+        ("ttt_linear", {"chunk_size": 2}),
+    ],
+)
+def test_kernels_of_open_chunks_equal_the_step(name, options, monkeypatch):
+    """The second batch element has an open token."""
+    *tokens, state = tokens_of(name, (2, 3, 16, 8))
+    if name == "lattice" and "forget" not in options:
+        tokens[-1] = None
+    step = plain_step(name, **options)
+    other, _ = step(*tokens, state)
+    given = *tokens, open_chunk.replace(jnp.array([False, True]), other, state)
+
+    def run():
+        return jax.jit(functools.partial(three_tokens, step))(given)
+
+    expected = run()
+    kernel = functools.partial(head_kernel.by_heads_tpu, interpret=INTERPRETER)
+    monkeypatch.setattr(open_chunk, "by_heads", kernel)
+    # Operands of two parts in bfloat16: 16 bits.
+    close(run(), expected, 5e-5)
+
+
+@pytest.mark.slow
 def test_heads_of_several_blocks(monkeypatch):
     monkeypatch.setattr(one_pass, "MOST_HEADS", 8)
-    given, step = tokens_of("lattice", (2, 16, 16, 8)), plain_step("lattice")
+    given, step = tokens_of("delta_rule", (2, 16, 16, 8)), plain_step("delta_rule")
     kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
     close(jax.jit(kernel)(*given), jax.jit(step)(*given), 1e-5)
 
 
 def test_heads_without_fitting_block_run_in_xla(monkeypatch):
     monkeypatch.setattr(one_pass, "_heads_of_a_block", lambda *_: 0)
-    given, step = tokens_of("trellis", (2, 3, 16, 8)), plain_step("trellis")
+    given, step = tokens_of("delta_rule", (2, 3, 16, 8)), plain_step("delta_rule")
     close(jax.jit(functools.partial(one_pass.step_tpu, step))(*given), step(*given), 0)
 
 
@@ -157,9 +159,9 @@ def test_bfloat16_tokens_are_read_in_bfloat16():
 
 @pytest.mark.slow
 def test_gradients_of_both_modes_are_those_of_the_step():
-    given = tokens_of("lattice", (2, 3, 16, 8))
-    step = functools.partial(memjax_kernels.lattice_step, forget="l2")
-    plain = functools.partial(inspect.unwrap(step.func), forget="l2")
+    given = tokens_of("delta_rule", (2, 3, 16, 8))
+    step = memjax_kernels.delta_rule_step
+    plain = inspect.unwrap(step)
 
     def loss(step, *given):
         return three_tokens(step, given)[1].sum()
@@ -191,19 +193,27 @@ def test_unsupported_reasons(sizes, reason):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("name", "options"), COMPILED)
-def test_it_compiles_on_a_mesh(name, options):
+@pytest.mark.parametrize("name", (*OPS, *CHUNKED))
+def test_it_compiles_on_a_mesh(name):
     devices = np.array(topologies.get_topology_desc("v5e:2x2", "tpu").devices)
     mesh = Mesh(devices.reshape(2, 2), ("data", "tensor"))
+    options = {"chunk_size": 2} if name == "ttt_linear" else {}
     step, given = plain_step(name, **options), tokens_of(name, (4, 24, 64, 32))
+    if name == "lattice":
+        given = *given[:4], None, given[5]
+    heads = given[0].shape[1]
 
     def like(x):
         axes = ("data", "tensor") if x.ndim > 1 else ("data",)
+        # The layer norm of TTT-linear has no batch.
+        axes = ("tensor",) if x.shape[0] == heads else axes
         place = NamedSharding(mesh, P(*axes))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     shapes = jax.tree.map(like, given)
+    kernel = "by_heads" if name in CHUNKED else "step_in_one_pass"
     with jax.set_mesh(mesh):
-        lowered = jax.jit(one_pass.on_tpu(step)).lower(*shapes)
+        step = step if name in CHUNKED else one_pass.on_tpu(step)
+        lowered = jax.jit(step).lower(*shapes)
         text = str(lowered.compile().as_text())
-    assert "step_in_one_pass" in text and "all-gather" not in text
+    assert kernel in text and "all-gather" not in text

@@ -12,6 +12,7 @@ import pytest
 
 import memjax_kernels
 from memjax_kernels import TTTLinearState, ttt_linear_init_state, ttt_linear_state
+from memjax_kernels._src.ttt_linear.state import TTTLinearTokens
 
 # Any: called with unpacked tokens.
 ttt_linear: Any = memjax_kernels.ttt_linear
@@ -37,14 +38,23 @@ def draw(length=LENGTH, seed=0) -> Any:
     q, k, v = (normal(B, length, H, D) for _ in range(3))
     eta = (0.2 / (1 + np.exp(-normal(B, length, H)))).astype("f4")
     scale, bias = 1 + 0.2 * normal(H, D), 0.2 * normal(H, D)
-    memory = normal(B, H, D, D), normal(B, H, D, D), normal(B, H, D), normal(B, H, D)
-    return (q, k, v, eta, scale, bias), memory
+    weights, offset = normal(B, H, D, D), normal(B, H, D)
+    opened = (
+        normal(B, H, C, D),
+        normal(B, H, C, D),
+        0.1 * np.abs(normal(B, H, C)),
+    )
+    return (q, k, v, eta, scale, bias), (weights, offset, *opened)
 
 
 def open_state(memory, positions=POSITIONS):
-    """A state of these matrices, in the middle of a mini-batch."""
-    start, now, bias_start, bias = map(jnp.asarray, memory)
-    return TTTLinearState(start, now, bias_start, bias, jnp.asarray(positions), C)
+    """A state of these arrays, in the middle of a mini-batch."""
+    weights, bias, *opened = map(jnp.asarray, memory)
+    here = jnp.arange(C)[None] < jnp.asarray(positions)[:, None]
+    tokens = TTTLinearTokens(
+        *(jnp.where(here.reshape(B, 1, C, *[1] * (x.ndim - 3)), x, 0) for x in opened)
+    )
+    return TTTLinearState(weights, bias, tokens, jnp.asarray(positions), C)
 
 
 def other_start(seed=7):
@@ -87,7 +97,7 @@ def both(how):
 
 
 def leaves(state):
-    return state.weights_start, state.weights, state.bias_start, state.bias
+    return state.weights, state.bias, *state.tokens
 
 
 def normalised(x, scale, bias):
@@ -108,24 +118,31 @@ def numpy_loop(tokens, memory, positions=POSITIONS, reset=WHOLE):
     """The recurrence in float64, a token, batch element and head at a time."""
     q, k, v, eta, scale, bias = (np.array(x, np.float64) for x in tokens)
     memory = [np.array(x, np.float64) for x in memory]
-    fresh = [np.array(x, np.float64) for x in leaves(EMPTY)]
-    reads = np.zeros_like(v)
+    fresh = [np.array(x, np.float64) for x in leaves(EMPTY)[:2]]
+    reads, after = np.zeros_like(v), [np.zeros_like(x) for x in memory]
     for b, h in np.ndindex(B, H):
-        w0, w, c0, c = (m[b, h] for m in memory)
-        for t in range(q.shape[1]):
-            if (positions[b] + t) % C == 0:
+        place, (w, c) = positions[b], (m[b, h] for m in memory[:2])
+        opened = [
+            np.concatenate([m[b, h, :place], x[b, :, h]])
+            for m, x in zip(memory[2:], (k, v, eta), strict=True)
+        ]
+        (w0, c0), norm = (w, c), (scale[h], bias[h])
+        for i, (key, value, rate) in enumerate(zip(*opened, strict=True)):
+            t = i - place
+            if t >= 0 and reset[b, t]:
+                w, c = (m[b, h] for m in fresh)
+            if i % C == 0:
                 w0, c0 = w, c
-            if reset[b, t]:
-                w0, w, c0, c = (m[b, h] for m in fresh)
-            key, query, norm = k[b, t, h], q[b, t, h], (scale[h], bias[h])
-            update = eta[b, t, h] * slope(w0.T @ key + c0, v[b, t, h] - key, *norm)
+            update = rate * slope(w0.T @ key + c0, value - key, *norm)
             w, c = w - np.outer(key, update), c - update
-            reads[b, t, h] = query + normalised(w.T @ query + c, *norm)
-        if (positions[b] + q.shape[1]) % C == 0:
-            w0, c0 = w, c
-        for m, new in zip(memory, (w0, w, c0, c), strict=True):
-            m[b, h] = new
-    return memory, reads
+            if t >= 0:
+                query = q[b, t, h]
+                reads[b, t, h] = query + normalised(w.T @ query + c, *norm)
+        rest = len(opened[0]) % C
+        after[0][b, h], after[1][b, h] = (w0, c0) if rest else (w, c)
+        for m, x in zip(after[2:], opened, strict=True):
+            m[b, h, :rest] = x[len(x) - rest :]
+    return after, reads
 
 
 def error(actual, expected):
@@ -315,12 +332,12 @@ def test_bad_input_is_refused_by_name():
         (r"eta must lie in \[0.0, inf\]", (q, k, v, -eta, scale, bias), {}),
         ("chunk_size must be at least 1, got 0", good, {"chunk_size": 0}),
         (
-            "state is of chunk_size=4, got chunk_size=8",
+            "state must be of chunk_size=8, got one of chunk_size=4",
             (*good, state),
             {"chunk_size": 8},
         ),
         (
-            "empty is of chunk_size=4, got chunk_size=8",
+            "empty must be of chunk_size=8, got one of chunk_size=4",
             good,
             {"empty": EMPTY, "chunk_size": 8},
         ),
@@ -340,7 +357,7 @@ def test_bad_input_is_refused_by_name():
             {},
         ),
         (
-            r"state.bias must have shape \[B, H, V\]",
+            r"state.bias must be float32\[2, 2, 5\]",
             (*good, replace(state, bias=state.bias[:1])),
             {},
         ),
@@ -350,5 +367,5 @@ def test_bad_input_is_refused_by_name():
         with pytest.raises(ValueError, match=message):
             # Without the annotations' own check.
             inspect.unwrap(ttt_linear)(*arguments, **({"chunk_size": C} | options))
-    with pytest.raises(ValueError, match="state is of chunk_size=4, got chunk_size=16"):
+    with pytest.raises(ValueError, match="state must be of chunk_size=16"):
         step(*(x[:, 0] for x in good[:4]), *good[4:], state)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels import LatticeState, lattice, lattice_init_state, lattice_step
+from memjax_kernels import lattice, lattice_init_state, lattice_step
 from memjax_kernels._src.common.products import multiplier
 from memjax_kernels._src.lattice import chunk as one_chunk
 from memjax_kernels._src.lattice.memory import Rule
+from tests.kernels.lattice.against_xla import open_state
 
 B, H, M, V = 2, 2, 5, 6
 # C, variant, normalize, forget.
@@ -129,10 +130,10 @@ def pulled(case, implementation, arguments, reset):
     """Results and gradients of all arguments, for random cotangents of all results."""
     tokens, state, empty = arguments
 
-    def forward(tokens, start, pending, empty_start):
-        # Nothing is pending where C = 1.
-        pending = pending if case[0] > 1 else 0 * pending
-        before = dataclasses.replace(state, start=start, pending=pending)
+    def forward(tokens, start, opened, empty_start):
+        # Zeros behind the open tokens are no arguments.
+        opened = jax.tree.map(lambda x, y: x * (y != 0), opened, state.tokens)
+        before = dataclasses.replace(state, start=start, tokens=opened)
         q, k, v, gamma, g = tokens
         after, y = lattice(
             q,
@@ -146,21 +147,19 @@ def pulled(case, implementation, arguments, reset):
             implementation=implementation,
             **options(case),
         )
-        return y, after.start, after.pending, after.decay
+        return y, after.start, after.tokens
 
     def both(*arguments):
         values, back = jax.vjp(forward, *arguments)
-        keys = jax.random.split(jax.random.key(9), len(values))
-        weights = tuple(
-            map(
-                lambda key, x: jax.random.normal(key, x.shape).astype(x.dtype),
-                keys,
-                values,
-            )
-        )
-        return values, back(weights)
+        leaves, tree = jax.tree.flatten(values)
+        keys = jax.random.split(jax.random.key(9), len(leaves))
+        weights = [
+            jax.random.normal(key, x.shape).astype(x.dtype)
+            for key, x in zip(keys, leaves, strict=True)
+        ]
+        return values, back(jax.tree.unflatten(tree, weights))
 
-    return jax.jit(both)(tokens, state.start, state.pending, empty.start)
+    return jax.jit(both)(tokens, state.start, state.tokens, empty.start)
 
 
 @pytest.mark.parametrize(
@@ -175,15 +174,14 @@ def pulled(case, implementation, arguments, reset):
 def test_gradients_of_chunks_are_those_of_the_token_loop(case):
     size = case[0]
     tokens, state = draw(7, forget=case[3]), memory(case)
-    place = jnp.array([0, 3 % size], jnp.int32)
-    pending = 0.1 * memory(case, seed=2).start * (place > 0)[:, None, None, None]
-    state = LatticeState(state.start, pending, state.decay, place, size)
+    if size > 1:
+        state = open_state(state.start, jnp.array([0, 3], jnp.int32), size)
     reset = jnp.zeros((B, 7), bool).at[0, 4].set(True).at[1, 1].set(True)
     arguments = tokens, state, memory(case, seed=3)
     expected = pulled(case, "reference", arguments, reset)
     close(pulled(case, "xla", arguments, reset), expected, 2e-5)
-    _, (d_tokens, d_start, d_pending, d_empty) = expected
-    moving = (d_tokens, d_start, d_empty, *([d_pending] if size > 1 else []))
+    _, (d_tokens, d_start, opened, d_empty) = expected
+    moving = (d_tokens, d_start, d_empty, opened and opened[: 3 + bool(case[3])])
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(moving))
 
 
@@ -198,8 +196,7 @@ def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
 
         def in_chunk(q, k, v, gamma, start, rule=rule):
             given = one_chunk.Tokens(q, k, v, gamma, None)
-            written, y = one_chunk.advance(given, start, None, rule, multiply)
-            return written.after, y
+            return one_chunk.advance(given, start, rule, multiply)
 
         def exact(q, k, v, gamma, start, rule=rule):
             given = one_chunk.Tokens(q, k, v, gamma, None)
@@ -291,7 +288,7 @@ def test_reset_inside_chunk_raises_or_gives_nan():
     state, y = run_jit(*tokens, reset=reset, chunk_size=4)
     assert np.isfinite(y[0]).all() and np.isfinite(state.start[0]).all()
     assert np.isfinite(y[1, :3]).all() and np.isnan(y[1, 3:]).all()
-    assert np.isnan(state.start[1]).all() and np.isnan(state.pending[1]).all()
+    assert np.isnan(state.start[1]).all() and np.isnan(state.tokens.k[1]).all()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from memjax_kernels import LATTICE_VARIANTS, LatticeState, lattice_init_state
+from memjax_kernels import LATTICE_VARIANTS, lattice_init_state
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import blocks as pack_blocks
 from memjax_kernels._src.lattice import Rule, packed, packed_gradient, tpu_packed
@@ -19,7 +19,7 @@ from memjax_kernels._src.lattice import chunk as one_chunk
 from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close, distances
-from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
+from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, open_state, rows
 
 # A failure is not made smaller: each size compiles anew.
 WITHOUT_SHRINKING = (Phase.reuse, Phase.generate)
@@ -55,23 +55,18 @@ def test_packed_chunk_and_gradient_equal_single_heads(drawn):
     gamma = jax.nn.sigmoid(normal(size, 1))
     start = normal(slots, width)
     start = start / jnp.linalg.norm(start, axis=-1, keepdims=True)
-    d_after, d_written, d_y = (
-        normal(slots, width),
-        normal(slots, width),
-        normal(size, width),
-    )
+    d_after, d_y = normal(slots, width), normal(size, width)
 
     def one_by_one(q, k, v, gamma, start):
         tokens = one_chunk.Tokens(q, k, v, gamma, None)
-        written, y = one_chunk.advance(tokens, start, None, Rule(variant), EXACT)
-        return written.after, written.pending, y
+        return one_chunk.advance(tokens, start, Rule(variant), EXACT)
 
     @jax.jit
     def pulled(primals, cotangents):
         values, pull = jax.vjp(one_by_one, *primals)
         return values, pull(cotangents)
 
-    cotangents = d_after, d_written, d_y
+    cotangents = d_after, d_y
     expected, (d_q, d_k, d_v, d_gamma, d_start) = pulled(
         (q, k, v, gamma, start), cotangents
     )
@@ -80,7 +75,7 @@ def test_packed_chunk_and_gradient_equal_single_heads(drawn):
     x = packed.Chunk(pack_heads(q), pack_heads(k), pack_heads(v), wide)
     given = x, pack_heads(start)
     moved, y = jax.jit(functools.partial(packed.advance, options=options))(*given)
-    close((moved.after, moved.written, y), [*map(pack_heads, expected)], 2e-5)
+    close((moved.after, y), [*map(pack_heads, expected)], 2e-5)
     vjp = jax.jit(functools.partial(packed_gradient.vjp, options=options))
     found = vjp(*given, *map(pack_heads, cotangents))
     by_head = found.x.gamma.reshape(number, size, heads, slots).sum(-1)
@@ -121,8 +116,7 @@ def test_three_parts_in_bfloat16_are_a_float32():
 def test_values_and_gradients_agree_with_xla(variant, sizes, places, resets, most):
     b, t, h, m, width, c = sizes
     place = jnp.asarray(places, jnp.int32)
-    pending = 0.2 * rows(1, b, h, m, width) * (place > 0)[:, None, None, None]
-    state = LatticeState(rows(2, b, h, m, width), pending, jnp.ones((b, h)), place, c)
+    state = open_state(rows(2, b, h, m, width), place, c)
     reset = jax.nn.one_hot(jnp.asarray(resets), t, dtype=bool)
     arguments = draw(b, t, h, m, width), state, reset, rows(3, b, h, m, width)
     expected = both(lattice_xla, variant, *arguments)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from memjax_kernels import (
-    LatticeState,
     lattice,
     lattice_init_state,
     lattice_state,
@@ -37,9 +36,7 @@ from tests.kernels.on_tpu import compiled_for_two, needs_libtpu
 )
 def test_values_and_gradients_agree_with_xla(variant, sizes):
     b, t, h, m, v = sizes
-    nothing, ones = jnp.zeros((b, h, m, v)), jnp.ones((b, h))
-    start = rows(2, b, h, m, v).at[0, 0, 1].set(0)
-    state = LatticeState(start, nothing, ones, jnp.zeros(b, jnp.int32), 1)
+    state = lattice_state(rows(2, b, h, m, v).at[0, 0, 1].set(0), 1)
     reset = jnp.zeros((b, t), bool).at[-1, 3].set(True).at[0, t - 1].set(True)
     arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v)
     expected = both(lattice_xla, variant, *arguments)

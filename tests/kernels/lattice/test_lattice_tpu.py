@@ -11,13 +11,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels import LatticeState, lattice_init_state, lattice_state
+from memjax_kernels import lattice_init_state, lattice_state
 from memjax_kernels._src.lattice import Rule, pallas_tpu
 from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu, unsupported
 from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close
-from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, rows
+from tests.kernels.lattice.against_xla import INTERPRETED, both, draw, open_state, rows
 from tests.kernels.on_tpu import needs_libtpu
 
 
@@ -26,8 +26,7 @@ def test_values_and_gradients_agree_with_xla():
     """Nine heads, so that a program of eight and one of one run them."""
     b, t, h, m, v, c = 3, 12, 3, 8, 16, 4
     place = jnp.array([3, 0, 1], jnp.int32)
-    pending = 0.2 * rows(1, b, h, m, v) * (place > 0)[:, None, None, None]
-    state = LatticeState(rows(2, b, h, m, v), pending, jnp.ones((b, h)), place, c)
+    state = open_state(rows(2, b, h, m, v), place, c)
     reset = jnp.zeros((b, t), bool).at[0, 5].set(True).at[1, 8].set(True)
     arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v)
     expected = both(lattice_xla, "dec", *arguments)
@@ -69,13 +68,7 @@ def test_half_precision_agrees_with_xla():
 def test_chunks_of_one_token_agree_with_xla():
     """Two blocks of tokens, the second not full."""
     b, t, h, m, v = 2, 18, 2, 8, 16
-    state = LatticeState(
-        rows(2, b, h, m, v),
-        jnp.zeros((b, h, m, v)),
-        jnp.ones((b, h)),
-        jnp.zeros(b, jnp.int32),
-        1,
-    )
+    state = lattice_state(rows(2, b, h, m, v), 1)
     reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 17].set(True)
     arguments = draw(b, t, h, m, v), state, reset, rows(3, b, h, m, v)
     expected = both(lattice_xla, "sim", *arguments)
@@ -117,7 +110,7 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
     row, token, memory = specs
     tokens = jax.eval_shape(lambda: draw(b, t, h, m, v, dtype))
     state = jax.eval_shape(lambda: lattice_init_state(b, h, m, v, c))
-    by_rank = {1: row, 2: memory, 4: memory}
+    by_rank = {1: row, 3: memory, 4: memory}
     state_specs = jax.tree.map(lambda x: by_rank[x.ndim], state)
     reset = jax.ShapeDtypeStruct((b, t), bool)
 
@@ -126,7 +119,7 @@ def compiled(name, mesh_shape, specs, sizes, dtype, variant, check_vma=None):
         empty = lattice_init_state(rows, heads, m, v, c)
         given: Any = (*tokens, None, state, reset, empty, Rule(variant))
         after, y = in_chunks(lattice_tpu, *given)
-        return after.start, after.pending, y
+        return after.start, after.tokens, y
 
     if check_vma is not None:
         forward = jax.shard_map(

@@ -1,5 +1,6 @@
 """The TPU kernels of Trellis against the XLA form: inputs, results, gradients."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from memjax_kernels import TrellisState, trellis_init_state
 from memjax_kernels._src.trellis import segment
 from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu
+from memjax_kernels._src.trellis.state import TrellisTokens
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(trellis_tpu, interpret=INTERPRETER)
@@ -38,55 +40,76 @@ def in_chunks(implementation, tokens, state, empty, reset=None):
 
 
 def perturbed(state, seed):
-    """Another state, its chunks open where its position is not 0."""
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(
-        treedef,
-        list(
-            map(
-                lambda x, key: (
-                    x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 4 else x
-                ),
-                leaves,
-                keys,
-            )
-        ),
+    """Other memories."""
+
+    def near(x, key):
+        return x + 0.3 * jax.random.normal(key, x.shape)
+
+    keys, values = jax.random.split(jax.random.key(seed))
+    return dataclasses.replace(
+        state, keys=near(state.keys, keys), values=near(state.values, values)
     )
+
+
+def opened(state, tokens, place) -> TrellisState:
+    """A state whose batch elements have the first `place` of tokens [B, C, H, ...]."""
+    here = jnp.arange(state.chunk_size)[None] < place[:, None]
+
+    def token(x):
+        x = jnp.moveaxis(x.astype(jnp.float32), 2, 1)
+        return jnp.where(here.reshape(-1, 1, here.shape[1], *[1] * (x.ndim - 3)), x, 0)
+
+    found = of_passes(*map(token, tokens[1:]))
+    return dataclasses.replace(state, tokens=found, position=place)
+
+
+def of_passes(k, v, alpha, gamma, g) -> TrellisTokens:
+    """Tokens with gates [..., 2] of both passes."""
+    gates = gamma[..., 0], gamma[..., 1], g[..., 0], g[..., 1]
+    return TrellisTokens(k, v, alpha, *gates)
+
+
+def both_passes(x: TrellisTokens | None) -> tuple[Any, ...] | None:
+    """Undoes `of_passes`."""
+    if x is None:
+        return None
+    gates = (x.key_gamma, x.value_gamma), (x.key_g, x.value_g)
+    return (*x[:3], *(jnp.stack(pair, -1) for pair in gates))
 
 
 def open_state(sizes, place):
     """A state whose batch elements are `place` tokens into their chunks."""
+    b, h, m, k, v, c = sizes
     state = perturbed(trellis_init_state(*sizes), 1)
-    place = jnp.array(place, jnp.int32)
-    is_open = (place > 0)[:, None, None, None]
-    keys = jnp.where(is_open, state.keys, state.keys_start)
-    values = jnp.where(is_open, state.values, state.values_start)
-    size = state.chunk_size
-    return TrellisState(state.keys_start, keys, state.values_start, values, place, size)
+    if c == 1:
+        return state
+    tokens = draw(b, c, h, k, v, m)
+    return opened(state, tokens, jnp.array(place, jnp.int32))
 
 
 def both(implementation, arguments, reset=None):
     """Results, and gradients of everything for random cotangents."""
 
     def pull(arguments):
-        def floats(tree):
-            return jax.tree.map(lambda x: None if x.dtype == jnp.int32 else x, tree)
+        tokens, state, empty = arguments
 
-        def whole(floats):
-            return jax.tree.map(
-                lambda f, x: x if f is None else f,
-                floats,
-                arguments,
-                is_leaf=lambda f: f is None,
-            )
+        def floats(state):
+            # Gates of both passes as one leaf, as those of the tokens are.
+            return state and (state.keys, state.values, both_passes(state.tokens))
 
-        def forward(given):
-            tokens, state, empty = whole(given)
-            after, y = in_chunks(implementation, tokens, state, empty, reset)
-            return after.memories, y
+        def with_floats(state, found):
+            if state is None:
+                return None
+            keys, values, opened = found
+            opened = opened and of_passes(*opened)
+            return dataclasses.replace(state, keys=keys, values=values, tokens=opened)
 
-        values, back = jax.vjp(forward, floats(arguments))
+        def forward(tokens, *found):
+            states = map(with_floats, (state, empty), found)
+            after, y = in_chunks(implementation, tokens, *states, reset)
+            return floats(after), y
+
+        values, back = jax.vjp(forward, tokens, floats(state), floats(empty))
         leaves, treedef = jax.tree.flatten(values)
         keys = jax.random.split(jax.random.key(7), len(leaves))
         weights = [

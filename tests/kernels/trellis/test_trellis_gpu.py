@@ -1,5 +1,6 @@
 """The GPU kernels of Trellis: interpreted, exported, and compiled for a Hopper GPU."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels import TrellisState, trellis, trellis_init_state
+from memjax_kernels import trellis, trellis_init_state, trellis_state
 from memjax_kernels._src.trellis import segment
 from memjax_kernels._src.trellis.pallas_gpu import trellis_gpu, unsupported
 from memjax_kernels._src.trellis.reference import trellis_reference
 from memjax_kernels._src.trellis.xla import trellis_xla
+from tests.kernels.trellis.against_xla import opened
 
 WIDTH = 64
 
@@ -35,13 +37,18 @@ def draw(batch, time, heads, dtype, *, value=WIDTH, seed=0) -> Any:
 
 def memories_and_reads(implementation, phi, reset, tokens: Any, state, empty):
     """After the tokens, and of each; `implementation` None is by token."""
+    empty = trellis_state(empty.keys, empty.values, empty.chunk_size)
+    if state is not None and state.tokens is not None:
+        # Zeros behind the open tokens are no arguments.
+        behind = jax.tree.map(lambda x: x * (x != 0), state.tokens)
+        state = dataclasses.replace(state, tokens=behind)
     given: Any = (*tokens, state, reset, empty)
     options = {"phi": phi, "activation": "ln_silu"}
     if implementation is None:
         after, y = trellis_reference(*given, **options)
     else:
         after, y = segment.in_chunks(implementation, *given, **options)
-    return after.memories, y
+    return (after.keys, after.values, after.tokens), y
 
 
 @pytest.fixture
@@ -75,25 +82,15 @@ def both(implementation, phi, reset, arguments):
 def test_open_chunks_and_resets_agree_with_the_token_loop(gpu, interpreted):
     b, t, h, c = 2, 20, 1, 16
     tokens = draw(b, t, h, jnp.float32)
-    key = iter(jax.random.split(jax.random.key(3), 6))
+    key = iter(jax.random.split(jax.random.key(3), 4))
 
     def memory():
         return 0.3 * jax.random.normal(next(key), (b, h, WIDTH, WIDTH))
 
-    # The last row begins a chunk, so that its memories there and now are the same.
-    begin, values_begin = memory(), memory()
-    is_open = (jnp.arange(b) < 1)[:, None, None, None]
-    state = TrellisState(
-        keys_start=begin,
-        keys=jnp.where(is_open, memory(), begin),
-        values_start=values_begin,
-        values=jnp.where(is_open, memory(), values_begin),
-        position=jnp.array([13, 0], jnp.int32),
-        chunk_size=c,
-    )
-    other = memory(), memory()
-    place = jnp.zeros(b, jnp.int32)
-    empty = TrellisState(other[0], other[0], other[1], other[1], place, c)
+    state = trellis_state(memory(), memory(), c)
+    place = jnp.array([13, 0], jnp.int32)
+    state = opened(state, draw(b, c, h, jnp.float32, seed=5), place)
+    empty = trellis_state(memory(), memory(), c)
     reset = jnp.zeros((b, t), bool).at[0, 3].set(True).at[1, 0].set(True)
     arguments = (tokens, state, empty)
     expected = both(None, "l2_silu", reset, arguments)

@@ -14,7 +14,7 @@ from memjax_kernels._src.common import gate_sums, packs, products
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.trellis import chunk as one_chunk
 from memjax_kernels._src.trellis import functions, packed, packed_gradient
-from memjax_kernels._src.trellis.state import Memories
+from memjax_kernels._src.trellis.state import TrellisTokens
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.trellis.against_xla import (
@@ -94,36 +94,29 @@ def test_packed_chunk_and_gradient_equal_unpacked(drawn):
     g = jax.nn.log_sigmoid(jnp.stack([normal(size), normal(size)]))
     if shared:
         gamma, g = gamma[:1].repeat(2, 0), g[:1].repeat(2, 0)
-    memories = [normal(slots, sizes[width]) for width in ("K", "V", "K", "V")]
+    memory = [normal(slots, sizes[width]) for width in ("K", "V")]
     d_after = normal(slots, sizes["K"]), normal(slots, sizes["V"])
     d_y = normal(size, sizes["V"])
     options = one_chunk.Options(phi, activation, EXACT)
 
-    def slots_last(q, k, v, alpha, gamma, g, *memories):
-        chunk = one_chunk.Chunk(q, (k, v), alpha, tuple(gamma), tuple(g))
-        before = Memories(memories[:2], memories[2:])
-        full = jnp.ones((1, 1))
-        after, y = one_chunk.advance(chunk, before, None, full, None, options)
-        return after.running, y
+    def slots_last(q, k, v, alpha, gamma, g, *memory):
+        tokens = TrellisTokens(k, v, alpha, *gamma, *g)
+        return one_chunk.advance(q, tokens, memory, options)
 
-    primals = (q, k, v, alpha, gamma, g, *memories)
+    primals = (q, k, v, alpha, gamma, g, *memory)
     (after, y), pull = jax.vjp(slots_last, *primals)
     x = packed.Chunk(*map(paired, (q, k, v, alpha)))
     first = gates_of(heads, gamma[0], g[0])
     gates = first, (first if shared else gates_of(heads, gamma[1], g[1]))
-    key_start, value_start, keys, values = map(paired, memories)
-    given_memories = (
-        packed.Memory(key_start, keys),
-        packed.Memory(value_start, values),
-    )
+    wide = tuple(map(paired, memory))
     ready = packed.prepare(x, gates, options)
-    new, read = packed.advance(x, ready, gates, *given_memories, options)
+    new, read = packed.advance(x, ready, gates, *wide, options)
     close(jax.tree.map(split, (new, read)), (after, y), 1e-5)
     found = packed_gradient.vjp(
         x,
         ready,
         gates,
-        *given_memories,
+        *wide,
         (paired(d_after[0]), paired(d_after[1])),
         paired(d_y),
         options,
@@ -140,8 +133,7 @@ def test_packed_chunk_and_gradient_equal_unpacked(drawn):
         *map(split, found.x),
         tokens(found.gamma),
         from_sums(tokens(found.total)),
-        *(split(found.keys.start), split(found.values.start)),
-        *(split(found.keys.running), split(found.values.running)),
+        *(split(found.keys), split(found.values)),
     )
     for mine, theirs in zip(actual, pull((d_after, d_y)), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=3e-5 * (1 + np.abs(theirs).max()))

@@ -156,18 +156,18 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
     row, token, memory = specs
     tokens: Any = jax.eval_shape(lambda: draw(b, t, h, k, v, m, dtype, gates=()))
     state = jax.eval_shape(lambda: trellis_init_state(b, h, m, k, v, c))
-    state_specs = jax.tree.map(lambda x: memory if x.ndim == 4 else row, state)
+    state_specs = jax.tree.map(lambda x: memory if x.ndim > 1 else row, state)
     reset = jax.ShapeDtypeStruct((b, t), bool)
 
     def forward(tokens, state, reset):
         rows, _, heads, _ = tokens[0].shape
         empty = trellis_init_state(rows, heads, m, k, v, c)
         after, y = in_chunks(trellis_tpu, tokens, state, empty, reset)
-        return after.memories, y
+        return (after.keys, after.values), y
 
     if check_vma is not None:
         token_specs = jax.tree.map(lambda _: token, tokens)
-        out = jax.tree.map(lambda _: memory, state.memories)
+        out = memory, memory
         forward = jax.shard_map(
             forward,
             mesh=mesh,

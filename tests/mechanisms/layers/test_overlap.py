@@ -4,15 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax.mechanisms.layers.overlap import (
-    OpenChunk,
-    bounded_step,
-    bounded_steps,
-    empty_chunk,
-)
+from memjax.mechanisms.layers.overlap import OpenChunk, bounded_step, bounded_steps
 
 B, T, H, K, C = 2, 11, 2, 3, 4
-EMPTY = empty_chunk(B, C, H, K)
+EMPTY = OpenChunk(jnp.zeros((B, H, C, K)), jnp.zeros((B, H, C)))
 
 
 def draw():
@@ -46,19 +41,23 @@ def test_repeated_key_is_corrected_once_orthogonal_key_fully():
 def test_segments_continue_a_chunk_at_each_elements_place():
     k, gamma = draw()
     # The second element begins two tokens later, and so stands elsewhere in its chunk.
-    states, steps = [(EMPTY, jnp.zeros(B, jnp.int32))], []
+    states, found = [(EMPTY, jnp.zeros(B, jnp.int32))], []
     for t in range(T):
         before, position = states[-1]
-        going = t >= jnp.array([0, 2])
-        moved, _, step = bounded_step(before, position, k[:, t], gamma[:, t])
-        after = OpenChunk(
-            jnp.where(going[:, None, None, None], moved.keys, before.keys),
-            jnp.where(going[:, None, None], moved.steps, before.steps),
-        )
-        states.append((after, (position + going) % C))
-        steps.append(step)
+        going = (t >= jnp.array([0, 2]))[:, None, None]
+        steps, step = bounded_step(before, position, k[:, t], gamma[:, t])
+        here = (jnp.arange(C)[None] == position[:, None])[:, None, :, None]
+        keys = jnp.where(here, k[:, t][:, :, None], before.keys)
+        position = position + going[:, 0, 0]
+        # After the last token of a chunk comes the start of the next.
+        keys = jnp.where((position < C)[:, None, None, None], keys, 0)
+        keys = jnp.where(going[..., None], keys, before.keys)
+        after = OpenChunk(keys, jnp.where(going, steps, before.steps))
+        states.append((after, position % C))
+        found.append(step)
     for split in (2, 5, T - 1):
-        after, _, found = bounded_steps(*states[split], k[:, split:], gamma[:, split:])
-        np.testing.assert_allclose(found, jnp.stack(steps[split:], axis=1), rtol=1e-5)
-        np.testing.assert_allclose(after.keys, states[-1][0].keys, atol=1e-6)
-        np.testing.assert_allclose(after.steps, states[-1][0].steps, atol=1e-6)
+        rest = k[:, split:], gamma[:, split:]
+        steps, _, bounded = bounded_steps(*states[split], *rest)
+        expected = jnp.stack(found[split:], axis=1)
+        np.testing.assert_allclose(bounded, expected, rtol=1e-5)
+        np.testing.assert_allclose(steps, states[-1][0].steps, atol=1e-6)

@@ -5,24 +5,12 @@ traced, and its missing primitives are replaced when it runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 #: (parameters of the primitive, operands) -> its result.
 Replacement = Callable[[dict[str, Any], Sequence[Any]], Any]
-
-
-class Uniform(NamedTuple):
-    """An array of one number, which a kernel computes with as a scalar.
-
-    Attributes:
-        number: a scalar of jax.
-    """
-
-    number: Any
 
 
 #: Calls that are inlined, and the parameter with their function.
@@ -33,8 +21,6 @@ _CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-#: Primitives that leave an array of one number as it is.
-_RESHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
 
 def evaluate(
@@ -44,7 +30,7 @@ def evaluate(
 
     Args:
         closed: what `jax.make_jaxpr` gives.
-        arguments: its flat arguments, arrays or `Uniform`.
+        arguments: its flat arguments.
         replaced: by the name of a primitive of one result, what runs instead.
 
     Raises:
@@ -64,8 +50,6 @@ def evaluate(
         if name in _CALLS and name not in replaced:
             inner = equation.params[_CALLS[name]]
             results = evaluate(inner, operands, replaced)
-        elif any(isinstance(x, Uniform) for x in operands):
-            results = _with_uniform(equation, operands, replaced)
         else:
             results = _bind(equation, operands, replaced)
         values |= dict(zip(equation.outvars, results, strict=True))
@@ -83,22 +67,3 @@ def _bind(equation, operands, replaced):
         )
     results = primitive.bind(*operands, **equation.params)
     return results if primitive.multiple_results else [results]
-
-
-def _with_uniform(equation, operands, replaced):
-    """An operation of which some operands are one number."""
-    name = equation.primitive.name
-    if name in _RESHAPES:
-        return operands[:1]
-    numbers = [x.number if isinstance(x, Uniform) else x for x in operands]
-    if all(jnp.ndim(x) == 0 for x in numbers):
-        return [Uniform(x) for x in _bind(equation, numbers, replaced)]
-    shapes = [atom.aval.shape for atom in equation.invars]
-    arrays = [
-        jnp.full(shape, x.number) if isinstance(x, Uniform) else x
-        for x, shape in zip(operands, shapes, strict=True)
-    ]
-    if name == "select_n" and isinstance(operands[0], Uniform):
-        # A scalar chooses whole registers.
-        return [jax.lax.select_n(numbers[0], *arrays[1:])]
-    return _bind(equation, arrays, replaced)

@@ -40,10 +40,9 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         step: (q, *tokens, state, **options) -> (state, y), for arrays [B, H, M, V] and
-            [B, H, D], and numbers [B, H] and [B]. Batch elements and heads are
-            independent. Other memories than those of the state may
-            have one batch element, for all. y is [B, H, V], in the dtype of a token;
-            the state's arrays are float32. Options are hashable.
+            [B, H, D], and numbers [B, H]. Batch elements and heads are independent. y
+            is [B, H, V], in the dtype of a token; the state's arrays are float32.
+            Options are hashable.
 
     Returns:
         The step; what it wraps is in `__wrapped__`. It raises ValueError on arrays that
@@ -97,12 +96,8 @@ def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> A
     # Numbers of the next state take a few operations, and XLA leaves out all others.
     state, y = step(*given)
     kinds = [_KINDS[x.ndim] for x in leaves]
-    # Tokens as [B, 1, 1, H, ...] or [B, 1], which `partition` divides.
-    tokens = [
-        x[:, None] if kind == "count" else x[:, None, None]
-        for kind, x in zip(kinds, leaves, strict=True)
-        if kind != "memory"
-    ]
+    # Tokens as [B, 1, 1, H, ...], which `partition` divides.
+    tokens = [x[:, None, None] for x in leaves if x.ndim < 4]
     memories = [x for x in leaves if x.ndim == 4]
     form = functools.partial(
         _on_device, step=step, tree=tree, kinds=kinds, interpret=interpret
@@ -114,7 +109,7 @@ def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> A
 
 
 # Arguments of a step by the number of their axes.
-_KINDS = {4: "memory", 3: "row", 2: "gate", 1: "count"}
+_KINDS = {4: "memory", 3: "row", 2: "gate"}
 
 
 def _on_device(tokens, memories, *, step, tree, kinds, interpret):
@@ -124,10 +119,7 @@ def _on_device(tokens, memories, *, step, tree, kinds, interpret):
     rest, stored = iter(tokens), iter(memories)
 
     def as_given(kind):
-        if kind == "memory":
-            return next(stored)
-        token = next(rest)
-        return token[:, 0] if kind == "count" else token[:, 0, 0]
+        return next(stored) if kind == "memory" else next(rest)[:, 0, 0]
 
     given = [as_given(kind) for kind in kinds]
     if not together:
@@ -170,44 +162,27 @@ def _apart(results):
 
 def _placed(kind, x, together):
     """An argument, its block, and the step's view of one head of it."""
-
-    # One batch element may serve all.
-    def of_rows(b, h):
-        return (b if x.shape[0] > 1 else 0, h, 0)
-
-    dtype = x.dtype if kind == "count" else F32
-    x = x.astype(jnp.int32 if kind == "count" else F32)
-    match kind:
-        case "memory":
-            shape = x.shape[2:]
-            block = pl.BlockSpec(
-                (1, together, *shape), lambda b, h: (*of_rows(b, h), 0)
-            )
-        case "row":
-            shape = x.shape[2:]
-            block = pl.BlockSpec((1, together, *shape), of_rows)
-        case _:
-            shape = ()
-            # One number after the other: more axes would be padded.
-            x, block = x.reshape(-1), pl.BlockSpec(memory_space=pltpu.SMEM)
-    lead = (1,) if kind == "count" else (1, 1)
-    return x, block, jax.ShapeDtypeStruct((*lead, *shape), dtype)
+    shape, x = x.shape[2:], x.astype(F32)
+    unit = jax.ShapeDtypeStruct((1, 1, *shape), F32)
+    if kind == "gate":
+        # One number after the other: more axes would be padded.
+        return x.reshape(-1), pl.BlockSpec(memory_space=pltpu.SMEM), unit
+    rest = (0,) * len(shape)
+    block = pl.BlockSpec((1, together, *shape), lambda b, h: (b, h, *rest))
+    return x, block, unit
 
 
 def _kernel(*refs, closed, kinds, written, heads):
     """The step of a block of heads of a batch element."""
     given, read, *outputs = refs[: len(kinds)], *refs[len(kinds) :]
-    element, together = pl.program_id(0), read.shape[1]
-    first = element * heads + pl.program_id(1) * together
+    together = read.shape[1]
+    first = pl.program_id(0) * heads + pl.program_id(1) * together
 
     def of_head(h, i):
         ref = given[i]
-        match kinds[i]:
-            case "memory" | "row":
-                return ref[:, pl.ds(h, 1)]
-            case "gate":
-                return jnp.full((1, 1), ref[first + h])
-        return jaxprs.Uniform(ref[element].astype(closed.in_avals[i].dtype))
+        if kinds[i] == "gate":
+            return jnp.full((1, 1), ref[first + h])
+        return ref[:, pl.ds(h, 1)]
 
     def one_head(h, _):
         units = [of_head(h, i) for i in range(len(kinds))]
@@ -234,11 +209,7 @@ def _product(given, operands):
     return (x * wide).sum(axis=axis)
 
 
-# Mosaic asks the device that is there for the sign of a number.
-_REPLACED: dict[str, jaxprs.Replacement] = {
-    "dot_general": _product,
-    "sign": lambda _, x: jnp.where(x[0] > 0, 1.0, jnp.where(x[0] < 0, -1.0, x[0])),
-}
+_REPLACED: dict[str, jaxprs.Replacement] = {"dot_general": _product}
 
 
 def _heads_of_a_block(heads, memories):

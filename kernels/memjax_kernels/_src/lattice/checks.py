@@ -1,16 +1,17 @@
 """Checks of `lattice`'s arguments, and its empty memory."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
+from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import (
     check_choice,
     check_flag,
     check_gates,
     check_mask,
-    check_range,
     check_shapes,
     check_sizes,
 )
@@ -62,6 +63,29 @@ def check_tokens(
     return sizes
 
 
+def check_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    gamma: Array,
+    g: Array | None,
+    state: LatticeState,
+    rule: Rule,
+) -> None:
+    """Raises ValueError as the checks of a segment do, for one token [B, H, ...]."""
+    size = getattr(state, "chunk_size", 1)
+    check_options(rule, size, g)
+    sizes = check_shapes(
+        q=(q, "B H M"),
+        k=(k, "B H M"),
+        v=(v, "B H V"),
+        gamma=(gamma, "B H"),
+        g=(g, "B H?"),
+    )
+    check_gates(gamma=gamma, g=g)
+    _check_state("state", state, sizes, size, rule)
+
+
 def check_states(
     state: LatticeState | None,
     empty: LatticeState | None,
@@ -86,31 +110,12 @@ def check_states(
 
 
 def _check_state(name, state, sizes, chunk_size, rule):
-    b, h, m, v = (sizes[letter] for letter in "BHMV")
-    if not isinstance(state, LatticeState):
-        raise ValueError(f"{name} must be a LatticeState, got {type(state).__name__}")
-    if state.chunk_size != chunk_size:
-        raise ValueError(
-            f"{name} must be of chunk_size={chunk_size}, got one of chunk_size="
-            f"{state.chunk_size}: the chunk is part of the function"
-        )
-    wanted = {
-        "start": (b, h, m, v),
-        "pending": (b, h, m, v),
-        "decay": (b, h),
-        "position": (b,),
-    }
-    for field, shape in wanted.items():
-        array = getattr(state, field)
-        dtype = jnp.int32 if field == "position" else jnp.float32
-        if array.shape != shape or array.dtype != dtype:
-            raise ValueError(
-                f"{name}.{field} must be {jnp.dtype(dtype)}{list(shape)}, got "
-                f"{array.dtype}{list(array.shape)}"
-            )
+    shape = tuple(sizes[letter] for letter in "BHMV")
+    like = jax.eval_shape(
+        lambda: lattice_state(jnp.zeros(shape, jnp.float32), chunk_size)
+    )
     # The empty memory is at a chunk's start.
-    last = chunk_size - 1.0 if name == "state" else 0.0
-    check_range(f"{name}.position", state.position, 0.0, last)
+    open_chunk.check_state(name, state, like, chunk_size - 1 if name == "state" else 0)
     # The equations assume unit slots; others would give wrong norms and no error.
     if rule.normalize and not isinstance(state.start, Tracer):
         norms = np.linalg.norm(np.asarray(state.start), axis=-1)

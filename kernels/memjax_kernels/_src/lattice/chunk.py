@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common import chunks, open_chunk
 from memjax_kernels._src.common.products import Multiply, multiplier
 from memjax_kernels._src.lattice.memory import LatticeVariant, Rule
 from memjax_kernels._src.lattice.sphere import (
@@ -57,86 +57,105 @@ class Tokens(NamedTuple):
     g: Float[Array, "*B C 1"] | None
 
 
-class Written(NamedTuple):
-    """The result of a chunk.
+class _Writes(NamedTuple):
+    """h, w and p of every token."""
 
-    Attributes:
-        after: [..., M, V] the next chunk's start, if this one is whole.
-        pending: [..., M, V] the written part A.
-        decay: [..., 1, 1] b_C, 1 without forget="l2".
-    """
+    h: Float[Array, "*B C V"]
+    write: Float[Array, "*B C M"]
+    along: Float[Array, "*B C M"]
 
-    after: Float[Array, "*B M V"]
-    pending: Float[Array, "*B M V"]
-    decay: Float[Array, "*B 1 1"]
+
+def _writes(tokens, direction, inverse, rule, multiply) -> _Writes:
+    h, c, along = _residuals(direction, tokens.k, tokens.v, rule.variant, multiply)
+    write = tokens.gamma * c
+    if not rule.normalize:
+        write = write * jnp.swapaxes(inverse, -1, -2)
+    return _Writes(h, write, along)
+
+
+def _added(h, write, between, multiply):
+    """The terms of n2 without the gates behind them."""
+    # The Gram matrix gives the norms without forming A after every token.
+    before = multiply(_below(between) * multiply(h, h, "nt"), write, "nn")
+    squares = jnp.sum(h * h, axis=-1, keepdims=True)
+    return 2 * write * before + write * write * squares
 
 
 def advance(
     tokens: Tokens,
     start: Float[Array, "*B M V"],
-    open_chunk: tuple[Float[Array, "*B M V"], Float[Array, "*B 1 1"]] | None,
     rule: Rule,
     multiply: Multiply,
-) -> tuple[Written, Float[Array, "*B C V"]]:
-    """Takes a memory through a chunk.
-
-    `open_chunk` has `pending` and `decay` of tokens that came before in this chunk;
-    forget="l1" is taken in `token` only.
-    """
-    q, k, v, gamma, _ = jax.tree.map(lambda x: x.astype(F32), tokens)
-    between, inside = _decays(tokens.g, gamma)
-    decay_factor = inside
-    if open_chunk is not None and rule.forget == "l2":
-        decay_factor = inside * open_chunk[1]
+) -> tuple[Float[Array, "*B M V"], Float[Array, "*B C V"]]:
+    """Takes a memory through a chunk; forget="l1" is taken in `token` only."""
+    tokens = jax.tree.map(lambda x: x.astype(F32), tokens)
+    q, (between, inside) = tokens.q, _decays(tokens.g, tokens.gamma)
     direction, inverse = directions(start, rule)
-    h, c, along = _residuals(direction, k, v, rule.variant, multiply)
-    write = gamma * c
-    if not rule.normalize:
-        write = write * jnp.swapaxes(inverse, -1, -2)
-
-    # The Gram matrix gives the norms without forming A after every token.
-    before = multiply(_below(between) * multiply(h, h, "nt"), write, "nn")
-    squares = jnp.sum(h * h, axis=-1, keepdims=True)
-    added = 2 * write * before + write * write * squares
-    if open_chunk is not None:
-        added += 2 * inside * write * multiply(h, open_chunk[0], "nt")
+    h, write, along = _writes(tokens, direction, inverse, rule, multiply)
+    added = _added(h, write, between, multiply)
     # Terms of a difference: not in the dtype of the tokens.
     cumulative = multiplier(jnp.dtype(F32))
     taken = cumulative(between, write * along, "nn")
     size = cumulative(between * between, added, "nn")
-    if open_chunk is not None:
-
-        def row(x):
-            return jnp.sum(x, axis=-1)[..., None, :]
-
-        taken += inside * row(direction * open_chunk[0])
-        size += inside * inside * row(open_chunk[0] * open_chunk[0])
 
     if rule.normalize:
         # Queries are divided by the slots' norms instead of the slots: C x M numbers,
         # not C memories.
-        q = q * inverse_norm(decay_factor, size - taken * taken)
-        y = multiply(q * (decay_factor + taken), start, "nn")
+        q = q * inverse_norm(inside, size - taken * taken)
+        y = multiply(q * (inside + taken), start, "nn")
     else:
-        y = multiply(q * decay_factor, start, "nn") + multiply(
-            q * taken, direction, "nn"
-        )
+        y = multiply(q * inside, start, "nn") + multiply(q * taken, direction, "nn")
     y -= multiply(between * multiply(q, write, "nt"), h, "nn")
-    if open_chunk is not None:
-        y -= multiply(q * inside, open_chunk[0], "nn")
-
-    def last(x):
-        return x[..., -1:, :]
 
     if tokens.g is not None:
-        write = write * jnp.swapaxes(last(between), -1, -2)
-    pending = multiply(write, h, "tn")
-    if open_chunk is not None:
-        pending += last(inside) * open_chunk[0]
-    after = _memory(start, direction, pending, last(decay_factor))
-    return Written(
-        l2_normalize(after) if rule.normalize else after, pending, last(decay_factor)
-    ), y
+        write = write * jnp.swapaxes(between[..., -1:, :], -1, -2)
+    after = _memory(start, direction, multiply(write, h, "tn"), inside[..., -1:, :])
+    return l2_normalize(after) if rule.normalize else after, y
+
+
+def read_last(
+    tokens: Tokens,
+    start: Float[Array, "*B M V"],
+    rule: Rule,
+    multiply: Multiply,
+) -> Float[Array, "*B 1 V"]:
+    """The read of `advance` by one query [..., 1, M], after all tokens."""
+    q, (between, _) = tokens.q, _decays(tokens.g, tokens.gamma)
+    direction, inverse = directions(start, rule)
+    h, write, along = _writes(tokens, direction, inverse, rule, multiply)
+    until, decay = _until(tokens)
+
+    def total(x):
+        return jnp.sum(x, axis=-2, keepdims=True)
+
+    taken = total(until * write * along)
+    if rule.normalize:
+        size = total(until * until * _added(h, write, between, multiply))
+        q = q * inverse_norm(decay, size - taken * taken)
+        y = multiply(q * (decay + taken), start, "nn")
+    else:
+        y = multiply(q * decay, start, "nn") + multiply(q * taken, direction, "nn")
+    return y - total(jnp.sum(q * until * write, axis=-1, keepdims=True) * h)
+
+
+def write_all(
+    tokens: Tokens,
+    start: Float[Array, "*B M V"],
+    rule: Rule,
+    multiply: Multiply,
+) -> Float[Array, "*B M V"]:
+    """The memory of `advance`, without its reads."""
+    direction, inverse = directions(start, rule)
+    h, write, _ = _writes(tokens, direction, inverse, rule, multiply)
+    until, decay = _until(tokens)
+    after = _memory(start, direction, multiply(until * write, h, "tn"), decay)
+    return l2_normalize(after) if rule.normalize else after
+
+
+def _until(tokens):
+    """What the gates leave of a token at the chunk's end, and of the memory."""
+    gamma, g = tokens.gamma[..., 0], tokens.g
+    return open_chunk.decays(jnp.zeros_like(gamma) if g is None else g[..., 0])
 
 
 class Contractions(NamedTuple):
@@ -216,10 +235,10 @@ def token(
     return after, sums.combine(q * inverse_norm(decay_factor, size), memory)
 
 
-def _memory(start, direction, pending, decay):
+def _memory(start, direction, written, decay):
     """M before the division by its norms, from M' and A."""
-    along = jnp.sum(direction * pending, axis=-1, keepdims=True)
-    return decay * start + along * direction - pending
+    along = jnp.sum(direction * written, axis=-1, keepdims=True)
+    return decay * start + along * direction - written
 
 
 def _residuals(direction, k, v, variant: LatticeVariant, multiply: Multiply):

@@ -1,4 +1,4 @@
-"""The state of Lattice: the chunk-start memory, and the writes since."""
+"""The state of Lattice: the chunk-start memory, and the tokens since."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import check_choice, check_shapes, check_sizes
 
 LatticeVariant = Literal["dec", "enc", "sim"]
@@ -32,28 +33,31 @@ class Rule(NamedTuple):
 
 # Annotated Any because jax rebuilds pytrees around things that are not arrays, and
 # annotations are checked while the tests run.
+class LatticeTokens(NamedTuple):
+    """Tokens of a chunk: k [*B, C, M], v [*B, C, V], gamma and g [*B, C]."""
+
+    k: Any
+    v: Any
+    gamma: Any
+    g: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LatticeState:
     """The memory of B batch elements and H heads: M slots of width V.
 
-    A chunk's gradients are taken at its start, so a state has two parts. Where
-    `position` is 0, nothing is pending: `pending` is 0 and `decay` 1.
-
     Attributes:
         start: float32 [B, H, M, V], the memory at the start of the open chunk; slots
             of unit norm, unless the recurrence is not normalised.
-        pending: float32 [B, H, M, V], sum of w h^T of the open chunk's tokens, each
-            decayed by the forget gates after it.
-        decay: float32 [B, H], product of the open chunk's forget gates exp(g); 1
-            without forget="l2".
-        position: int32 [B], tokens in the open chunk, in [0, chunk_size).
+        tokens: of the open chunk, float32 with an axis of C and zeros behind the last;
+            None where C = 1.
+        position: int32 [B], their number, in [0, chunk_size).
         chunk_size: C, static.
     """
 
     start: Any
-    pending: Any
-    decay: Any
+    tokens: Any
     position: Any
     chunk_size: int = dataclasses.field(metadata={"static": True})
 
@@ -104,11 +108,11 @@ def lattice_state(start: Any, chunk_size: int) -> LatticeState:
     """The state at a chunk's start whose memory is `start` [B, H, M, V]."""
     check_shapes(start=(start, "B H M V"))
     check_sizes(chunk_size=chunk_size)
-    b, h = start.shape[:2]
+    b, h, m, v = start.shape
+    one = LatticeTokens((b, h, m), (b, h, v), (b, h), (b, h))
     return LatticeState(
         start=start,
-        pending=jnp.zeros_like(start),
-        decay=jnp.ones((b, h), jnp.float32),
+        tokens=open_chunk.empty(chunk_size, one),
         position=jnp.zeros(b, jnp.int32),
         chunk_size=chunk_size,
     )

@@ -93,7 +93,7 @@ class Moved(NamedTuple):
 def advance(
     x: Chunk, start: Float[Array, "P M VV"], options: Options
 ) -> tuple[Moved, Float[Array, "P C VV"]]:
-    """Takes a memory through a chunk in which nothing is pending."""
+    """Takes a memory through a chunk."""
     dot, heads = options.multiply, options.heads
     cast = operator.methodcaller("astype", x.q.dtype)
     slots = block_diagonal(cast(start), heads)

@@ -35,14 +35,13 @@ def vjp(
     x: Chunk,
     start: Float[Array, "P M VV"],
     d_after: Float[Array, "P M VV"],
-    d_written: Float[Array, "P M VV"],
     d_y: Float[Array, "P C VV"],
     options: Options,
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory.
 
     The cotangents given are of the memory after the tokens, 0 where the chunk is not
-    full, of the pending writes, and of the reads.
+    full, and of the reads.
     """
     dot, heads = options.multiply, options.heads
     cast = operator.methodcaller("astype", x.q.dtype)
@@ -64,7 +63,7 @@ def vjp(
     d_memory = d_after - moved.after * sum_channels(moved.after * d_after, heads)
     d_memory *= moved.inverse
     along = sum_channels(d_memory * start, heads)
-    d_written += along * start - d_memory
+    d_written = along * start - d_memory
     d_start = (1.0 + moved.along) * d_memory + along * moved.written
     apart_d = block_diagonal(cast(d_written), heads)
 

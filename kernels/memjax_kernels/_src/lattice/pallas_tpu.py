@@ -27,7 +27,7 @@ from memjax_kernels._src.common import gradients, varying
 from memjax_kernels._src.common.products import multiplier, operand_dtype
 from memjax_kernels._src.lattice import tpu_kernels, tpu_packed, tpu_token
 from memjax_kernels._src.lattice.memory import Rule
-from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.tpu_kernels import Inputs
 from memjax_kernels._src.lattice.xla import lattice_xla
 
@@ -75,7 +75,7 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
 
 def lattice_tpu(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
-) -> tuple[Memory, Array]:
+) -> tuple[Array, Array]:
     """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
     if tpu_packed.fits(tokens):
         packed = tpu_packed.lattice_packed
@@ -118,15 +118,10 @@ def lattice_tpu(
 
     arguments = varying.vary_alike((inputs, flat(start), flat(empty)))
     result: Any = _blocks(static, *arguments)
-    (after, pending), y = result
+    after, y = result
     y = y.reshape(b, h, -1, width)[:, :, : n * c].reshape(b, h, n, c, width)
-
-    def apart(x):
-        return x.reshape(b, h, m, width)
-
-    pending = jnp.zeros_like(start) if pending is None else apart(pending)
-    ones = jnp.ones((b, h), F32)
-    return (apart(after), pending, ones), jnp.moveaxis(y, 1, 3).astype(tokens.v.dtype)
+    after = after.reshape(b, h, m, width)
+    return after, jnp.moveaxis(y, 1, 3).astype(tokens.v.dtype)
 
 
 def _heads(x: Inputs, exact: bool) -> int:
@@ -156,39 +151,38 @@ def _forward(static: Static, x: Inputs, start, empty, *, with_residuals: bool):
     shape = (start.shape[0], x.q.shape[1], *start.shape[1:])
     residuals = like(shape, x.q.dtype) if with_residuals else None
     after = like(start.shape, F32)
-    memory = (after, None if static.exact else after)
     block, whole = _specs(static.heads, lambda i: i)
-    memory, y, residuals = _call(
+    after, y, residuals = _call(
         static,
         tpu_kernels.token_forward if static.exact else tpu_kernels.chunk_forward,
         "forward",
         (x, start, empty),
         (block(x), whole(start), whole(empty)),
-        (memory, y, residuals),
-        (whole(memory), block(y), block(residuals)),
+        (after, y, residuals),
+        (whole(after), block(y), block(residuals)),
         [],
     )
-    return (memory, y), residuals
+    return (after, y), residuals
 
 
 def _backward(static: Static, primals, residuals, cotangents):
     # The memory before the first block is the first of the residuals.
     x, _, empty = primals
-    d_memory, d_y = cotangents
+    d_after, d_y = cotangents
     n = x.q.shape[1]
     like = functools.partial(varying.like_tree, x.q)
     block, whole = _specs(static.heads, lambda i: n - 1 - i)
-    shape = (static.heads, *empty.shape[1:])
-    scratch = (x.q.shape[2], *shape) if static.exact else shape
+    # Where C = 1, the memories before every token of a block.
+    shape = (x.q.shape[2], static.heads, *empty.shape[1:])
     return _call(
         static,
         tpu_kernels.token_backward if static.exact else tpu_kernels.chunk_backward,
         "backward",
-        (x, empty, residuals, d_memory, d_y),
-        (block(x), whole(empty), block(residuals), whole(d_memory), block(d_y)),
+        (x, empty, residuals, d_after, d_y),
+        (block(x), whole(empty), block(residuals), whole(d_after), block(d_y)),
         (like(x), like(empty), like(empty)),
         (block(x), whole(empty), whole(empty)),
-        [pltpu.VMEM(scratch, F32)],
+        [pltpu.VMEM(shape, F32)] if static.exact else [],
     )
 
 
@@ -222,11 +216,8 @@ def _in_xla(static: Static, x: Inputs, start, empty):
         full=flags[0],
         reset=flags[1] if len(flags) > 1 else None,
     )
-    (after, pending, _), y = lattice_xla(
-        tokens, start[:, None], empty[:, None], static.rule
-    )
-    pending = None if static.exact else pending[:, 0]
-    return (after[:, 0], pending), y.reshape(x.v.shape)
+    after, y = lattice_xla(tokens, start[:, None], empty[:, None], static.rule)
+    return after[:, 0], y.reshape(x.v.shape)
 
 
 _blocks = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

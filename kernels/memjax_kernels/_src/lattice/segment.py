@@ -2,23 +2,19 @@
 
 Every one (`xla.lattice_xla`, `pallas_tpu.lattice_tpu`, ...) has this signature:
 
-    f(tokens: Chunks, start, empty, *, rule) -> (start, pending, decay), y
+    f(tokens: Chunks, start, empty, *, rule) -> start, y
 
-for n >= 1 full chunks with nothing pending: `chunked` gives XLA the first chunk, which
-an earlier call may have opened. For each batch element, with
-M = `start`:
+For each batch element, with M = `start`:
 
     for j in range(n):
         if reset[j]: M = empty
-        y[j], A, M_next = the chunk's reads, its written part, the normalised memory
+        y[j], M_next = the chunk's reads, the normalised memory after it
         if full[j]: M = M_next
 
-Chunks after the last full one hold the last tokens, or none, among zeros: M stays,
-and the written part A of those chunks is the `pending` that is returned, 0 for batch
-elements that end with a chunk (likewise `decay`, 1 without forget="l2"). A token of
-zeros, rate and log gate included, writes nothing, and its read is dropped. `start` and
-`empty` are float32 [B, H, M, V], as are the memories returned; y [B, n, C, H, V] has
-the dtype of v.
+Chunks after the last full one hold the last tokens, or none, among zeros: M stays. A
+token of zeros, rate and log gate included, writes nothing, and its read is dropped.
+`start` and `empty` are float32 [B, H, M, V], as is the memory returned; y
+[B, n, C, H, V] has the dtype of v.
 """
 
 from typing import NamedTuple
@@ -46,6 +42,3 @@ class Chunks(NamedTuple):
     g: Float[Array, "B n C H"] | None
     full: Bool[Array, "B n"]
     reset: Bool[Array, "B n"] | None
-
-
-Memory = tuple[Float[Array, "B H M V"], Float[Array, "B H M V"], Float[Array, "B H"]]

@@ -37,24 +37,19 @@ class Inputs(NamedTuple):
 
 
 def chunk_forward(
-    x: Inputs, before, empty, memory, y, residuals, *, rule: Rule, multiply: Multiply
+    x: Inputs, before, empty, after, y, residuals, *, rule: Rule, multiply: Multiply
 ):
     """One chunk; with `residuals`, also saves the memory before it."""
-    after, pending = memory
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         after[...] = before[...]
-        # Chunks given here start with nothing pending: see `segment`.
-        pending[...] = jnp.zeros(pending.shape, F32)
 
     start = after[...]
     if residuals is not None:
         residuals[...] = start.astype(residuals.dtype)
     tokens, flags = _read_chunk(x)
-    (after[...], pending[...]), read = _through_chunk(
-        tokens, start, pending[...], empty[...], flags, rule, multiply
-    )
+    after[...], read = _through_chunk(tokens, start, empty[...], flags, rule, multiply)
     y[...] = read.astype(y.dtype)
 
 
@@ -62,34 +57,29 @@ def chunk_backward(
     x: Inputs,
     empty,
     residuals,
-    d_memory,
+    d_after,
     d_y,
     d_x: Inputs,
     d_start,
     d_empty,
-    d_pending,
     *,
     rule: Rule,
     multiply: Multiply,
 ):
     """Cotangents of one chunk, after those of the chunks behind it."""
-    d_after, d_left = d_memory
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        d_start[...], d_pending[...] = d_after[...], d_left[...]
+        d_start[...] = d_after[...]
         d_empty[...] = jnp.zeros(d_empty.shape, F32)
 
     tokens, flags = _read_chunk(x)
 
-    def through(tokens, start, pending, empty):
-        return _through_chunk(tokens, start, pending, empty, flags, rule, multiply)
+    def through(tokens, start, empty):
+        return _through_chunk(tokens, start, empty, flags, rule, multiply)
 
-    # Pending writes are only added to: their value does not matter here.
-    nothing = jnp.zeros(d_pending.shape, F32)
-    pull = jax.vjp(through, tokens, residuals[...].astype(F32), nothing, empty[...])[1]
-    cotangents = (d_start[...], d_pending[...]), d_y[...].astype(F32)
-    d_tokens, d_start[...], d_pending[...], d_fresh = pull(cotangents)
+    pull = jax.vjp(through, tokens, residuals[...].astype(F32), empty[...])[1]
+    d_tokens, d_start[...], d_fresh = pull((d_start[...], d_y[...].astype(F32)))
     d_empty[...] += d_fresh
     d_x.q[...] = d_tokens.q.astype(d_x.q.dtype)
     d_x.k[...] = d_tokens.k.astype(d_x.k.dtype)
@@ -99,9 +89,8 @@ def chunk_backward(
     d_x.gates[:, 0, :] = d_tokens.gamma[..., 0]
 
 
-def token_forward(x: Inputs, before, empty, memory, y, residuals, *, rule: Rule):
-    """Tokens of C = 1, one after the other; nothing is ever pending."""
-    after, _ = memory
+def token_forward(x: Inputs, before, empty, after, y, residuals, *, rule: Rule):
+    """Tokens of C = 1, one after the other."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -123,7 +112,7 @@ def token_backward(
     x: Inputs,
     empty,
     residuals,
-    d_memory,
+    d_after,
     d_y,
     d_x: Inputs,
     d_start,
@@ -133,7 +122,6 @@ def token_backward(
     rule: Rule,
 ):
     """Cotangents of tokens of C = 1; `memories` [C, ., M, V] holds them all."""
-    d_after, _ = d_memory
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -176,14 +164,13 @@ def _read_chunk(x: Inputs) -> tuple[chunk.Tokens, list[Array]]:
     return chunk.Tokens(x.q[...], x.k[...], x.v[...], rows[0][:, :, None], None), flags
 
 
-def _through_chunk(tokens, start, pending, empty, flags, rule, multiply):
+def _through_chunk(tokens, start, empty, flags, rule, multiply):
     full, *reset = flags
     if reset:
         start = _choose(reset[0], empty, start)
-    written, y = chunk.advance(tokens, start, None, rule, multiply)
-    left = pending + written.pending
-    after = _choose(full, written.after, start)
-    return (after, _choose(full, jnp.zeros_like(left), left)), y
+    after, y = chunk.advance(tokens, start, rule, multiply)
+    # A chunk that stays open leaves the memory at its start.
+    return _choose(full, after, start), y
 
 
 def _read_token(x: Inputs, t) -> tuple[chunk.Tokens, Array | None]:

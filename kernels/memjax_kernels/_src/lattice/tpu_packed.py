@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from memjax_kernels._src.common import gradients, products, varying
@@ -35,7 +34,7 @@ from memjax_kernels._src.common.packs.blocks import (
 from memjax_kernels._src.lattice import tpu_packed_kernels
 from memjax_kernels._src.lattice.memory import Rule
 from memjax_kernels._src.lattice.packed import Options
-from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.tpu_packed_kernels import Layout
 from memjax_kernels._src.lattice.xla import lattice_xla
 
@@ -92,7 +91,7 @@ def _block_bytes(size: int, slots: int, width: int) -> int:
 
 def lattice_packed(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
-) -> tuple[Memory, Array]:
+) -> tuple[Array, Array]:
     """A chunk implementation for tokens that `fits` takes; see `segment`."""
     heads = _heads(tokens)
     (b, _, size, number, slots), width = tokens.q.shape, tokens.v.shape[4]
@@ -105,9 +104,7 @@ def lattice_packed(
     gamma, full, reset = jax.tree.map(operator.methodcaller("astype", F32), floats)
     tokens = tokens._replace(gamma=gamma, full=full, reset=reset)
     static = Static(rule, layout, interpret)
-    results: Any = _chunks(static, *varying.vary_alike((tokens, start, empty)))
-    (after, pending), y = results
-    return (after, pending, jnp.ones((b, number), F32)), y
+    return _chunks(static, *varying.vary_alike((tokens, start, empty)))
 
 
 def _arrange(static: Static, x: Chunks) -> Blocks:
@@ -131,28 +128,28 @@ def _forward(static: Static, x: Chunks, start, empty, *, with_residuals: bool):
     of = Specs(
         static.layout.rows, static.layout.group, blocks.gates.shape[2], lambda i: i
     )
-    memory, y, residuals = _call(
+    after, y, residuals = _call(
         of,
         static,
         tpu_packed_kernels.forward_kernel,
         "lattice_forward",
         blocks,
         inputs=(start, empty),
-        outputs=((after, after), y, residuals),
+        outputs=(after, y, residuals),
         specs=(_specs(of, blocks), of.memories(start), of.memories(empty)),
-        out_specs=(of.memories((after, after)), of.tokens(y), of.residuals(residuals)),
+        out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
     )
-    part = functools.partial(unpack_heads, heads=static.layout.heads)
-    return (jax.tree.map(part, memory), y.reshape(x.v.shape)), residuals
+    after = unpack_heads(after, static.layout.heads)
+    return (after, y.reshape(x.v.shape)), residuals
 
 
 def _backward(static: Static, primals, residuals, cotangents):
     x, _, empty = primals
-    d_memory, d_y = cotangents
+    d_after, d_y = cotangents
     blocks = _arrange(static, x)
     heads, group = static.layout.heads, static.layout.group
     join = functools.partial(pack_heads, heads=heads)
-    empty, d_memory = join(empty), jax.tree.map(join, d_memory)
+    empty, d_after = join(empty), join(d_after)
     d_y = d_y.reshape(blocks.tokens.v.shape)
     like = functools.partial(varying.like, x.q)
     shaped = functools.partial(varying.like_tree, x.q)
@@ -166,13 +163,13 @@ def _backward(static: Static, primals, residuals, cotangents):
         tpu_packed_kernels.backward_kernel,
         "lattice_backward",
         blocks,
-        inputs=(empty, residuals, d_memory, d_y),
+        inputs=(empty, residuals, d_after, d_y),
         outputs=(shaped(blocks.tokens), d_gates, memory, memory),
         specs=(
             _specs(of, blocks),
             of.memories(empty),
             of.residuals(residuals),
-            of.memories(d_memory),
+            of.memories(d_after),
             of.tokens(d_y),
         ),
         out_specs=(
@@ -180,7 +177,6 @@ def _backward(static: Static, primals, residuals, cotangents):
             of.gates(d_gates),
             *of.memories((memory, memory)),
         ),
-        scratch=[pltpu.VMEM((static.layout.rows, group, *empty.shape[2:]), F32)],
     )
     d_x = Chunks(
         q=d_tokens.q.reshape(x.q.shape),
@@ -199,8 +195,7 @@ def _in_xla(static: Static, x: Chunks, start, empty):
     """The function of the forward kernel."""
     full, reset = jax.tree.map(lambda f: f > 0.5, (x.full, x.reset))
     x = x._replace(full=full, reset=reset)
-    (after, pending, _), y = lattice_xla(x, start, empty, static.rule)
-    return (after, pending), y
+    return lattice_xla(x, start, empty, static.rule)
 
 
 _chunks = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

@@ -1,6 +1,6 @@
 """The two kernels of Lattice for packs of heads: a chunk of a group, forward and back.
 
-Each takes references to blocks in VMEM. `memory` and its cotangents are output blocks
+Each takes references to blocks in VMEM. `after` and its cotangent are output blocks
 that all chunks of a head share: they hold them between chunks.
 """
 
@@ -40,16 +40,13 @@ class _Block(NamedTuple):
 
 
 def forward_kernel(
-    x, before, empty, memory, y, residuals, *, layout: Layout, options: Options
+    x, before, empty, after, y, residuals, *, layout: Layout, options: Options
 ):
     """One chunk; with `residuals`, also saves the memory before it."""
-    after, pending = memory
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         after[...] = before[...]
-        # Chunks of a kernel start with nothing pending: see `segment`.
-        pending[...] = jnp.zeros(pending.shape, F32)
 
     block = _read(x, layout)
     start = _load(after)
@@ -58,9 +55,8 @@ def forward_kernel(
     if residuals is not None:
         _store(residuals, start)
     moved, read = packed.advance(block.chunk, start, options)
+    # A chunk that stays open leaves the memory at its start.
     _store(after, _choose(block.full, moved.after, start))
-    left = _load(pending) + moved.written
-    _store(pending, _choose(block.full, jnp.zeros_like(left), left))
     packs.store_rows(y, read)
 
 
@@ -68,36 +64,31 @@ def backward_kernel(
     x,
     empty,
     residuals,
-    d_memory,
+    d_after,
     d_y,
     d_tokens,
     d_gates,
     d_start,
     d_empty,
-    d_pending,
     *,
     layout: Layout,
     options: Options,
 ):
     """Cotangents of one chunk, after those of the chunks behind it."""
-    d_after, d_left = d_memory
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        d_start[...], d_pending[...] = d_after[...], d_left[...]
+        d_start[...] = d_after[...]
         d_empty[...] = jnp.zeros(d_empty.shape, F32)
 
     block = _read(x, layout)
-    d_whole, d_open = _load(d_start), _load(d_pending)
+    d_whole = _load(d_start)
     zeros = jnp.zeros_like(d_whole)
     d_new = _choose(block.full, d_whole, zeros)
-    # Pending writes are only added to, and dropped where a chunk is full.
-    d_open = _choose(block.full, zeros, d_open)
     found = packed_gradient.vjp(
         block.chunk,
         _load(residuals).astype(F32),
         d_new,
-        d_open,
         packs.load_rows(d_y, layout.group),
         options,
     )
@@ -107,7 +98,6 @@ def backward_kernel(
         _store(d_empty, _load(d_empty) + _choose(block.reset, d, zeros))
         d = _choose(block.reset, zeros, d)
     _store(d_start, d)
-    _store(d_pending, d_open)
     for ref, value in zip(d_tokens, found.x[:3], strict=True):
         packs.store_rows(ref, value)
     d_gates[...] = pack_columns.sum_lanes(

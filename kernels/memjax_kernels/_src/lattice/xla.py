@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common import chunks, open_chunk
 from memjax_kernels._src.common.products import multiplier, operand_dtype
 from memjax_kernels._src.lattice import chunk
 from memjax_kernels._src.lattice.memory import Rule
-from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.segment import Chunks
 
 
 def lattice_xla(
@@ -19,28 +19,16 @@ def lattice_xla(
     start: Float[Array, "B H M V"],
     empty: Float[Array, "B H M V"],
     rule: Rule,
-) -> tuple[Memory, Float[Array, "B n C H V"]]:
+) -> tuple[Float[Array, "B H M V"], Float[Array, "B n C H V"]]:
     """A chunk implementation; see `segment`."""
-    b, h = start.shape[:2]
-    # Nothing is pending: open chunks of an earlier call go through `lattice_xla_head`.
-    memory = start, jnp.zeros_like(start), jnp.ones((b, h), jnp.float32)
     count, size = tokens.q.shape[1:3]
-    if size > 1:
-        step = functools.partial(_chunk, rule=rule, empty=empty, entering=False)
-        # Every fourth memory is saved: the backward pass recomputes three chunks each.
-        return _scan(step, tokens, memory, remat_every=min(4, count))
-    step = functools.partial(_token, rule=rule, empty=empty)
-    # Kept and recomputed states are fewest together at the root.
-    start, y = _scan(step, tokens, start, remat_every=math.isqrt(count))
-    return (start, memory[1], memory[2]), y
-
-
-def lattice_xla_head(
-    tokens: Chunks, memory: Memory, empty: Float[Array, "B H M V"], rule: Rule
-) -> tuple[Memory, Float[Array, "B n C H V"]]:
-    """One chunk, of which a part may be pending from an earlier call."""
-    step = functools.partial(_chunk, rule=rule, empty=empty, entering=True)
-    return _scan(step, tokens, memory, remat_every=1)
+    form = _chunk if size > 1 else _token
+    # Of chunks every fourth memory is saved: the backward pass recomputes three each.
+    # Of tokens saved and recomputed memories are fewest together at the root.
+    remat_every = min(4, count) if size > 1 else math.isqrt(count)
+    return _scan(
+        functools.partial(form, rule=rule, empty=empty), tokens, start, remat_every
+    )
 
 
 def _scan(step, tokens, memory, remat_every):
@@ -60,31 +48,17 @@ def _scan(step, tokens, memory, remat_every):
 
 
 def _clear(start, reset, empty):
-    if reset is None:
-        return start
-    return jnp.where(reset[:, None, None, None], empty, start)
+    return start if reset is None else open_chunk.where(reset, empty, start)
 
 
-def _chunk(memory, item, *, rule, empty, entering):
-    """One chunk; `entering` says that something may be pending before it."""
+def _chunk(start, item, *, rule, empty):
     tokens, full, reset = item
-    start, pending, decay = memory
     start = _clear(start, reset, empty)
-    open_chunk = (pending, decay[..., None, None]) if entering else None
     multiply = multiplier(operand_dtype(tokens.q, tokens.k, tokens.v))
     # Products may run in bfloat16; sums over tokens stay float32 in `advance`.
-    written, y = chunk.advance(tokens, start, open_chunk, rule, multiply)
-    left, decay_factor = written.pending, written.decay[..., 0, 0]
-    if not entering:
-        # Only a chunk without tokens follows one that is not full.
-        left, decay_factor = pending + left, decay * decay_factor
-    done = full[:, None]
-    memory = (
-        jnp.where(done[..., None, None], written.after, start),
-        jnp.where(done[..., None, None], 0.0, left),
-        jnp.where(done, 1.0, decay_factor),
-    )
-    return memory, y.astype(tokens.v.dtype)
+    after, y = chunk.advance(tokens, start, rule, multiply)
+    # A chunk that stays open leaves the memory at its start.
+    return open_chunk.where(full, after, start), y.astype(tokens.v.dtype)
 
 
 def _token(start, item, *, rule, empty):

@@ -19,6 +19,7 @@ from memjax_kernels._src.trellis.reference import trellis_step as trellis_step
 from memjax_kernels._src.trellis.state import TrellisState as TrellisState
 from memjax_kernels._src.trellis.state import empty_memory as empty_memory
 from memjax_kernels._src.trellis.state import trellis_init_state as trellis_init_state
+from memjax_kernels._src.trellis.state import trellis_state as trellis_state
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
@@ -70,8 +71,6 @@ def trellis(
             must be the first of a chunk. Inside jit, where that cannot be checked, the
             element's reads from a misplaced reset on are NaN, and so is its state.
         empty: the memory after a reset, at position 0; None is `trellis_init_state`.
-            Only its memories at the chunk's start are read: the running ones equal
-            them.
         chunk_size: C, at least 1.
         phi: applied to predictions before they are compared with alpha.
         activation: f between the passes.
@@ -92,7 +91,8 @@ def trellis(
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     misplaced = None
     if reset is not None:
-        position = None if state is None else state.position
+        # Every token starts a chunk of one: no reset can be misplaced.
+        position = None if state is None or chunk_size == 1 else state.position
         misplaced = chunks.misplaced_resets(reset, chunk_size, position)
     widths = {sizes[name] for name in ("K", "V", "M")}
     form = implementations.choose(

@@ -6,9 +6,13 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from memjax_kernels._src.common import arguments
+from memjax_kernels._src.common import arguments, open_chunk
 from memjax_kernels._src.trellis import functions
-from memjax_kernels._src.trellis.state import TrellisState, trellis_init_state
+from memjax_kernels._src.trellis.state import (
+    TrellisState,
+    trellis_init_state,
+    trellis_state,
+)
 
 
 def check_options(chunk_size: int, phi: str, activation: str) -> None:
@@ -19,23 +23,30 @@ def check_options(chunk_size: int, phi: str, activation: str) -> None:
 
 
 def check_tokens(
-    q: Array, k: Array, v: Array, alpha: Array, gamma: Array, g: Array | None
+    q: Array,
+    k: Array,
+    v: Array,
+    alpha: Array,
+    gamma: Array,
+    g: Array | None,
+    lead: str = "B T H",
 ) -> dict[str, int]:
-    """The sizes B, T, H, K, V and M.
+    """The sizes B, T, H, K, V and M; `lead` has the first axes, those of a gate.
 
     Raises:
         ValueError: on shapes that do not fit, and known gates outside their range.
     """
+    axes = len(lead.split())
 
     # A gate of each pass has one axis more than one for both.
     def axes_of_gate(gate):
-        return "B T H P" if getattr(gate, "ndim", 3) > 3 else "B T H"
+        return f"{lead} P" if getattr(gate, "ndim", axes) > axes else lead
 
     sizes = arguments.check_shapes(
-        q=(q, "B T H K"),
-        k=(k, "B T H K"),
-        v=(v, "B T H V"),
-        alpha=(alpha, "B T H M"),
+        q=(q, f"{lead} K"),
+        k=(k, f"{lead} K"),
+        v=(v, f"{lead} V"),
+        alpha=(alpha, f"{lead} M"),
         gamma=(gamma, axes_of_gate(gamma)),
         g=(g, axes_of_gate(g) + "?"),
     )
@@ -46,6 +57,24 @@ def check_tokens(
         )
     arguments.check_gates(gamma=gamma, g=g)
     return sizes
+
+
+def check_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    alpha: Array,
+    gamma: Array,
+    g: Array | None,
+    state: Any,
+    phi: str,
+    activation: str,
+) -> None:
+    """Raises ValueError as the checks of a segment do, for one token [B, H, ...]."""
+    size = getattr(state, "chunk_size", 1)
+    check_options(size, phi, activation)
+    sizes = check_tokens(q, k, v, alpha, gamma, g, "B H")
+    check_states(state, None, sizes, size)
 
 
 def check_states(
@@ -63,26 +92,10 @@ def check_states(
     like = jax.eval_shape(default)
     for name, given, last in (("state", state, chunk_size - 1), ("empty", empty, 0)):
         if given is not None:
-            _check_state(name, given, like)
-            arguments.check_range(f"{name}.position", given.position, 0.0, float(last))
-    return default() if empty is None else empty
-
-
-def _check_state(name, given, like):
-    if type(given) is not type(like):
-        raise ValueError(
-            f"{name} must be a {type(like).__name__}, got {type(given).__name__}"
-        )
-    if given.chunk_size != like.chunk_size:
-        raise ValueError(
-            f"{name} is of chunk_size {given.chunk_size}, not {like.chunk_size}: "
-            "gradients are taken at a chunk's start, so chunks cannot change inside"
-        )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(like):
-        field = path[0].name
-        got = getattr(given, field)
-        if got.shape != leaf.shape or got.dtype != leaf.dtype:
-            raise ValueError(
-                f"{name}.{field} must be {leaf.dtype}{list(leaf.shape)}, "
-                f"got {got.dtype}{list(got.shape)}"
-            )
+            open_chunk.check_state(name, given, like, last)
+    # Of an empty memory nothing but its slots counts.
+    return (
+        default()
+        if empty is None
+        else trellis_state(empty.keys, empty.values, chunk_size)
+    )

@@ -1,7 +1,7 @@
 """The equations of one chunk, as XLA and the TPU kernels compute them.
 
 Arrays have any leading axes, the same for all: [..., C, D] tokens, [..., C] gates,
-[..., M, D] memories, [..., 1, 1] flags. `segment` has the equations. They are eqs.
+[..., M, D] memories. `segment` has the equations. They are eqs.
 10-12 of "Trellis", except that eq. 12 prints the memory at the chunk's end where the
 one at its start is meant.
 """
@@ -10,24 +10,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
+from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL, STEPS, Sums
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.trellis import functions
-from memjax_kernels._src.trellis.state import Memories
+from memjax_kernels._src.trellis.state import TrellisTokens
 
 F32 = jnp.float32
-
-
-class Chunk(NamedTuple):
-    """Tokens of one chunk; `inputs` are k and v, gates those of the two passes."""
-
-    q: Float[Array, "*B C K"]
-    inputs: tuple[Float[Array, "*B C K"], Float[Array, "*B C V"]]
-    alpha: Float[Array, "*B C M"]
-    gamma: tuple[Float[Array, "*B C"], Float[Array, "*B C"]]
-    g: tuple[Float[Array, "*B C"], Float[Array, "*B C"]]
 
 
 class Options(NamedTuple):
@@ -39,47 +30,89 @@ class Options(NamedTuple):
 
 
 def advance(
-    chunk: Chunk,
-    memories: Memories,
-    empty: tuple[Array, ...] | None,
-    full: Array,
-    reset: Array | None,
+    q: Float[Array, "*B C K"],
+    x: TrellisTokens,
+    memory: tuple[Float[Array, "*B M K"], Float[Array, "*B M V"]],
     options: Options,
-) -> tuple[Memories, Float[Array, "*B C _"]]:
-    """Takes the memories through a chunk; flags are float32 0 or 1."""
-    start, running = memories
-    if reset is not None:
-        assert empty is not None
-        start = _choose(reset, empty, start)
-        running = _choose(reset, empty, running)
-    reads, keys = _compress(0, chunk.q, chunk, start[0], running[0], options)
+) -> tuple[tuple[Array, Array], Float[Array, "*B C V"]]:
+    """Takes the memories through a chunk."""
+    keys, values = memory
+    gates = x.key_gamma, x.key_g, x.alpha
+    reads, keys = _compress(0, q, x.k, *gates, keys, options)
     query = functions.apply(options.activation, reads)
-    y, values = _compress(1, query, chunk, start[1], running[1], options)
-    running = keys, values
-    return Memories(_choose(full, running, start), running), y
+    gates = x.value_gamma, x.value_g, x.alpha
+    y, values = _compress(1, query, x.v, *gates, values, options)
+    return (keys, values), y
 
 
-def _compress(index, q, chunk, start, running, options):
+def _compress(index, q, x, gamma, g, alpha, memory, options):
     """Pass 0 or 1: its reads and the memory after the chunk."""
-    dot, x, gamma = options.multiply, chunk.inputs[index], chunk.gamma[index]
-    target = chunk.alpha.astype(F32)
+    dot, target = options.multiply, alpha.astype(F32)
     # Sums of gates stay finite for differences: see `FORGETS_ALL`.
-    total = _cumulative(chunk.g[index])  # [..., C]
+    total = _cumulative(g)  # [..., C]
     last = Sums(*(part[..., -1:] for part in total))
     decay = jnp.exp(total.coarse + total.fine)[..., None]
-    u = functions.error_gradient(options.phi, dot(x, start, "nt"), target)
+    u = functions.error_gradient(options.phi, dot(x, memory, "nt"), target)
     u = u * gamma[..., None]
     if index == 0:
         # The first pass reads rows of its memory, y1 = M q, the second columns, y = Mᵀ
         # f.
-        scores, written, past = dot(q, x, "nt"), u, dot(q, running, "nt")
+        scores, written, past = dot(q, x, "nt"), u, dot(q, memory, "nt")
     else:
-        scores, written, past = dot(q, u, "nt"), x, dot(q, running, "nn")
+        scores, written, past = dot(q, u, "nt"), x, dot(q, memory, "nn")
     y = decay * past - dot(scores * _decay(total), written, "nn")
     decayed = u * jnp.exp(_minus(last, total))[..., None]
-    return y, jnp.exp(last.coarse + last.fine)[..., None] * running - dot(
-        decayed, x, "tn"
+    left = jnp.exp(last.coarse + last.fine)[..., None] * memory
+    return y, left - dot(decayed, x, "tn")
+
+
+def read(
+    q: Float[Array, "*B K"],
+    x: TrellisTokens,
+    memory: tuple[Float[Array, "*B M K"], Float[Array, "*B M V"]],
+    options: Options,
+) -> Float[Array, "*B V"]:
+    """The read of one query after all tokens of a chunk."""
+    dot, (keys, values) = options.multiply, memory
+    q = q[..., None, :]
+    u, left = _errors(x.k, x.key_gamma, x.key_g, x.alpha, keys, options)
+    overlap = jnp.sum(x.k * q, axis=-1, keepdims=True)
+    reads = left * dot(q, keys, "nt") - _total(overlap * u)
+    query = functions.apply(options.activation, reads)
+    u, left = _errors(x.v, x.value_gamma, x.value_g, x.alpha, values, options)
+    overlap = jnp.sum(u * query, axis=-1, keepdims=True)
+    return (left * dot(query, values, "nn") - _total(overlap * x.v))[..., 0, :]
+
+
+def write(
+    x: TrellisTokens,
+    memory: tuple[Float[Array, "*B M K"], Float[Array, "*B M V"]],
+    options: Options,
+) -> tuple[Float[Array, "*B M K"], Float[Array, "*B M V"]]:
+    """The memories after a chunk."""
+
+    def after(x, gamma, g, alpha, memory):
+        u, left = _errors(x, gamma, g, alpha, memory, options)
+        return left * memory - options.multiply(u, x, "tn")
+
+    keys, values = memory
+    return (
+        after(x.k, x.key_gamma, x.key_g, x.alpha, keys),
+        after(x.v, x.value_gamma, x.value_g, x.alpha, values),
     )
+
+
+def _errors(x, gamma, g, alpha, memory, options):
+    """u of a pass, decayed to the chunk's end, and the decay over all of it."""
+    z = options.multiply(x, memory, "nt")
+    until, left = open_chunk.decays(g)
+    return functions.error_gradient(options.phi, z, alpha) * gamma[
+        ..., None
+    ] * until, left
+
+
+def _total(x):
+    return jnp.sum(x, axis=-2, keepdims=True)
 
 
 def _mask(size):
@@ -117,11 +150,3 @@ def _decay(total):
     difference = _minus(rows, Sums(*(part[..., None, :] for part in total)))
     seen = jnp.broadcast_to(_mask(difference.shape[-1]), difference.shape)
     return jnp.exp(jnp.where(seen, difference, -1e30))
-
-
-def _choose(flag: Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where the flag [..., 1, 1] is 1."""
-    # Flags are float32, as the TPU kernels get them in one array with the gates.
-    return jax.tree.map(
-        lambda a, b: jnp.where(jnp.broadcast_to(flag, a.shape) > 0.5, a, b), new, old
-    )

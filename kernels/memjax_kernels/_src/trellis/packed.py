@@ -2,13 +2,13 @@
 
 `chunk` has the same equations with slots along the lanes, for any leading axes. Here
 arrays have a leading axis of P packs of heads (`common.packs`): tokens are [P, C, KK],
-memories [P, M, KK], and numbers of slots [P, M, CC]. With S = start and R = running
-memory, W the decays and D(.) `packs.block_diagonal`:
+memories [P, M, KK], and numbers of slots [P, M, CC]. With a memory S, W the decays and
+D(.) `packs.block_diagonal`:
 
     first pass    z = S D(k)^T,  u = gamma E(z, t),  A = (q D(k)^T) * W
-                  y1 = decay * R D(q)^T - u D(A)^T,  R' = last * R - (u * until) D(k)
-    second pass   the same for z, u and R' with v;  f = activation(y1),  F = f^T
-                  A = (F u) * W,  y = decay * F R - A D(v)
+                  y1 = decay * S D(q)^T - u D(A)^T,  S' = last * S - (u * until) D(k)
+    second pass   the same for z, u and S' with v;  f = activation(y1),  F = f^T
+                  A = (F u) * W,  y = decay * F S - A D(v)
 
 where t = alpha^T, E is `functions.error_gradient`, decay, until and last are the decays
 since the chunk's start, until its end, and over all of it.
@@ -51,13 +51,6 @@ class Gates(NamedTuple):
 
     gamma: Float[Array, "P 1 CC"]
     total: Totals
-
-
-class Memory(NamedTuple):
-    """The memory of a pass at the chunk's start, and the one to write to."""
-
-    start: Float[Array, "P M DD"]
-    running: Float[Array, "P M DD"]
 
 
 def targets(alpha: Float[Array, "P C MM"], heads: int, options: Options):
@@ -117,31 +110,29 @@ def advance(
     x: Chunk,
     ready: Prepared,
     gates: tuple[Gates, Gates],
-    keys: Memory,
-    values: Memory,
+    keys: Float[Array, "P M KK"],
+    values: Float[Array, "P M VV"],
     options: Options,
 ) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
-    """The running memories after a chunk, and its reads."""
+    """The memories after a chunk, and its reads."""
     dot, heads = options.multiply, len(gates[0].total.column)
     cast = operator.methodcaller("astype", x.q.dtype)
     target, dq, dk, dv, scores, (first, second) = ready
-    u = gates[0].gamma * error_gradient(options, dot(keys.start, dk, "nt"), target)
-    reads = first.decay * dot(keys.running, dq, "nt") - dot(u, scores, "nt")
-    after_keys = decay_at_end(gates[0].total, keys.running.shape[-1]) * keys.running
+    u = gates[0].gamma * error_gradient(options, dot(keys, dk, "nt"), target)
+    reads = first.decay * dot(keys, dq, "nt") - dot(u, scores, "nt")
+    after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
     after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
 
     f = cast(activate(options, reads))
     by_token = cast(dot(eye(f, f.shape[-1]), f, "nt"))
-    u = gates[1].gamma * error_gradient(options, dot(values.start, dv, "nt"), target)
+    u = gates[1].gamma * error_gradient(options, dot(values, dv, "nt"), target)
     scores = diagonal_blocks(dot(by_token, u, "nn"), heads) * second.between
     parts = [cast(scores), cast(u * until_end(gates[1].total))]
     written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
     size, width = x.v.shape[1:]
-    past = diagonal_blocks(dot(by_token, values.running, "nn"), heads)
+    past = diagonal_blocks(dot(by_token, values, "nn"), heads)
     y = decay_by_token(gates[1].total, width) * past - written[:, :size]
-    after_values = (
-        decay_at_end(gates[1].total, width) * values.running - written[:, size:]
-    )
+    after_values = decay_at_end(gates[1].total, width) * values - written[:, size:]
     return (after_keys, after_values), y
 
 

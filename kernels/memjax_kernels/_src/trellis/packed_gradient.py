@@ -21,7 +21,6 @@ from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.packed import (
     Chunk,
     Gates,
-    Memory,
     Prepared,
     activate,
     decay_at_end,
@@ -46,22 +45,22 @@ class Cotangents(NamedTuple):
     x: Chunk
     gamma: tuple[Array, Array]
     total: tuple[Array, Array]
-    keys: Memory
-    values: Memory
+    keys: Float[Array, "P M KK"]
+    values: Float[Array, "P M VV"]
 
 
 def vjp(
     x: Chunk,
     ready: Prepared,
     gates: tuple[Gates, Gates],
-    keys: Memory,
-    values: Memory,
+    keys: Float[Array, "P M KK"],
+    values: Float[Array, "P M VV"],
     d_after: tuple[Array, Array],
     d_y: Float[Array, "P C VV"],
     options: Options,
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memories."""
-    dot, (slots, size) = options.multiply, (keys.start.shape[1], x.q.shape[1])
+    dot, (slots, size) = options.multiply, (keys.shape[1], x.q.shape[1])
     heads = len(gates[0].total.column)
     spread = functools.partial(block_diagonal, heads=heads)
     target, dq, dk, dv, scores, left = ready
@@ -75,40 +74,38 @@ def vjp(
     d_keys, d_values = d_after
 
     # The first pass again.
-    products = dot(stack(keys.start, d_keys), dk, "nt")
+    products = dot(stack(keys, d_keys), dk, "nt")
     first = _write(products[:, :slots], target, gates[0].gamma, options)
     state_keys = products[:, slots:]
-    reads = left[0].decay * dot(keys.running, dq, "nt") - dot(first.u, scores, "nt")
+    reads = left[0].decay * dot(keys, dq, "nt") - dot(first.u, scores, "nt")
     f, back = jax.vjp(functools.partial(activate, options), reads)
     by_token = cast(dot(eye(cast(f), heads * size), f, "nt"))
 
     # The second, with its cotangents.
-    products = dot(stack(values.start, d_values, d_y), dv, "nt")
+    products = dot(stack(values, d_values, d_y), dv, "nt")
     second = _write(products[:, :slots], target, gates[1].gamma, options)
     state_values, d_scores = products[:, slots : 2 * slots], products[:, 2 * slots :]
     written = blocks(dot(by_token, second.u, "nn")) * left[1].between
     d_scores = spread(cast(-d_scores * left[1].between))
     dd_y = spread(cast(d_y))
-    d_f = left[1].decay * dot(values.running, dd_y, "nt")
+    d_f = left[1].decay * dot(values, dd_y, "nt")
     d_f += dot(second.u, d_scores, "nt")
     d_state = -until[1] * state_values
     d_u = dot(f, d_scores, "nn") + d_state
     d_z, d_target = second.back(gates[1].gamma * d_u)
-    decayed = decay_at_end(gates[1].total, values.running.shape[-1]) * d_values
-    d_values_before = Memory(
-        dot(d_z, dv, "nn"), decayed + dot(f * left[1].decay, dd_y, "nn")
-    )
+    decayed = decay_at_end(gates[1].total, values.shape[-1]) * d_values
+    d_values_before = decayed + dot(d_z, dv, "nn") + dot(f * left[1].decay, dd_y, "nn")
     d_v = blocks(
         dot(
             stack(-written, -second.u * until[1], d_z),
-            stack(d_y, d_values, values.start),
+            stack(d_y, d_values, values),
             "tn",
         )
     )
     gamma_2 = sum_slots(second.error * d_u)
     total_2 = sum_slots(f * d_f) - gates[1].gamma * gamma_2
     total_2 += _at_end(
-        sum_slots(second.u * d_state), sum_slots(decayed * values.running), heads
+        sum_slots(second.u * d_state), sum_slots(decayed * values), heads
     )
 
     # The first pass.
@@ -118,22 +115,20 @@ def vjp(
     d_u = d_state - dot(d_reads, scores, "nn")
     d_scores = cast(-blocks(dot(d_reads, first.u, "tn")) * left[0].between)
     d_z, d_target_1 = first.back(gates[0].gamma * d_u)
-    decayed = decay_at_end(gates[0].total, keys.running.shape[-1]) * d_keys
-    d_keys_before = Memory(dot(d_z, dk, "nn"), decayed + dot(d_past, dq, "nn"))
+    decayed = decay_at_end(gates[0].total, keys.shape[-1]) * d_keys
+    d_keys_before = decayed + dot(d_z, dk, "nn") + dot(d_past, dq, "nn")
     d_k = blocks(
         dot(
             stack(d_scores, -first.u * until[0], d_z),
-            stack(x.q, d_keys, keys.start),
+            stack(x.q, d_keys, keys),
             "tn",
         )
     )
-    d_q = dot(d_scores, dk, "nn") + blocks(dot(d_past, keys.running, "tn"))
+    d_q = dot(d_scores, dk, "nn") + blocks(dot(d_past, keys, "tn"))
     d_alpha = blocks(dot(d_target + d_target_1, units(x.alpha, heads), "tn"))
     gamma_1 = sum_slots(first.error * d_u)
     total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
-    total_1 += _at_end(
-        sum_slots(first.u * d_state), sum_slots(decayed * keys.running), heads
-    )
+    total_1 += _at_end(sum_slots(first.u * d_state), sum_slots(decayed * keys), heads)
     return Cotangents(
         Chunk(d_q, d_k, d_v, d_alpha),
         (gamma_1, gamma_2),

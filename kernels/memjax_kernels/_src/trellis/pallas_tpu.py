@@ -34,7 +34,6 @@ from memjax_kernels._src.common import gradients, products, varying
 from memjax_kernels._src.trellis import chunk as one_chunk
 from memjax_kernels._src.trellis import tpu_kernels, tpu_packed, tpu_small
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.state import Memories
 from memjax_kernels._src.trellis.tpu_kernels import Inputs
 from memjax_kernels._src.trellis.xla import trellis_xla
 
@@ -76,24 +75,25 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
 
 def trellis_tpu(
     tokens: Tokens,
-    memories: Memories,
-    empty: tuple[Array, ...] | None,
+    memory: tuple[Array, Array],
+    empty: tuple[Array, Array] | None,
     *,
     phi: str,
     activation: str,
     interpret: Any = False,
-) -> tuple[Memories, Array]:
+) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`.
 
     `interpret` is that of `pallas_call`: False, or `pltpu.InterpretParams`.
     """
-    given: Any = (tokens, memories, empty)
+    given: Any = (tokens, memory, empty)
     options: Any = dict(phi=phi, activation=activation, interpret=interpret)
     if tpu_small.fits(tokens):
         return tpu_small.trellis_small(*given, **options)
     if tpu_packed.fits(tokens):
         return tpu_packed.trellis_packed(*given, **options)
     b, n, c, h, key_dim = tokens.q.shape
+    full = jnp.ones((b, n), bool) if tokens.full is None else tokens.full
 
     # [B, n, C, H, D] -> [G, n, C, D], and back.
     def heads_first(x):
@@ -105,7 +105,7 @@ def trellis_tpu(
     def flat(x):
         return x.reshape(b * h, *x.shape[2:])
 
-    flags = [f for f in (tokens.full, tokens.reset) if f is not None]
+    flags = [f for f in (full, tokens.reset) if f is not None]
     # Flags travel as further rows of the gates: one small block instead of three.
     wide = [
         jnp.broadcast_to(f.astype(F32)[:, :, None, None, None], (b, n, c, h, 1))
@@ -128,10 +128,10 @@ def trellis_tpu(
     heads = max(1, min(HEADS, b * h, BLOCK_BYTES // needed))
     static = Static(phi, activation, heads, interpret)
     flatten = functools.partial(jax.tree.map, flat)
-    arguments = varying.vary_alike((arranged, flatten(memories), flatten(empty)))
+    arguments = varying.vary_alike((arranged, flatten(memory), flatten(empty)))
     results: Any = _chunks(static, *arguments)
-    memories, y = results
-    return jax.tree.map(lambda x: x.reshape(b, h, *x.shape[1:]), memories), back(y)
+    memory, y = results
+    return jax.tree.map(lambda x: x.reshape(b, h, *x.shape[1:]), memory), back(y)
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
@@ -151,28 +151,26 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     return 4 * (tokens + memories + between)
 
 
-def _forward(
-    static: Static, x: Inputs, memories: Memories, empty, *, with_residuals: bool
-):
+def _forward(static: Static, x: Inputs, memory, empty, *, with_residuals: bool):
     like = functools.partial(varying.like, x.q)
     y = like(x.inputs[1].shape, x.inputs[1].dtype)
     # In the tokens' dtype, to which the operands of products are rounded anyway.
     residuals = (
         jax.tree.map(
             lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), x.q.dtype),
-            memories.start,
+            memory,
         )
         if with_residuals
         else None
     )
-    after = jax.tree.map(lambda m: like(m.shape, F32), memories)
+    after = jax.tree.map(lambda m: like(m.shape, F32), memory)
     specs = functools.partial(_specs, static.heads, lambda i: i)
     after, y, residuals = _call(
         static,
         tpu_kernels.forward_kernel,
         "trellis_forward",
-        (x, memories, empty),
-        (specs(x, 4), specs(memories, 3), specs(empty, 3)),
+        (x, memory, empty),
+        (specs(x, 4), specs(memory, 3), specs(empty, 3)),
         (after, y, residuals),
         (specs(after, 3), specs(y, 4), specs(residuals, 4)),
     )
@@ -180,21 +178,20 @@ def _forward(
 
 
 def _backward(static: Static, primals, residuals, cotangents):
-    x, (_, running), empty = primals
+    x, memory, empty = primals
     d_after, d_y = cotangents
     n = x.q.shape[1]
     like = functools.partial(varying.like_tree, x.q)
     # The backward pass goes through the chunks in reverse.
     specs = functools.partial(_specs, static.heads, lambda i: n - 1 - i)
-    before, emptied = like(Memories(running, running)), like(empty)
+    before, emptied = like(memory), like(empty)
     return _call(
         static,
         tpu_kernels.backward_kernel,
         "trellis_backward",
-        (x, running, empty, residuals, d_after, d_y),
+        (x, empty, residuals, d_after, d_y),
         (
             specs(x, 4),
-            specs(running, 3),
             specs(empty, 3),
             specs(residuals, 4),
             specs(d_after, 3),
@@ -205,7 +202,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     )
 
 
-def _in_xla(static: Static, x: Inputs, memories: Memories, empty):
+def _in_xla(static: Static, x: Inputs, memory, empty):
     """The function of the forward kernel, each head as a batch element."""
 
     def one_head(x):
@@ -229,7 +226,7 @@ def _in_xla(static: Static, x: Inputs, memories: Memories, empty):
 
     after, y = trellis_xla(
         tokens,
-        of_head(memories),
+        of_head(memory),
         of_head(empty),
         phi=static.phi,
         activation=static.activation,

@@ -10,21 +10,19 @@ in eqs. 8 and 10-12. With C = 1 this is the fully non-linear recurrence.
 
 Two passes (eqs. 13 and 14) share alpha: the first compresses keys and reads
 y1 = M_K q; the second compresses values and reads y = M_V^T f(y1).
-"""
 
-import functools
-import inspect
+A state has M' and the chunk's tokens since, whose writes a step adds before it reads.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import one_pass
-from memjax_kernels._src.trellis import checks, functions
-from memjax_kernels._src.trellis.state import Memories, TrellisState
+from memjax_kernels._src.common import open_chunk
+from memjax_kernels._src.trellis import checks, chunk
+from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
 
 
-@one_pass.on_tpu
 def trellis_step(
     q: Float[Array, "B H K"],
     k: Float[Array, "B H K"],
@@ -56,22 +54,26 @@ def trellis_step(
     Raises:
         ValueError: as `trellis`.
     """
-    checks.check_options(state.chunk_size, phi, activation)
-    (gamma1, gamma2), (g1, g2) = _per_pass(gamma), _per_pass(g)
-    dtype = v.dtype
-    k, v, alpha = (x.astype(jnp.float32) for x in (k, v, alpha))
-    # The first pass is read after its write, and its read is the second pass's query.
-    keys = _write(state.keys_start, state.keys, k, alpha, gamma1, g1, phi)
-    reads = jnp.einsum("bhmk,bhk->bhm", keys, q.astype(jnp.float32))
-    query = functions.apply(activation, reads)
-    values = _write(state.values_start, state.values, v, alpha, gamma2, g2, phi)
-    y = jnp.einsum("bhmv,bhm->bhv", values, query)
-    position, keys_start = _next(state, state.keys_start, keys)
-    _, values_start = _next(state, state.values_start, values)
-    after = TrellisState(
-        keys_start, keys, values_start, values, position, state.chunk_size
+    checks.check_step(q, k, v, alpha, gamma, g, state, phi, activation)
+    return _step(q, k, v, alpha, gamma, g, state, phi, activation)
+
+
+def _step(q, k, v, alpha, gamma, g, state, phi, activation):
+    def read(multiply, q, tokens, memory):
+        return chunk.read(q, tokens, memory, chunk.Options(phi, activation, multiply))
+
+    def write(multiply, tokens, memory):
+        return chunk.write(tokens, memory, chunk.Options(phi, activation, multiply))
+
+    gates = *_per_pass(gamma), *_per_pass(jnp.zeros(k.shape[:2]) if g is None else g)
+    (memory, *rest), y = open_chunk.step(
+        read,
+        write,
+        q,
+        TrellisTokens(k, v, alpha, *gates),
+        ((state.keys, state.values), state.tokens, state.position),
     )
-    return after, y.astype(dtype)
+    return TrellisState(*memory, *rest, state.chunk_size), y.astype(v.dtype)
 
 
 def trellis_reference(
@@ -89,18 +91,12 @@ def trellis_reference(
     activation: str,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """A loop of steps; the arguments are those of `trellis`."""
-    # Only the memory at the chunk's start is read of `empty`: see `trellis`.
-    emptied = empty.memories.start
-    empty = TrellisState.of(
-        Memories(emptied, emptied), empty.position, empty.chunk_size
-    )
-    plain = inspect.unwrap(trellis_step)
 
     def one_token(state, item):
-        (q, k, v, alpha, gamma, g), clear = item
+        token, clear = item
         if clear is not None:
-            state = jax.tree.map(functools.partial(_where, clear), empty, state)
-        return plain(q, k, v, alpha, gamma, g, state, phi=phi, activation=activation)
+            state = open_chunk.replace(clear, empty, state)
+        return _step(*token, state, phi, activation)
 
     tokens = (q, k, v, alpha, gamma, g)
     items = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))
@@ -108,32 +104,6 @@ def trellis_reference(
     return state, jnp.moveaxis(y, 0, 1)
 
 
-def _write(start, memory, k, alpha, gamma, g, phi):
-    # Gradients inside a chunk are taken at its start, and written to the memory now.
-    z = jnp.einsum("bhmk,bhk->bhm", start, k)
-    u = functions.error_gradient(phi, z, alpha)
-    decay = memory if g is None else jnp.exp(_wide(g)) * memory
-    return decay - _wide(gamma) * jnp.einsum("bhm,bhk->bhmk", u, k)
-
-
-def _next(state, start, memory):
-    """The position after the token, and the start of its chunk."""
-    # At the end of a chunk the running memory becomes the next one's start.
-    position = (state.position + 1) % state.chunk_size
-    return position, jnp.where((position == 0)[:, None, None, None], memory, start)
-
-
 def _per_pass(gate):
     """[B, H] for each of the two passes."""
-    if gate is None or gate.ndim == 2:
-        return gate, gate
-    return gate[..., 0], gate[..., 1]
-
-
-def _wide(gate):
-    return gate.astype(jnp.float32)[..., None, None]
-
-
-def _where(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
-    """`new` in the batch elements that `rows` names."""
-    return jnp.where(rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
+    return (gate, gate) if gate.ndim == 2 else (gate[..., 0], gate[..., 1])

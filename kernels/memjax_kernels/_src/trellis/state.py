@@ -1,8 +1,7 @@
-"""The state of Trellis between calls.
+"""The state of Trellis between calls: both chunk-start memories, and the tokens since.
 
-Gradients are taken at the memory of the chunk's start. So a state holds that memory
-and the running one, and each batch element's position in its chunk. At position 0 the
-two memories are equal.
+Gradients are taken at the memory of the chunk's start. The memory now follows from it
+and the tokens since.
 """
 
 import dataclasses
@@ -13,60 +12,54 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import check_sizes
 
 
-class Memories(NamedTuple):
-    """The key memory and the value memory, each at the chunk's start and now.
-
-    Attributes:
-        start: Float32[B, H, M, K] and [B, H, M, V] at the chunk's start, in which
-            gradients are taken.
-        running: likewise, the ones to write to and read from.
-    """
-
-    start: tuple[Any, Any]
-    running: tuple[Any, Any]
-
-
-def may_differ(memories: Memories) -> bool:
-    """Whether a chunk may find another running memory than the one at its start.
-
-    Not where they are the very same arrays: every batch element starts a chunk.
-    """
-    return any(a is not b for a, b in zip(*memories, strict=True))
-
-
 # Fields are Any: jax also builds these classes around shapes, shardings and axes.
+class TrellisTokens(NamedTuple):
+    """Tokens of a chunk: k, v, alpha [*B, C, D], and gates of each pass [*B, C]."""
+
+    k: Any
+    v: Any
+    alpha: Any
+    key_gamma: Any
+    value_gamma: Any
+    key_g: Any
+    value_g: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrellisState:
     """Memories of both passes.
 
     Attributes:
-        keys_start: the key memory at the chunk's start, Float32[B, H, M, K].
-        keys: the key memory now, Float32[B, H, M, K].
-        values_start: the value memory at the chunk's start, Float32[B, H, M, V].
-        values: the value memory now, Float32[B, H, M, V].
-        position: tokens of the chunk so far, Int32[B], in [0, chunk_size).
+        keys: the key memory at the start of the open chunk, Float32[B, H, M, K].
+        values: the value memory there, Float32[B, H, M, V].
+        tokens: of the open chunk, float32 with an axis of C and zeros behind the last;
+            None where C = 1.
+        position: their number, Int32[B], in [0, chunk_size).
         chunk_size: C. Static: a state of another chunk size is another function's.
     """
 
-    keys_start: Any
     keys: Any
-    values_start: Any
     values: Any
+    tokens: Any
     position: Any
     chunk_size: int = dataclasses.field(metadata={"static": True})
 
-    @property
-    def memories(self) -> Memories:
-        return Memories((self.keys_start, self.values_start), (self.keys, self.values))
 
-    @classmethod
-    def of(cls, memories: Memories, position, chunk_size: int) -> "TrellisState":
-        (keys_start, values_start), (keys, values) = memories
-        return cls(keys_start, keys, values_start, values, position, chunk_size)
+def trellis_state(
+    keys: Float[Array, "B H M K"], values: Float[Array, "B H M V"], chunk_size: int
+) -> TrellisState:
+    """The state at a chunk's start of these memories."""
+    check_sizes(chunk_size=chunk_size)
+    (b, h, m, key), value = keys.shape, values.shape[-1]
+    gates = ((b, h),) * 4
+    one = TrellisTokens((b, h, key), (b, h, value), (b, h, m), *gates)
+    tokens = open_chunk.empty(chunk_size, one)
+    return TrellisState(keys, values, tokens, jnp.zeros(b, jnp.int32), chunk_size)
 
 
 def empty_memory(slots: int, width: int) -> Float[Array, "M D"]:
@@ -100,8 +93,7 @@ def trellis_init_state(
     """
     keys = _rows(batch=batch, heads=heads, slots=slots, width=key_dim)
     values = _rows(batch=batch, heads=heads, slots=slots, width=value_dim)
-    position = _positions(batch, chunk_size)
-    return TrellisState(keys, keys, values, values, position, chunk_size)
+    return trellis_state(keys, values, chunk_size)
 
 
 def _rows(**sizes: int) -> Float[Array, "B H M D"]:
@@ -109,8 +101,3 @@ def _rows(**sizes: int) -> Float[Array, "B H M D"]:
     batch, heads, slots, width = sizes.values()
     matrix = empty_memory(slots, width)[None, None]
     return jnp.broadcast_to(matrix, (batch, heads, slots, width))
-
-
-def _positions(batch: int, chunk_size: int):
-    check_sizes(chunk_size=chunk_size)
-    return jnp.zeros(batch, jnp.int32)

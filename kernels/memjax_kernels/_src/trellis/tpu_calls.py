@@ -33,7 +33,6 @@ from memjax_kernels._src.common.packs.blocks import (
 from memjax_kernels._src.trellis import packed
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.state import Memories
 from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
 from memjax_kernels._src.trellis.xla import trellis_xla
 
@@ -74,23 +73,23 @@ def run(
     op: Callable[..., Any],
     layout: Layout,
     tokens: Tokens,
-    memories: Memories,
-    empty: tuple[Array, ...] | None,
+    memory: tuple[Array, Array],
+    empty: tuple[Array, Array] | None,
     *,
     phi: str,
     activation: str,
     interpret: Any,
-) -> tuple[Memories, Array]:
+) -> tuple[tuple[Array, Array], Array]:
     """Runs an `op_of` kernels in this layout; see `segment`."""
     flags = (tokens.full, tokens.reset)
     full, reset = jax.tree.map(operator.methodcaller("astype", F32), flags)
     tokens = tokens._replace(full=full, reset=reset)
     static = Static(phi, activation, layout, interpret)
-    return op(static, *varying.vary_alike((tokens, memories, empty)))
+    return op(static, *varying.vary_alike((tokens, memory, empty)))
 
 
 def op_of(kernels: Kernels) -> Callable[..., Any]:
-    """The op of two kernels, (static, tokens, memories, empty) -> (memories, y)."""
+    """The op of two kernels, (static, tokens, memory, empty) -> (memory, y)."""
     forward = functools.partial(_forward, kernels)
     backward = functools.partial(_backward, kernels)
     return gradients.of_kernels("trellis", forward, backward, _in_xla)
@@ -121,11 +120,7 @@ def _arrange(layout: Layout, x: Tokens) -> Blocks:
 
 def _in_blocks(layout: Layout, x: Tokens) -> Tokens:
     """Several chunks in one, and flags of every token."""
-    # Where the two memories may differ, chunks behind all tokens keep them so. Where
-    # they do after the last chunk alone, that one has to stay the last.
-    join = functools.partial(
-        join_chunks, parts=layout.parts, front=not layout.two_memories
-    )
+    join = functools.partial(join_chunks, parts=layout.parts)
 
     def of_tokens(f):
         return jnp.broadcast_to(f[..., None], x.q.shape[:3])
@@ -139,7 +134,7 @@ def _forward(
     kernels: Kernels,
     static: Static,
     x: Tokens,
-    memories: Memories,
+    memory: tuple[Array, Array],
     empty,
     *,
     with_residuals: bool,
@@ -148,15 +143,15 @@ def _forward(
     x = _in_blocks(layout, x)
     blocks = _arrange(layout, x)
     join = functools.partial(pack_heads, heads=layout.heads)
-    memories, empty = jax.tree.map(join, (memories, empty))
+    memory, empty = jax.tree.map(join, (memory, empty))
     like = functools.partial(varying.like, x.q)
     y = like((*x.q.shape[:3], x.v.shape[3] * x.v.shape[4]), x.v.dtype)
-    after = jax.tree.map(lambda m: like(m.shape, F32), memories)
+    after = jax.tree.map(lambda m: like(m.shape, F32), memory)
     dtype = kernels.residuals or x.q.dtype
     residuals = (
         jax.tree.map(
             lambda m: like((m.shape[0], x.q.shape[1], *m.shape[1:]), dtype),
-            memories.start,
+            memory,
         )
         if with_residuals
         else None
@@ -168,55 +163,52 @@ def _forward(
         kernels.forward,
         "trellis_forward",
         blocks,
-        inputs=(memories, empty),
+        inputs=(memory, empty),
         outputs=(after, y, residuals),
         specs=(
             Blocks(of.tokens(blocks.tokens), of.gates(blocks.gates)),
-            of.memories(memories),
+            of.memories(memory),
             of.memories(empty),
         ),
         out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
         scratch=kernels.scratch(layout, x)[0],
     )
     part = functools.partial(unpack_heads, heads=layout.heads)
-    y = split_chunks(
-        y.reshape(x.v.shape), layout.parts, not layout.two_memories, number
-    )
+    y = split_chunks(y.reshape(x.v.shape), layout.parts, number)
     return (jax.tree.map(part, after), y), residuals
 
 
 def _backward(kernels: Kernels, static: Static, primals, residuals, cotangents):
-    x, memories, empty = primals
+    x, memory, empty = primals
     d_after, d_y = cotangents
     # Flags have no gradient.
     no_flags = jax.tree.map(jnp.zeros_like, (x.full, x.reset))
     number, layout = x.q.shape[1], static.layout
     x = _in_blocks(layout, x)
-    d_y = join_chunks(d_y, layout.parts, not layout.two_memories)
+    d_y = join_chunks(d_y, layout.parts)
     blocks = _arrange(layout, x)
     b, n, c, heads, _ = x.q.shape
     of_pack = layout.heads
     join = functools.partial(pack_heads, heads=of_pack)
-    running, empty, d_after = jax.tree.map(join, (memories.running, empty, d_after))
+    memory, empty, d_after = jax.tree.map(join, (memory, empty, d_after))
     d_y = d_y.reshape(b, n, c, -1)
     like = functools.partial(varying.like, x.q)
     shaped = functools.partial(varying.like_tree, x.q)
     d_gates = like((b, n, heads // of_pack, 4, of_pack * c), F32)
-    before, emptied = shaped(Memories(running, running)), shaped(empty)
+    before, emptied = shaped(memory), shaped(empty)
     # The backward pass goes through the blocks in reverse.
     of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: n - 1 - i)
     tokens = of.tokens(blocks.tokens)
-    d_tokens, d_gates, d_memories, d_empty = _call(
+    d_tokens, d_gates, d_memory, d_empty = _call(
         of,
         static,
         kernels.backward,
         "trellis_backward",
         blocks,
-        inputs=(running, empty, residuals, d_after, d_y),
+        inputs=(empty, residuals, d_after, d_y),
         outputs=(shaped(blocks.tokens), d_gates, before, emptied),
         specs=(
             Blocks(tokens, of.gates(blocks.gates)),
-            of.memories(running),
             of.memories(empty),
             of.residuals(residuals),
             of.memories(d_after),
@@ -241,12 +233,10 @@ def _backward(kernels: Kernels, static: Static, primals, residuals, cotangents):
         full=None,
         reset=None,
     )
-    d_x = jax.tree.map(
-        lambda d: split_chunks(d, layout.parts, not layout.two_memories, number), d_x
-    )
+    d_x = jax.tree.map(lambda d: split_chunks(d, layout.parts, number), d_x)
     d_x = d_x._replace(full=no_flags[0], reset=no_flags[1])
     part = functools.partial(unpack_heads, heads=of_pack)
-    return d_x, *jax.tree.map(part, (d_memories, d_empty))
+    return d_x, *jax.tree.map(part, (d_memory, d_empty))
 
 
 def _gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
@@ -263,11 +253,11 @@ def _gates_back(d_gates: Array, x: Tokens, of_pack: int) -> tuple[Array, Array]:
     return d_gamma, jnp.where(x.g > FORGETS_ALL, d_g, 0.0)
 
 
-def _in_xla(static: Static, x: Tokens, memories: Memories, empty):
+def _in_xla(static: Static, x: Tokens, memory, empty):
     """The function of the forward kernel."""
     full, reset = jax.tree.map(lambda f: f > 0.5, (x.full, x.reset))
     x = x._replace(full=full, reset=reset)
-    return trellis_xla(x, memories, empty, phi=static.phi, activation=static.activation)
+    return trellis_xla(x, memory, empty, phi=static.phi, activation=static.activation)
 
 
 def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):

@@ -1,8 +1,8 @@
 """The two kernels of Trellis on a TPU: one chunk of a few heads, forward and backward.
 
-Each of them takes references to blocks in VMEM. `before` and `running` hold the
-memories at the start of the first chunk. `after` and `d_before` are output blocks that
-all chunks of a head share: they hold the memories, or their cotangents, between chunks.
+Each of them takes references to blocks in VMEM. `before` holds the memories at the
+start of the first chunk. `after` and `d_before` are output blocks that all chunks of a
+head share: they hold the memories, or their cotangents, between chunks.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from memjax_kernels._src.trellis import chunk as one_chunk
-from memjax_kernels._src.trellis.state import Memories
+from memjax_kernels._src.trellis.state import TrellisTokens
 
 F32 = jnp.float32
 
@@ -35,17 +35,29 @@ class Inputs(NamedTuple):
 
 
 def _read(x: Inputs):
-    """The chunk of an `Inputs` of references, and its flags."""
+    """The chunk of an `Inputs` of references: q, the other tokens, and its flags."""
     rows = [x.gates[:, i, :] for i in range(x.gates.shape[1])]
-    flags = [row[:, :1][:, :, None] for row in rows[4:]]
-    chunk = one_chunk.Chunk(
-        x.q[...],
-        (x.inputs[0][...], x.inputs[1][...]),
-        x.alpha[...],
-        (rows[0], rows[1]),
-        (rows[2], rows[3]),
-    )
-    return chunk, flags[0], (flags[1] if len(flags) > 1 else None)
+    inputs = (ref[...] for ref in x.inputs)
+    chunk = TrellisTokens(*inputs, x.alpha[...], *rows[:4])
+    return x.q[...], chunk, [row[:, :1][:, :, None] for row in rows[4:]]
+
+
+def _advance(q, chunk, memory, empty, flags, options):
+    """`chunk.advance` by flags [., 1, 1]: full, and reset if resets were given."""
+
+    def choose(flag, new, old):
+        return jax.tree.map(
+            lambda a, b: jnp.where(jnp.broadcast_to(flag, a.shape) > 0.5, a, b),
+            new,
+            old,
+        )
+
+    full, *reset = flags
+    if reset:
+        memory = choose(reset[0], empty, memory)
+    after, y = one_chunk.advance(q, chunk, memory, options)
+    # A chunk that stays open leaves the memories at its start.
+    return choose(full, after, memory), y
 
 
 def _load(refs):
@@ -64,19 +76,17 @@ def forward_kernel(x, before, empty, after, y, residuals, *, options):
         # Chunks of a head share this output block.
         _store(after, _load(before))
 
-    memories = _load(after)
+    memory = _load(after)
     if residuals is not None:
-        _store(residuals, memories.start)
-    chunk, full, reset = _read(x)
-    memories, read = one_chunk.advance(
-        chunk, memories, _load(empty), full, reset, options
-    )
-    _store(after, memories)
+        _store(residuals, memory)
+    q, chunk, flags = _read(x)
+    memory, read = _advance(q, chunk, memory, _load(empty), flags, options)
+    _store(after, memory)
     _store(y, read)
 
 
 def backward_kernel(
-    x, running, empty, residuals, d_after, d_y, d_x, d_before, d_empty, *, options
+    x, empty, residuals, d_after, d_y, d_x, d_before, d_empty, *, options
 ):
     """Cotangents of one chunk, after those of the chunks behind it."""
 
@@ -85,26 +95,18 @@ def backward_kernel(
         _store(d_before, _load(d_after))
         _store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
 
-    chunk, full, reset = _read(x)
-    start = _load(residuals)
-    # After the first chunk the two memories are equal, where there are tokens.
-    first = pl.program_id(1) == pl.num_programs(1) - 1
-    # `residuals` holds one memory a chunk; the running one of the first comes from the
-    # caller.
-    entering = jax.tree.map(lambda r, s: jnp.where(first, r, s), _load(running), start)
+    q, chunk, flags = _read(x)
 
-    def advance(chunk, memories, empty) -> Any:
-        return one_chunk.advance(chunk, memories, empty, full, reset, options)
+    def advance(q, chunk, memory, empty) -> Any:
+        return _advance(q, chunk, memory, empty, flags, options)
 
-    _, vjp = jax.vjp(advance, chunk, Memories(start, entering), _load(empty))
-    d_chunk, d_memories, d_fresh = vjp((_load(d_before), d_y[...].astype(F32)))
-    _store(d_before, d_memories)
+    _, vjp = jax.vjp(advance, q, chunk, _load(residuals), _load(empty))
+    d_q, d, d_memory, d_fresh = vjp((_load(d_before), d_y[...].astype(F32)))
+    _store(d_before, d_memory)
     # Every reset reads `empty`, so that its gradient is a sum over chunks.
     _store(d_empty, jax.tree.map(lambda a, b: a + b, _load(d_empty), d_fresh))
-    _store(d_x.q, d_chunk.q)
-    _store(d_x.inputs, d_chunk.inputs)
-    _store(d_x.alpha, d_chunk.alpha)
-    rows = (*d_chunk.gamma, *d_chunk.g)
+    _store((d_x.q, *d_x.inputs, d_x.alpha), (d_q, d.k, d.v, d.alpha))
+    rows = d[3:]
     for i in range(d_x.gates.shape[1]):
         # Flags have no gradient.
         d_x.gates[:, i, :] = rows[i] if i < len(rows) else jnp.zeros_like(rows[0])

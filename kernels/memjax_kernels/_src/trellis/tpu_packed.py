@@ -17,7 +17,6 @@ from memjax_kernels._src.common.packs.blocks import (
 )
 from memjax_kernels._src.trellis import tpu_packed_kernels
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.state import Memories, may_differ
 from memjax_kernels._src.trellis.tpu_calls import Kernels, op_of, run
 from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
 
@@ -44,13 +43,13 @@ def _heads(tokens: Tokens) -> int:
 
 def trellis_packed(
     tokens: Tokens,
-    memories: Memories,
-    empty: tuple[Array, ...] | None,
+    memory: tuple[Array, Array],
+    empty: tuple[Array, Array] | None,
     *,
     phi: str,
     activation: str,
     interpret: Any = False,
-) -> tuple[Memories, Array]:
+) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation for tokens that `fits` accepts; see `segment`."""
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
     heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
@@ -63,12 +62,12 @@ def trellis_packed(
         heads,
         tokens.gamma.shape[-1],
         tokens.g.shape[-1],
-        two_memories=may_differ(memories),
+        opens=tokens.full is not None,
         resets=tokens.reset is not None,
         size=size,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
-    return run(_op, layout, tokens, memories, empty, **options)
+    return run(_op, layout, tokens, memory, empty, **options)
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:

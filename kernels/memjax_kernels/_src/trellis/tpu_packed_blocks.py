@@ -28,8 +28,7 @@ class Layout(NamedTuple):
         heads: of a pack.
         gammas: 2 where each pass has its own, else 1.
         gates: likewise.
-        two_memories: whether the running memory may differ from the chunk-start one
-            before any chunk; else after the last chunk alone.
+        opens: whether there is a flag of chunks that are full; else all are.
         resets: whether there is a flag of chunks that start from `empty`.
         size: tokens of a chunk.
     """
@@ -39,7 +38,7 @@ class Layout(NamedTuple):
     heads: int
     gammas: int
     gates: int
-    two_memories: bool
+    opens: bool
     resets: bool
     size: int
 
@@ -69,8 +68,10 @@ def read(x, layout: Layout, options: Options) -> Block:
     return Block(tokens, gates, packed.prepare(tokens, gates, options))
 
 
-def flags(x, layout: Layout) -> tuple[Array, Array | None]:
-    """Whether a chunk is full, and reset: [P, 1, 1]."""
+def flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
+    """Whether a chunk is full, and reset: [P, 1, 1], or None without such a flag."""
+    if not layout.opens and not layout.resets:
+        return None, None
     columns = x.gates[:, :, layout.gate_columns :]
     # All tokens of a chunk have its flags.
     found = jnp.max(columns, axis=1, keepdims=True)[:, None]
@@ -81,7 +82,8 @@ def flags(x, layout: Layout) -> tuple[Array, Array | None]:
             jnp.broadcast_to(each, (layout.rows, layout.group, 1, 1))
         )
 
-    return flag(0), flag(1) if layout.resets else None
+    full = flag(0) if layout.opens else None
+    return full, flag(int(layout.opens)) if layout.resets else None
 
 
 def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:

@@ -15,8 +15,6 @@ from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.trellis import packed, packed_gradient
 from memjax_kernels._src.trellis import tpu_packed_blocks as blocks
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.packed import Memory
-from memjax_kernels._src.trellis.state import Memories
 from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
 
 F32 = jnp.float32
@@ -25,7 +23,9 @@ _exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
 
 
 def choose(flag, new, old):
-    """`new` where the flag is 1."""
+    """`new` where the flag is 1, and where there is none."""
+    if flag is None:
+        return new
     return jax.tree.map(lambda a, b: jnp.where(flag > 0.5, a, b), new, old)
 
 
@@ -41,24 +41,20 @@ def forward_kernel(
 
     block = blocks.read(x, layout, options)
     full, reset = blocks.flags(x, layout)
-    running = blocks.load(after.running)
-    start = blocks.load(after.start) if layout.two_memories else running
+    start = blocks.load(after)
     if reset is not None:
-        emptied = blocks.load(empty)
-        start, running = choose(reset, (emptied, emptied), (start, running))
+        start = choose(reset, blocks.load(empty), start)
     if residuals is not None:
         blocks.store(residuals, start)
-    keys, values = map(Memory, start, running)
-    given = (block.gates, keys, values, options)
+    given = (block.gates, *start, options)
     new, read = packed.advance(block.tokens, block.ready, *given)
-    blocks.store(after.running, new)
+    # A chunk that stays open leaves the memories at its start.
+    blocks.store(after, choose(full, new, start))
     packs.store_rows(y, read)
-    blocks.store(after.start, choose(full, new, start))
 
 
 def backward_kernel(
     x,
-    running,
     empty,
     residuals,
     d_after,
@@ -72,57 +68,28 @@ def backward_kernel(
     options: Options,
 ):
     """Cotangents of one chunk, after those of the chunks behind it."""
-    step, last = pl.program_id(2), pl.num_programs(2) - 1
 
-    def add(a, b):
-        return jax.tree.map(jnp.add, a, b)
-
-    @pl.when(step == 0)
+    @pl.when(pl.program_id(2) == 0)
     def _():
-        d = blocks.load(d_after)
-        if not layout.two_memories:
-            # The chunk-start memory's gradient after a chunk that is not full waits in
-            # `d_before` until that chunk is done.
-            d = by_completeness(d, blocks.flags(x, layout)[0])
-        blocks.store(d_before, d)
+        blocks.store(d_before, blocks.load(d_after))
         blocks.store(
             d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty)
         )
 
     block = blocks.read(x, layout, options)
     full, reset = blocks.flags(x, layout)
-    start = blocks.load(residuals)
-    entering = start
-    if layout.two_memories:
-        # `residuals` holds one memory a chunk; the running one of the first comes from
-        # the caller. After it the two are equal, where there are tokens.
-        given = blocks.load(running)
-        if reset is not None:
-            given = choose(reset, start, given)
-        first = (step == last).astype(F32)
-        entering = choose(first, given, start)
-    d = Memories(blocks.load(d_before.start), blocks.load(d_before.running))
-    if layout.two_memories:
-        d = by_completeness(d, full)
+    d = blocks.load(d_before)
+    zeros = jax.tree.map(jnp.zeros_like, d)
     given_y = packs.load_rows(d_y, layout.group)
-    keys, values = map(Memory, start, entering)
-    given = (block.gates, keys, values, d.running, given_y, options)
-    found = packed_gradient.vjp(block.tokens, block.ready, *given)
-    d_start = add(d.start, (found.keys.start, found.values.start))
-    d_running = found.keys.running, found.values.running
+    given = (*blocks.load(residuals), choose(full, d, zeros), given_y, options)
+    found = packed_gradient.vjp(block.tokens, block.ready, block.gates, *given)
+    d_start = add_unless(full, (found.keys, found.values), d)
     if reset is not None:
-        zeros = jax.tree.map(jnp.zeros_like, d_running)
-        emptied = choose(reset, add(d_start, d_running), zeros)
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        blocks.store(d_empty, add(blocks.load(d_empty), emptied))
+        emptied = choose(reset, d_start, zeros)
+        blocks.store(d_empty, jax.tree.map(jnp.add, blocks.load(d_empty), emptied))
         d_start = choose(reset, zeros, d_start)
-        d_running = choose(reset, zeros, d_running)
-    if not layout.two_memories:
-        d_start, d_running = (
-            jax.tree.map(jnp.zeros_like, d_start),
-            add(d_start, d_running),
-        )
-    blocks.store(d_before, Memories(d_start, d_running))
+    blocks.store(d_before, d_start)
     for ref, d in zip(d_tokens, found.x, strict=True):
         packs.store_rows(ref, d)
     sums = (_from_sums(d, layout.heads) for d in found.total)
@@ -140,8 +107,8 @@ def _from_sums(d: Array, heads: int) -> Array:
     return _exact(d[:, 0], later.astype(F32), "nn")[:, None]
 
 
-def by_completeness(d: Memories, full) -> Memories:
-    """Cotangents of the memory at the start and of the new one, behind a chunk."""
-    zeros = jax.tree.map(jnp.zeros_like, d.start)
-    to_new, to_start = (choose(full, d.start, zeros), choose(full, zeros, d.start))
-    return Memories(to_start, jax.tree.map(jnp.add, d.running, to_new))
+def add_unless(full, found, d):
+    """Cotangents before a chunk: with those behind it where it was not full."""
+    if full is None:
+        return found
+    return jax.tree.map(lambda a, b: a + jnp.where(full > 0.5, 0.0, b), found, d)

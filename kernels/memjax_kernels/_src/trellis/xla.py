@@ -2,24 +2,24 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from memjax_kernels._src.common import chunks, products
+from memjax_kernels._src.common import chunks, open_chunk, products
 from memjax_kernels._src.trellis import chunk as one_chunk
-from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.state import Memories
+from memjax_kernels._src.trellis.segment import Tokens, of_each_pass
 
 
 def trellis_xla(
     tokens: Tokens,
-    memories: Memories,
-    empty: tuple[Array, ...] | None,
+    memory: tuple[Array, Array],
+    empty: tuple[Array, Array] | None,
     *,
     phi: str,
     activation: str,
     remat_every: int | None = None,
-) -> tuple[Memories, Array]:
+) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`.
 
     Every `remat_every`-th memory is saved for the backward pass; None is 4, or more
@@ -32,33 +32,25 @@ def trellis_xla(
     multiply = functools.partial(products.multiply, dtype=dtype)
     options = one_chunk.Options(phi, activation, multiply)
 
-    def one_chunk_after(memories, item):
-        tokens, full, reset = item
-        return one_chunk.advance(tokens, memories, empty, full, reset, options)
+    def one_chunk_after(memory, item):
+        q, chunk, full, reset = item
+        if reset is not None:
+            memory = open_chunk.replace(reset, empty, memory)
+        after, y = one_chunk.advance(q, chunk, memory, options)
+        # A chunk that stays open leaves the memory at its start.
+        return after if full is None else open_chunk.replace(full, after, memory), y
 
-    def flag(x):
-        # [B, n] -> [n, B, 1, 1, 1]
-        return x if x is None else x.T.astype(jnp.float32)[..., None, None, None]
-
-    # [B, n, C, H, D] -> [n, B, H, C, D]
+    # [B, n, C, H, ...] -> [n, B, H, C, ...]
     def chunks_first(x):
         return jnp.moveaxis(x, (1, 3), (0, 2))
 
-    # One gate may be for both.
-    def of_each_pass(x):
-        return (chunks_first(x[..., 0]), chunks_first(x[..., -1]))
-
-    chunk = one_chunk.Chunk(
-        chunks_first(tokens.q),
-        (chunks_first(tokens.k), chunks_first(tokens.v)),
-        chunks_first(tokens.alpha),
-        of_each_pass(tokens.gamma),
-        of_each_pass(tokens.g),
-    )
-    memories, y = chunks.scan(
+    q = chunks_first(tokens.q)
+    chunk = jax.tree.map(chunks_first, of_each_pass(tokens))
+    flags = jax.tree.map(jnp.transpose, (tokens.full, tokens.reset))
+    memory, y = chunks.scan(
         one_chunk_after,
-        memories,
-        (chunk, flag(tokens.full), flag(tokens.reset)),
+        memory,
+        (q, chunk, *flags),
         remat_every=min(remat_every, number),
     )
-    return memories, jnp.moveaxis(y, (0, 2), (1, 3)).astype(tokens.v.dtype)
+    return memory, jnp.moveaxis(y, (0, 2), (1, 3)).astype(tokens.v.dtype)

@@ -6,28 +6,21 @@ with the loss ℓ = ½ |LN(kᵀW + b) - (v - k)|². Sun et al. (2024),
 https://arxiv.org/abs/2407.04620.
 """
 
-import functools
 from typing import Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.arguments import (
-    check_float32,
     check_gates,
     check_mask,
-    check_range,
     check_shapes,
     check_sizes,
 )
 from memjax_kernels._src.common.implementations import choose
 from memjax_kernels._src.ttt_linear.reference import (
-    check_chunk_size,
+    check_state,
     ttt_linear_reference,
-)
-from memjax_kernels._src.ttt_linear.reference import (
-    ttt_linear_batched_step as ttt_linear_batched_step,
 )
 from memjax_kernels._src.ttt_linear.reference import ttt_linear_step as ttt_linear_step
 from memjax_kernels._src.ttt_linear.state import TTTLinearState as TTTLinearState
@@ -94,20 +87,14 @@ def ttt_linear(
     """
     batch, time = _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size)
     check_mask("reset", reset, batch, time)
-    # Without a state all begin a mini-batch, which saves shifting the tokens.
-    aligned = state is None
     if empty is None:
         empty = ttt_linear_init_state(batch, v.shape[2], v.shape[3], chunk_size)
-    if state is None:
-        state = empty
     wrong = None
     if reset is not None:
-        wrong = chunks.misplaced_resets(
-            reset, chunk_size, None if aligned else state.position
-        )
+        position = None if state is None else state.position
+        wrong = chunks.misplaced_resets(reset, chunk_size, position)
     arguments = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
-    xla = functools.partial(ttt_linear_xla, aligned=aligned)
-    forms = {"xla": xla, "reference": ttt_linear_reference}
+    forms = {"xla": ttt_linear_xla, "reference": ttt_linear_reference}
     after, y = choose("ttt_linear", implementation, forms)(*arguments)
     return chunks.mask_with_nan(after, y, wrong)
 
@@ -115,16 +102,6 @@ def ttt_linear(
 def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
     """Checks the arguments; returns B and T."""
     check_sizes(chunk_size=chunk_size)
-    layers = {}
-    for name, layer in (("state", state), ("empty", empty)):
-        if layer is not None:
-            check_chunk_size(chunk_size, layer, name)
-            # Checked with the tokens' shapes, so that letters bind across all
-            # arguments.
-            layers[f"{name}.weights_start"] = (layer.weights_start, "B H K V")
-            layers[f"{name}.weights"] = (layer.weights, "B H K V")
-            layers[f"{name}.bias_start"] = (layer.bias_start, "B H V")
-            layers[f"{name}.bias"] = (layer.bias, "B H V")
     sizes = check_shapes(
         q=(q, "B T H K"),
         k=(k, "B T H K"),
@@ -132,28 +109,14 @@ def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
         eta=(eta, "B T H"),
         ln_scale=(ln_scale, "H V"),
         ln_bias=(ln_bias, "H V"),
-        **layers,
     )
     if sizes["K"] != sizes["V"]:
         raise ValueError(
             f"k and v must have one width, got K = {sizes['K']} and V = {sizes['V']}"
         )
-    for name, (leaf, _) in layers.items():
-        check_float32(name, leaf)
     if state is not None:
-        _check_position("state", state, sizes["B"], chunk_size - 1)
+        check_state("state", state, v.shape, chunk_size, chunk_size - 1)
     if empty is not None:
-        _check_position("empty", empty, sizes["B"], 0)
+        check_state("empty", empty, v.shape, chunk_size, 0)
     check_gates(eta=eta)
     return sizes["B"], sizes["T"]
-
-
-def _check_position(name, state, batch, last):
-    """Refuses positions outside [0, last], where they are known."""
-    position = state.position
-    if position.shape != (batch,) or not jnp.issubdtype(position.dtype, jnp.integer):
-        raise ValueError(
-            f"{name}.position must be integers of shape [B] = [{batch}], "
-            f"got {position.dtype}{list(position.shape)}"
-        )
-    check_range(f"{name}.position", position, 0.0, float(last))

@@ -7,18 +7,22 @@ the fly to map the key to the value:
 
 All gradients of a mini-batch of C tokens are taken at its start; the read of a token,
 y = f(q), uses the layer after that token's own update. Sun et al. (2024),
-https://arxiv.org/abs/2407.04620, eqs. 4 and 6, sections 2.4, 2.5 and 2.7.
+https://arxiv.org/abs/2407.04620, eqs. 4 and 6, sections 2.4, 2.5 and 2.7. A state has
+the layer at the mini-batch's start and the tokens since, whose updates a step adds.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import one_pass
-from memjax_kernels._src.common.arguments import check_shapes
-from memjax_kernels._src.ttt_linear.state import TTTLinearState
-
-EPSILON = 1e-6
+from memjax_kernels._src.common import open_chunk
+from memjax_kernels._src.common.arguments import check_gates, check_shapes
+from memjax_kernels._src.ttt_linear import mini_batch
+from memjax_kernels._src.ttt_linear.state import (
+    TTTLinearState,
+    TTTLinearTokens,
+    ttt_linear_init_state,
+)
 
 
 def ttt_linear_step(
@@ -37,47 +41,29 @@ def ttt_linear_step(
     Raises:
         ValueError: on a state of another chunk size, or arrays that do not fit.
     """
-    check_chunk_size(chunk_size, state)
-    check_shapes(v=(v, "B H V"), ln_scale=(ln_scale, "H V"), ln_bias=(ln_bias, "H V"))
-    scale, shift = (jnp.broadcast_to(x, v.shape) for x in (ln_scale, ln_bias))
-    return ttt_linear_batched_step(q, k, v, eta, scale, shift, state)
-
-
-@one_pass.on_tpu
-def ttt_linear_batched_step(
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
-    v: Float[Array, "B H V"],
-    eta: Float[Array, "B H"],
-    scale: Float[Array, "B H V"],
-    shift: Float[Array, "B H V"],
-    state: TTTLinearState,
-) -> tuple[TTTLinearState, Float[Array, "B H V"]]:
-    """`ttt_linear_step` with a layer norm for each batch element."""
-    q, k, value, eta, scale, shift = (
-        x.astype(jnp.float32) for x in (q, k, v, eta, scale, shift)
+    check_shapes(
+        q=(q, "B H K"),
+        k=(k, "B H K"),
+        v=(v, "B H V"),
+        eta=(eta, "B H"),
+        ln_scale=(ln_scale, "H V"),
+        ln_bias=(ln_bias, "H V"),
     )
-    # The gradient is taken at the mini-batch's start, the read below at the memory now.
-    hidden = jnp.einsum("bhk,bhkv->bhv", k, state.weights_start) + state.bias_start
-    update = -eta[..., None] * loss_gradient(hidden, value - k, scale, shift)
-    weights = state.weights + jnp.einsum("bhk,bhv->bhkv", k, update)
-    bias = state.bias + update
-    hidden = jnp.einsum("bhk,bhkv->bhv", q, weights) + bias
-    y = (q + layer_norm(hidden, scale, shift)).astype(v.dtype)
-
-    position = (state.position + 1) % state.chunk_size
-    full = position == 0
-    after = TTTLinearState(
-        weights_start=jnp.where(
-            full[:, None, None, None], weights, state.weights_start
-        ),
-        weights=weights,
-        bias_start=jnp.where(full[:, None, None], bias, state.bias_start),
-        bias=bias,
-        position=position,
-        chunk_size=state.chunk_size,
+    check_gates(eta=eta)
+    check_state("state", state, v.shape, chunk_size, chunk_size - 1)
+    norm = (
+        jnp.broadcast_to(x.astype(jnp.float32), v.shape) for x in (ln_scale, ln_bias)
     )
-    return after, y
+    layer = mini_batch.Layer(state.weights, state.bias, *norm)
+    (layer, *rest), y = open_chunk.step(
+        mini_batch.read,
+        mini_batch.write,
+        q,
+        TTTLinearTokens(k, v, eta),
+        (layer, state.tokens, state.position),
+    )
+    after = TTTLinearState(layer.weights, layer.bias, *rest, chunk_size)
+    return after, y.astype(v.dtype)
 
 
 def ttt_linear_reference(
@@ -87,74 +73,29 @@ def ttt_linear_reference(
     eta: Float[Array, "B T H"],
     ln_scale: Float[Array, "H V"],
     ln_bias: Float[Array, "H V"],
-    state: TTTLinearState,
+    state: TTTLinearState | None,
     reset: Bool[Array, "B T"] | None,
     empty: TTTLinearState,
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
     """A loop of steps; a reset makes the memory `empty` before its token."""
+    size = empty.chunk_size
 
     def reset_and_step(state, token):
         q, k, v, eta, reset = token
         if reset is not None:
-            state = select(reset, empty, state)
-        size = state.chunk_size
+            state = open_chunk.replace(reset, empty, state)
         return ttt_linear_step(q, k, v, eta, ln_scale, ln_bias, state, chunk_size=size)
 
-    tokens = (q, k, v, eta, reset)
-    after, y = jax.lax.scan(
-        reset_and_step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-    )
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, eta, reset))
+    start = empty if state is None else state
+    after, y = jax.lax.scan(reset_and_step, start, tokens)
     return after, jnp.moveaxis(y, 0, 1)
 
 
-def layer_norm(
-    x: Float[Array, "*B V"], scale: Float[Array, "*#B V"], bias: Float[Array, "*#B V"]
-) -> Float[Array, "*B V"]:
-    """(x - mean) / sqrt(variance + eps), scaled and shifted."""
-    return _normalise(x)[0] * scale + bias
-
-
-def loss_gradient(
-    x: Float[Array, "*B V"],
-    target: Float[Array, "*B V"],
-    scale: Float[Array, "*#B V"],
-    bias: Float[Array, "*#B V"],
-) -> Float[Array, "*B V"]:
-    """Gradient of ½ |LN(x) - target|² with respect to x."""
-    normal, inverse = _normalise(x)
-    error = (normal * scale + bias - target) * scale
-    # A layer norm ignores shifts and scalings of x: its gradient has no part along
-    # them.
-    mean = error.mean(axis=-1, keepdims=True)
-    along = (error * normal).mean(axis=-1, keepdims=True)
-    return inverse * (error - mean - along * normal)
-
-
-def _normalise(x):
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = (centred**2).mean(axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(variance + EPSILON)
-    return centred * inverse, inverse
-
-
-def select(
-    elements: Bool[Array, " B"], chosen: TTTLinearState, other: TTTLinearState
-) -> TTTLinearState:
-    """The named batch elements of `chosen`, and the others of `other`."""
-
-    def pick(a, b):
-        return jnp.where(elements.reshape(-1, *[1] * (b.ndim - 1)), a, b)
-
-    return jax.tree.map(pick, chosen, other)
-
-
-def check_chunk_size(
-    chunk_size: int, state: TTTLinearState, name: str = "state"
+def check_state(
+    name: str, state: TTTLinearState, shape: tuple[int, ...], chunk_size: int, last: int
 ) -> None:
-    """Raises ValueError unless the state is a `TTTLinearState` of this chunk size."""
-    if not isinstance(state, TTTLinearState):
-        raise ValueError(f"{name} must be a TTTLinearState, got {type(state).__name__}")
-    if state.chunk_size != chunk_size:
-        raise ValueError(
-            f"{name} is of chunk_size={state.chunk_size}, got chunk_size={chunk_size}"
-        )
+    """Raises ValueError unless a state fits values of a shape [B, ..., H, V]."""
+    sizes = shape[0], *shape[-2:], chunk_size
+    like = jax.eval_shape(lambda: ttt_linear_init_state(*sizes))
+    open_chunk.check_state(name, state, like, last)

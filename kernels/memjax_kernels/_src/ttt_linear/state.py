@@ -1,36 +1,41 @@
-"""The memory of TTT-linear: a layer in training and its position in a mini-batch."""
+"""The memory of TTT-linear: a layer in training, and its open mini-batch."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import check_shapes, check_sizes
+
+
+# Any: jax also builds these classes around shapes, shardings and axes.
+class TTTLinearTokens(NamedTuple):
+    """Tokens of a mini-batch: k and v [B, H, ., K], eta [B, H, .]."""
+
+    k: Any
+    v: Any
+    eta: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class TTTLinearState:
     """A linear layer in training, all leaves with the batch first.
 
-    Where `position` is 0, `weights` equals `weights_start` and `bias` `bias_start`.
-
     Attributes:
-        weights_start: [B, H, K, V] float32, at the mini-batch's start: gradients are
-            taken here.
-        weights: [B, H, K, V] float32, after the tokens so far: reads are made here.
-        bias_start: [B, H, V] float32, at the mini-batch's start.
-        bias: [B, H, V] float32, after the tokens so far.
-        position: [B] int32, tokens of the open mini-batch so far, in [0, chunk_size).
+        weights: [B, H, K, V] float32, at the start of the open mini-batch.
+        bias: [B, H, V] float32, likewise.
+        tokens: of the open mini-batch, float32 with an axis of C and zeros behind the
+            last; None where C = 1.
+        position: [B] int32, their number, in [0, chunk_size).
         chunk_size: C, tokens of a mini-batch; static.
     """
 
-    # Any: jax also builds the class around shapes, shardings and axes.
-    weights_start: Any
     weights: Any
-    bias_start: Any
     bias: Any
+    tokens: Any
     position: Any
     chunk_size: int = dataclasses.field(metadata={"static": True})
 
@@ -44,9 +49,15 @@ def ttt_linear_state(
     """The memory before a first token, from learned weights, say."""
     check_shapes(weights=(weights, "B H K V"), bias=(bias, "B H V"))
     check_sizes(chunk_size=chunk_size)
-    position = jnp.zeros(weights.shape[0], jnp.int32)
-    weights, bias = weights.astype(jnp.float32), bias.astype(jnp.float32)
-    return TTTLinearState(weights, weights, bias, bias, position, chunk_size)
+    batch, heads, key, value = weights.shape
+    one = TTTLinearTokens((batch, heads, key), (batch, heads, value), (batch, heads))
+    return TTTLinearState(
+        weights.astype(jnp.float32),
+        bias.astype(jnp.float32),
+        open_chunk.empty(chunk_size, one),
+        jnp.zeros(batch, jnp.int32),
+        chunk_size,
+    )
 
 
 def ttt_linear_init_state(

@@ -79,21 +79,20 @@ def unpack_heads(
     return split.swapaxes(2, 3).reshape(b, heads * packs, slots, -1)
 
 
-def join_chunks(x: Array, parts: int, front: bool) -> Array:
+def join_chunks(x: Array, parts: int) -> Array:
     """[B, n, C, ...] as blocks of `parts` chunks, [B, m, parts C, ...].
 
-    Chunks of zeros fill the last block up at its end, or the first one at its front.
+    Chunks of zeros fill the last block.
     """
-    missing = -x.shape[1] % parts
     padding = [(0, 0)] * x.ndim
-    padding[1] = (missing, 0) if front else (0, missing)
+    padding[1] = (0, -x.shape[1] % parts)
     return jnp.pad(x, padding).reshape(x.shape[0], -1, parts * x.shape[2], *x.shape[3:])
 
 
-def split_chunks(x: Array, parts: int, front: bool, number: int) -> Array:
+def split_chunks(x: Array, parts: int, number: int) -> Array:
     """Undoes `join_chunks` of so many chunks."""
     chunks = x.reshape(x.shape[0], -1, x.shape[2] // parts, *x.shape[3:])
-    return chunks[:, -number:] if front else chunks[:, :number]
+    return chunks[:, :number]
 
 
 def gate_columns(gate: Array, group: int, heads: int) -> Array:

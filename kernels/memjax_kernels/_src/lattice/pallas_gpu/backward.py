@@ -28,9 +28,7 @@ from memjax_kernels._src.lattice.pallas_gpu.program import (
 )
 
 
-def backward(
-    static: Static, x: ChunkInputs, residuals, d_y, d_after, d_pending
-) -> Gradients:
+def backward(static: Static, x: ChunkInputs, residuals, d_y, d_after) -> Gradients:
     """Runs the backward kernel on `forward`'s residuals and cotangents."""
     m, width = x.start.shape[2:]
     outputs = Gradients(
@@ -55,7 +53,7 @@ def backward(
     }
     for name in ("along", "before", "taken", "size"):
         scratch[name] = work(ROWS, m, dtype=F32)
-    given = (residuals, d_y, d_after, d_pending)
+    given = (residuals, d_y, d_after)
     x = x._replace(start=None, empty=None)
     return call(_Backward, static, x, given, outputs, scratch, "backward")
 
@@ -63,10 +61,10 @@ def backward(
 class _Backward(Program):
     """One batch element and head, backward; gradients overwrite the tokens."""
 
-    def __init__(self, static, x, residuals, d_y, d_after, d_pending, outputs, scratch):
+    def __init__(self, static, x, residuals, d_y, d_after, outputs, scratch):
         super().__init__(static, x, scratch)
         self.saved, self.d_y, self.d_after = residuals, d_y, d_after
-        self.d_pending, self.out = d_pending, outputs
+        self.out = outputs
 
     def tokens(self):
         return super().tokens() | {"d_y": self.d_y}
@@ -98,7 +96,8 @@ class _Backward(Program):
 
         @pl.when(i >= whole)
         def _():
-            self.store("d_written", self.ops.global_matrix(self.d_pending, *self.at))
+            tile = scratch["d_written"]
+            tile[...] = self.ops.zeros(tile.shape, tile.dtype)
 
         plgpu.commit_smem()
         self.through_writes(*self.through_reads(), squares)

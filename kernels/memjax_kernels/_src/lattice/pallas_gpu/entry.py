@@ -24,7 +24,7 @@ from memjax_kernels._src.lattice.pallas_gpu.backward import backward
 from memjax_kernels._src.lattice.pallas_gpu.exact import lattice_gpu_exact
 from memjax_kernels._src.lattice.pallas_gpu.forward import forward
 from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
-from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 
 
@@ -47,7 +47,7 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
 
 def lattice_gpu(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = None
-) -> tuple[Memory, Array]:
+) -> tuple[Array, Array]:
     """A chunk implementation; see `segment`; `interpret` runs it in an interpreter."""
     static = Static(rule, interpret)
     if tokens.q.shape[2] == 1:
@@ -58,9 +58,7 @@ def lattice_gpu(
         return jax.tree.map(lambda x: x.astype(jnp.float32), flags)
 
     arguments = (tokens[:4], as_floats(tokens[5:]), start, empty)
-    results: Any = _chunks(static, *varying.vary_alike(arguments))
-    (after, pending), y = results
-    return (after, pending, jnp.ones(start.shape[:2], jnp.float32)), y
+    return _chunks(static, *varying.vary_alike(arguments))
 
 
 def _prepared(floats, flags, start, empty) -> ChunkInputs:
@@ -85,24 +83,23 @@ def _prepared(floats, flags, start, empty) -> ChunkInputs:
 
 
 def _forward(static: Static, *primals, with_residuals: bool):
-    y, after, pending, residuals = forward(
+    y, after, residuals = forward(
         static, _prepared(*primals), with_residuals=with_residuals
     )
-    return varying.vary_alike(((((after, pending), y), residuals), primals))[0]
+    return varying.vary_alike((((after, y), residuals), primals))[0]
 
 
 def _backward(static: Static, primals, residuals, cotangents):
-    (d_after, d_pending), d_y = cotangents
+    d_after, d_y = cotangents
     x, back = gradients.of_prepared(_prepared, ("whole", "reset"), primals)
-    d = backward(static, x, residuals, d_y, d_after, d_pending)
+    d = backward(static, x, residuals, d_y, d_after)
     return back(ChunkInputs(*d, whole=None, reset=None))
 
 
 def _in_xla(static: Static, floats, flags, start, empty):
     full, reset = jax.tree.map(lambda x: x > 0.5, flags)
     tokens = Chunks(*floats, g=None, full=full, reset=reset)
-    (after, pending, _), y = lattice_xla(tokens, start, empty, static.rule)
-    return (after, pending), y
+    return lattice_xla(tokens, start, empty, static.rule)
 
 
 _chunks = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

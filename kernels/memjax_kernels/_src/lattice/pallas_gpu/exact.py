@@ -8,8 +8,6 @@ the reads are named "lattice_chunk_states" and "lattice_reads" for rematerialisa
 policies.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -23,7 +21,7 @@ from memjax_kernels._src.lattice.pallas_gpu.inputs import (
     Static,
     TokenInputs,
 )
-from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 
 F32 = jnp.float32
@@ -31,16 +29,13 @@ F32 = jnp.float32
 
 def lattice_gpu_exact(
     tokens: Chunks, start: Array, empty: Array, static: Static
-) -> tuple[Memory, Array]:
+) -> tuple[Array, Array]:
     """A chunk implementation; see `segment`, for C = 1."""
     reset = tokens.reset
     # Flags are floats, so that everything has a gradient.
     reset = None if reset is None else reset.astype(F32)
     arguments = (tokens[:4], reset, start, empty)
-    results: Any = _tokens(static, *varying.vary_alike(arguments))
-    after, y = results
-    b, h = start.shape[:2]
-    return (after, jnp.zeros_like(start), jnp.ones((b, h), F32)), y
+    return _tokens(static, *varying.vary_alike(arguments))
 
 
 def _cut(x: Array) -> Array:
@@ -88,8 +83,7 @@ def _in_xla(static: Static, floats, reset, start, empty):
     full = jnp.ones(floats[0].shape[:2], bool)
     reset = None if reset is None else reset > 0.5
     tokens = Chunks(*floats, g=None, full=full, reset=reset)
-    (after, _, _), y = lattice_xla(tokens, start, empty, static.rule)
-    return after, y
+    return lattice_xla(tokens, start, empty, static.rule)
 
 
 _tokens = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

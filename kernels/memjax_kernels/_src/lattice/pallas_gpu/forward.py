@@ -23,9 +23,8 @@ def forward(static: Static, x: ChunkInputs, *, with_residuals: bool):
     """Runs the forward kernel.
 
     Returns:
-        y; the memory after the last full chunk; the writes of the open chunk after it;
-        and if `with_residuals` the memory at every chunk's start, in the dtype of q,
-        else None.
+        y; the memory after the last full chunk; and if `with_residuals` the memory at
+        every chunk's start, in the dtype of q, else None.
     """
     b, n, _, h, m = x.q.shape
     width = x.v.shape[-1]
@@ -33,7 +32,6 @@ def forward(static: Static, x: ChunkInputs, *, with_residuals: bool):
     residuals = jax.ShapeDtypeStruct((b, n, h, m, width), x.q.dtype)
     outputs = (
         jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
-        memory,
         memory,
         residuals if with_residuals else None,
     )
@@ -51,13 +49,11 @@ class _Forward(Program):
 
     def __init__(self, static, x, outputs, scratch):
         super().__init__(static, x, scratch)
-        self.y, self.after, self.pending, self.saved = outputs
+        self.y, self.after, self.saved = outputs
 
     def compute(self):
         self.prepare()
         self.fetch_memory(self.x.start)
-        shape = self.scratch["memory"].shape
-        self.pending[*self.at] = self.ops.zeros(shape)
         whole = self.x.whole[self.at[0]]
         self.fetch(jnp.int32(0))
         lax.fori_loop(0, self.chunks, lambda i, _: self.chunk(i, whole), None)
@@ -105,18 +101,11 @@ class _Forward(Program):
         plgpu.commit_smem()
         source = scratch["reads"].at[pl.ds(0, self.size)]
         plgpu.copy_smem_to_gmem(source, self.y.at[row, i, :, head, :])
-        # Only a whole chunk moves the memory on; the open one's write is returned
-        # apart.
+        # A chunk that stays open leaves the memory at its start.
         pl.when(i < whole)(self.write_memory)
 
-        @pl.when(i == whole)
-        def _():
-            self.pending[*self.at] = self.written()
-
-    def written(self):
-        return self.ops.product(self.scratch["write"], self.scratch["h"], "tn")
-
     def write_memory(self):
-        memory, written = self.matrix("memory"), self.written()
+        memory = self.matrix("memory")
+        written = self.ops.product(self.scratch["write"], self.scratch["h"], "tn")
         after = memory + across_width(memory * written) * memory - written
         self.scratch["memory"][...] = l2_normalize(after)[0]

@@ -31,7 +31,7 @@ from memjax_kernels._src.common.packs.blocks import (
     unpack_heads,
 )
 from memjax_kernels._src.lattice.memory import Rule
-from memjax_kernels._src.lattice.segment import Chunks, Memory
+from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.tpu_packed_kernels import Layout
 from memjax_kernels._src.lattice.tpu_token.equations import Sums
 from memjax_kernels._src.lattice.tpu_token.kernels import (
@@ -87,7 +87,7 @@ def _block_bytes(slots: int, width: int) -> int:
 
 def lattice_tokens(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
-) -> tuple[Memory, Array]:
+) -> tuple[Array, Array]:
     """A chunk implementation for tokens that `fits` takes; see `segment`."""
     heads = _heads(tokens)
     (b, _, _, number, slots), width = tokens.q.shape, tokens.v.shape[4]
@@ -100,13 +100,11 @@ def lattice_tokens(
     # Every chunk is full, but those of padding, which write nothing.
     tokens = tokens._replace(full=None)
     static = Static(rule, layout, interpret)
-    results: Any = _tokens(static, *varying.vary_alike((tokens, start, empty)))
-    after, y = results
-    return (after, jnp.zeros_like(after), jnp.ones((b, number), F32)), y
+    return _tokens(static, *varying.vary_alike((tokens, start, empty)))
 
 
 def _in_blocks(static: Static, x: Chunks) -> Blocks:
-    join = functools.partial(join_chunks, parts=ROWS, front=False)
+    join = functools.partial(join_chunks, parts=ROWS)
 
     def flat(t):
         return join(t).reshape(t.shape[0], -1, ROWS, t.shape[3] * t.shape[4])
@@ -121,7 +119,7 @@ def _in_blocks(static: Static, x: Chunks) -> Blocks:
 def _of_blocks(x: Array, like: Array) -> Array:
     """[B, m, 16, H D] as `like`, [B, n, 1, H, D]."""
     x = x.reshape(*x.shape[:3], *like.shape[3:])
-    return split_chunks(x, ROWS, False, like.shape[1])
+    return split_chunks(x, ROWS, like.shape[1])
 
 
 def _forward(static: Static, x: Chunks, start, empty, *, with_residuals: bool):
@@ -159,7 +157,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     blocks, layout = _in_blocks(static, x), static.layout
     join = functools.partial(pack_heads, heads=layout.heads)
     empty, d_after = join(empty), join(d_after)
-    d_y = join_chunks(d_y, ROWS, front=False).reshape(blocks.tokens[2].shape)
+    d_y = join_chunks(d_y, ROWS).reshape(blocks.tokens[2].shape)
     like = functools.partial(varying.like, x.q)
     shaped = functools.partial(varying.like_tree, x.q)
     n, memory = blocks.gates.shape[1], shaped(empty)
@@ -197,7 +195,7 @@ def _backward(static: Static, primals, residuals, cotangents):
         q=_of_blocks(d_q, x.q),
         k=_of_blocks(d_k, x.k),
         v=_of_blocks(d_v, x.v),
-        gamma=split_chunks(gamma, ROWS, False, x.q.shape[1]),
+        gamma=split_chunks(gamma, ROWS, x.q.shape[1]),
         # A flag has no gradient.
         reset=None if x.reset is None else jnp.zeros_like(x.reset),
     )
@@ -220,8 +218,7 @@ def _in_xla(static: Static, x: Chunks, start, empty):
     reset = None if x.reset is None else x.reset > 0.5
     full = jnp.ones(x.q.shape[:2], bool)
     x = x._replace(full=full, reset=reset)
-    (after, _, _), y = lattice_xla(x, start, empty, static.rule)
-    return after, y
+    return lattice_xla(x, start, empty, static.rule)
 
 
 _tokens = gradients.of_kernels("lattice", _forward, _backward, _in_xla)

@@ -25,8 +25,7 @@ class Gradients(NamedTuple):
         alpha: of the targets.
         gates: rows `TOTAL`, `LAST` and `GAMMA` of each pass [B, n, H, 6, 64].
         last: per slot, what the last total gets from the memory [B, n, H, 2, M].
-        running: memories [B, H, M, D] float32, like the next two.
-        begin: None if not given.
+        start: memories [B, H, M, D] float32, like the next.
         empty: None if not given.
     """
 
@@ -35,12 +34,11 @@ class Gradients(NamedTuple):
     alpha: Any
     gates: Any
     last: Any
-    running: Any
-    begin: Any
+    start: Any
     empty: Any
 
 
-def backward(static: Static, x: Inputs, residuals, d_y, d_after, d_middle) -> Gradients:
+def backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Gradients:
     """Runs the kernel.
 
     Args:
@@ -48,8 +46,7 @@ def backward(static: Static, x: Inputs, residuals, d_y, d_after, d_middle) -> Gr
         x: likewise.
         residuals: memories at every chunk's start, from there.
         d_y: cotangent of y, like the others below.
-        d_after: of the memories after the last chunk.
-        d_middle: of those at the start of chunk `middle`.
+        d_after: of the memories after the last full chunk.
     """
     b, n, _, h, _ = x.q.shape
     sizes = x.sizes
@@ -57,23 +54,18 @@ def backward(static: Static, x: Inputs, residuals, d_y, d_after, d_middle) -> Gr
     def like(a):
         return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
-    memory = tuple(map(like, x.running))
+    memory = tuple(map(like, x.start))
     outputs = Gradients(
         q=like(x.q),
         inputs=tuple(map(like, x.inputs)),
         alpha=like(x.alpha),
         gates=jax.ShapeDtypeStruct((b, n, h, 6, ROWS), F32),
         last=jax.ShapeDtypeStruct((b, n, h, 2, sizes.slots), F32),
-        running=memory,
-        begin=None if x.begin is None else memory,
+        start=memory,
         empty=None if x.empty is None else memory,
     )
-    # Of the memories before the first chunk only the ones read from are needed here.
-    running = None
-    if x.begin is not None:
-        running = [r.astype(x.q.dtype) for r in x.running]
-    x = x._replace(begin=None, running=running, empty=None)
-    given, tree = jax.tree.flatten((x, residuals, d_y, d_after, d_middle))
+    x = x._replace(start=None, empty=None)
+    given, tree = jax.tree.flatten((x, residuals, d_y, d_after))
     out_types, out_tree = jax.tree.flatten(outputs)
 
     def kernel(*refs, **scratch):
@@ -85,14 +77,14 @@ def backward(static: Static, x: Inputs, residuals, d_y, d_after, d_middle) -> Gr
         kernel,
         (b, h),
         out_types,
-        _scratch(sizes, x.q.dtype, running is None),
+        _scratch(sizes, x.q.dtype),
         "memjax_trellis_backward",
         static.interpret,
     )
     return jax.tree.unflatten(out_tree, call_kernel(*given))
 
 
-def _scratch(sizes: Sizes, dtype, aligned: bool):
+def _scratch(sizes: Sizes, dtype):
     slots, widths = sizes.slots, sizes.widths
 
     def work(width, dtype=dtype):
@@ -121,8 +113,7 @@ def _scratch(sizes: Sizes, dtype, aligned: bool):
     }
     for i, width in enumerate(widths):
         scratch[f"inputs{i}"] = work(width)
-        copies = 1 if aligned else 2
-        scratch[f"memory{i}"] = mosaic.tile(copies, slots, width, dtype=dtype)
+        scratch[f"memory{i}"] = mosaic.tile(slots, width, dtype=dtype)
         scratch[f"d_memory{i}"] = mosaic.tile(slots, width, dtype=F32)
         scratch[f"d_operand{i}"] = mosaic.tile(slots, width, dtype=dtype)
     return scratch
@@ -133,7 +124,7 @@ class _Program(Chunk):
 
     def __init__(self, static, sizes, given, outputs, scratch):
         super().__init__(static, sizes, scratch)
-        self.x, self.residuals, self.d_y, self.d_after, self.d_middle = given
+        self.x, self.residuals, self.d_y, self.d_after = given
         self.out = outputs
 
     def all_chunks(self):
@@ -141,10 +132,14 @@ class _Program(Chunk):
         for memory, given in zip(self.each("d_memory"), self.d_after, strict=True):
             plgpu.copy_gmem_to_smem(given.at[*self.at], memory, arrived)
         plgpu.barrier_wait(arrived)
-        if self.x.running is not None:
-            for memory, given in zip(self.each("memory"), self.x.running, strict=True):
-                plgpu.copy_gmem_to_smem(given.at[*self.at], memory.at[1], arrived)
-            plgpu.barrier_wait(arrived)
+        chunks, whole = self.sizes.chunks, self.x.whole[self.at[0]]
+
+        # Nothing flows through a chunk that stays open: see `pass_on`.
+        @pl.when(whole < chunks)
+        def _():
+            for memory in self.each("d_memory"):
+                memory[...] = self.ops.zeros(memory.shape)
+
         # A sum over resets, which may be none.
         for i, out in enumerate(self.out.empty or ()):
             out[*self.at] = self.ops.zeros(scratch[f"d_memory{i}"].shape)
@@ -152,11 +147,9 @@ class _Program(Chunk):
             for ref in self.tokens():
                 ref[...] = self.ops.zeros(ref.shape, ref.dtype)
             plgpu.commit_smem()
-        chunks = self.sizes.chunks
-        middle = self.x.middle[self.at[0]]
-        lax.fori_loop(0, chunks, lambda i, _: self.chunk(chunks - 1 - i, middle), None)
+        lax.fori_loop(0, chunks, lambda i, _: self.chunk(chunks - 1 - i, whole), None)
         plgpu.commit_smem()
-        for memory, out in zip(self.each("d_memory"), self.out.running, strict=True):
+        for memory, out in zip(self.each("d_memory"), self.out.start, strict=True):
             plgpu.copy_smem_to_gmem(memory, out.at[*self.at])
         plgpu.wait_smem_to_gmem(0)
 
@@ -178,7 +171,7 @@ class _Program(Chunk):
         for source, target in zip(self.residuals, self.operands, strict=True):
             plgpu.copy_gmem_to_smem(source.at[row, i, head], target, arrived)
 
-    def chunk(self, i, middle):
+    def chunk(self, i, whole):
         row, head = self.at
         self.fetch(i)
         for operand, memory in zip(
@@ -189,8 +182,8 @@ class _Program(Chunk):
             operand[...] = self.ops.matrix(memory).astype(operand.dtype)
         plgpu.barrier_wait(self.scratch["arrived"])
         plgpu.commit_smem()
-        d_query = self.compute(i)
-        self.pass_on(i, middle)
+        d_query = self.compute()
+        self.pass_on(i, whole)
         # Gradients overwrite the tokens.
         scratch = self.scratch
         scratch["q"][...] = d_query.astype(scratch["q"].dtype)
@@ -205,13 +198,13 @@ class _Program(Chunk):
         # Only until the tiles have been read: the next chunk's tokens overwrite them.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def pass_on(self, i, middle):
+    def pass_on(self, i, whole):
         """Cotangents of the other uses of the chunk-start memories."""
         ops = self.ops
 
-        @pl.when((i > 0) & (i == middle))
+        @pl.when(i == whole)
         def _():
-            for memory, given in zip(self.each("d_memory"), self.d_middle, strict=True):
+            for memory, given in zip(self.each("d_memory"), self.d_after, strict=True):
                 # Once a segment, so that the slow way serves and takes no shared
                 # memory.
                 more = ops.global_matrix(given, *self.at)

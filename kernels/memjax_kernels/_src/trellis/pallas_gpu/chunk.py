@@ -1,17 +1,19 @@
 """A chunk in the backward kernel of Trellis on a GPU.
 
-Per pass, with x its input, M the memory at the chunk's start, R the one read from (the
-same but in the first chunk), N the one after, and U, W, cs as in `segment`; a bar
-denotes a cotangent, and q is the query of the pass, y1 of the first:
+Per pass, with x its input, M the memory at the chunk's start, N the one after, and U,
+W, cs as in `segment`; a bar denotes a cotangent, and q is the query of the pass, y1 of
+the first:
 
     w = exp(cs_C - cs)      A = (q x^T) * W, or (q U^T) * W in the second
-    first:   A- = -(y- U^T) * W    q- = (e^cs y-) R + A- x        U- = -A^T y- - ...
-             x- = A-^T q - (w U) N- + Z- M                R- = e^cs_C N- + (e^cs y-)^T q
-    second:  A- = -(y- x^T) * W    q- = e^cs (y- R^T) + A- U      U- = A-^T q - ...
-             x- = -A^T y- - (w U) N- + Z- M               R- = e^cs_C N- + (e^cs q)^T y-
-    U- = ... - w (x N-^T)    Z-, alpha- = vjp of the error's gradient     M- = Z-^T x
+    first:   A- = -(y- U^T) * W    q- = (e^cs y-) M + A- x        U- = -A^T y- - ...
+             x- = A-^T q - (w U) N- + Z- M
+             M- = e^cs_C N- + (e^cs y-)^T q + Z-^T x
+    second:  A- = -(y- x^T) * W    q- = e^cs (y- M^T) + A- U      U- = A-^T q - ...
+             x- = -A^T y- - (w U) N- + Z- M
+             M- = e^cs_C N- + (e^cs q)^T y- + Z-^T x
+    U- = ... - w (x N-^T)    Z-, alpha- = vjp of the error's gradient
     cs- = <q, q-> - gamma gamma-, and in the chunk's last token the sums over it of
-    -w <U, x N-^T> and over the memory of e^cs_C <N-, R>
+    -w <U, x N-^T> and over the memory of e^cs_C <N-, M>
 """
 
 from typing import Any
@@ -38,21 +40,21 @@ class Chunk:
         self.static, self.sizes, self.scratch = static, sizes, scratch
         self.ops = TileOps(static.interpret)
         self.at = lax.axis_index("batch"), lax.axis_index("heads")
-        self.operands = [scratch[f"memory{i}"].at[0] for i in (0, 1)]
+        self.operands = self.each("memory")
 
     def each(self, name):
         return [self.scratch[f"{name}{i}"] for i in (0, 1)]
 
-    def compute(self, i):
+    def compute(self):
         """Gradients of a chunk; those of inputs replace them, that of q is returned."""
         self.recompute_first_pass()
-        self.recompute_query(i)
-        self.second_pass(i)
+        self.recompute_query()
+        self.second_pass()
         query, reads = self.scratch["query"], self.scratch["reads"]
         # `reads` now holds their cotangent, and the query is used no more: its tile is
         # free.
         query[...] = self.ops.matrix(reads).astype(query.dtype)
-        return self.first_pass(i, query)
+        return self.first_pass(query)
 
     def recompute_first_pass(self):
         """Errors and scores of the first pass, as in the forward kernel."""
@@ -68,11 +70,11 @@ class Chunk:
         # after a commit.
         plgpu.commit_smem()
 
-    def recompute_query(self, i):
+    def recompute_query(self):
         """Reads of the first pass, and the query of the second."""
         scratch = self.scratch
         past, new = self.ops.products(
-            (scratch["q"], self.read_from(0, i), "nt"),
+            (scratch["q"], self.operands[0], "nt"),
             (scratch["scores1"], scratch["errors0"], "nn"),
         )
         total, _, _ = self.gates(0)
@@ -81,7 +83,7 @@ class Chunk:
         scratch["query"][...] = self.activate(reads).astype(scratch["query"].dtype)
         plgpu.commit_smem()
 
-    def second_pass(self, i):
+    def second_pass(self):
         """The second pass; leaves the cotangent of the first one's reads in `reads`."""
         scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
         query, x, d_y = scratch["query"], scratch["inputs1"], scratch["d_y"]
@@ -96,7 +98,7 @@ class Chunk:
         scores, d_score, d_past, d_decayed = ops.products(
             (query, errors, "nt"),
             (d_y, x, "nt"),
-            (d_y, self.read_from(1, i), "nt"),
+            (d_y, self.operands[1], "nt"),
             (x, scratch["d_operand1"], "nt"),
         )
         decays_ = self.decays(1)
@@ -114,13 +116,13 @@ class Chunk:
             self.activate, (reads,), d_query
         )
         d_x, d_alpha = self.write(
-            i, 1, predicted, d_error, d_decayed, d_total, (scratch["weighted"], d_y)
+            1, predicted, d_error, d_decayed, d_total, (scratch["weighted"], d_y)
         )
         direct = ops.product(scratch["scores2"], d_y, "tn")
         x[...] = (d_x - direct).astype(x.dtype)
         self.store("errors1", d_alpha)
 
-    def first_pass(self, i, d_y):
+    def first_pass(self, d_y):
         """The first pass, given its reads' cotangent as a tile; returns that of q."""
         scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
         q, x, d_scores = scratch["q"], scratch["inputs0"], scratch["d_scores"]
@@ -136,30 +138,29 @@ class Chunk:
         self.store("d_scores", -(self.decays(0) * d_score))
         plgpu.commit_smem()
         through, past = ops.products(
-            (d_scores, x, "nn"), (scratch["weighted"], self.read_from(0, i), "nn")
+            (d_scores, x, "nn"), (scratch["weighted"], self.operands[0], "nn")
         )
         d_q = through + past
         d_total = jnp.sum(ops.matrix(q) * d_q, axis=1)
         d_error = -ops.product(scratch["scores1"], d_y, "tn")
         d_x, d_alpha = self.write(
-            i, 0, predicted, d_error, d_decayed, d_total, (scratch["weighted"], q)
+            0, predicted, d_error, d_decayed, d_total, (scratch["weighted"], q)
         )
         direct = ops.product(d_scores, q, "tn")
         x[...] = (d_x + direct).astype(x.dtype)
         self.store("alpha", d_alpha + ops.matrix(scratch["errors1"]))
         return d_q
 
-    def write(self, i, index, predicted, d_error, d_decayed, d_total, change):
+    def write(self, index, predicted, d_error, d_decayed, d_total, change):
         """The write of a pass: gates, its memory, and what inputs and alpha get.
 
         Args:
-            i: the chunk.
             index: the pass.
             predicted: Z.
             d_error: cotangent of U but for its part from the memory after the chunk.
             d_decayed: x N-^T.
             d_total: <q, q-> of every token.
-            change: tiles whose x^T y reaches R through the reads.
+            change: tiles whose x^T y reaches M through the reads.
 
         Returns:
             Cotangents of x, but for its part from the reads, and of alpha.
@@ -182,14 +183,14 @@ class Chunk:
         self.store("decayed", decayed)
         self.store("d_predicted", d_predicted)
         plgpu.commit_smem()
-        self.pass_memory(i, index, change, jnp.exp(last))
+        self.pass_memory(index, change, jnp.exp(last))
         lost, through = ops.products(
             (scratch["decayed"], scratch[f"d_operand{index}"], "nn"),
             (scratch["d_predicted"], self.operands[index], "nn"),
         )
         return through - lost, d_alpha
 
-    def pass_memory(self, i, index, change, decay):
+    def pass_memory(self, index, change, decay):
         """The cotangent of a memory, from after the chunk to before it."""
         ops, d_memory = self.ops, self.scratch[f"d_memory{index}"]
         x = self.scratch[f"inputs{index}"]
@@ -197,26 +198,10 @@ class Chunk:
             (*change, "tn"), (self.scratch["d_predicted"], x, "tn")
         )
         after = decay * ops.matrix(d_memory)
-        before = ops.matrix(self.read_from(index, i))
+        before = ops.matrix(self.operands[index])
         # By slot; the sum over slots is taken outside of the kernel.
         self.scratch["d_last"][index] = jnp.sum(after * before, axis=1)
-        if self.x.running is not None:
-            begin = self.out.begin[index]
-
-            @pl.when(i == 0)
-            def _():
-                begin[*self.at] = start
-
-            # In the first chunk gradients were taken in another memory, which gets this
-            # part.
-            start = jnp.where(i == 0, 0.0, 1.0) * start
         d_memory[...] = after + read + start
-
-    def read_from(self, index, i):
-        """The memory that the first chunk's queries read is another one."""
-        if self.x.running is None:
-            return self.operands[index]
-        return self.scratch[f"memory{index}"].at[jnp.where(i == 0, 1, 0)]
 
     def store(self, name, value):
         self.scratch[name][...] = value.astype(self.scratch[name].dtype)

@@ -34,36 +34,33 @@ from memjax_kernels._src.trellis.pallas_gpu.inputs import (
     Static,
     forward_bytes,
     has_backward,
-    memories_after,
     prepare,
 )
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.state import Memories, may_differ
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 
 def trellis_gpu(
     tokens: Tokens,
-    memories: Memories,
-    empty: tuple[Array, ...] | None,
+    memory: tuple[Array, Array],
+    empty: tuple[Array, Array] | None,
     *,
     phi: str,
     activation: str,
     interpret: Any = None,
-) -> tuple[Memories, Array]:
+) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
     _, n, size, _, key_dim = tokens.q.shape
     sizes = Sizes(n, size, tokens.alpha.shape[-1], (key_dim, tokens.v.shape[-1]))
     # Two stages copy the next chunk's tokens during the computation, if they fit.
     stages = 2 if forward_bytes(sizes, 2) <= SHARED_BYTES else 1
-    aligned = not may_differ(memories)
-    static = Static(phi, activation, stages, interpret, aligned)
+    static = Static(phi, activation, stages, interpret)
 
     # Flags are floats, so that everything has a gradient.
     def as_floats(flags):
         return jax.tree.map(lambda x: x.astype(jnp.float32), flags)
 
-    arguments = (tokens[:6], as_floats(tokens[6:]), memories, empty)
+    arguments = (tokens[:6], as_floats(tokens[6:]), memory, empty)
     results: Any = _chunks(static, *varying.vary_alike(arguments))
     return results
 
@@ -72,37 +69,23 @@ def _tokens(floats, flags) -> Tokens:
     return Tokens(*floats, *jax.tree.map(lambda x: x > 0.5, flags))
 
 
-def _prepared(static: Static, floats, flags, memories, empty) -> Inputs:
-    return prepare(_tokens(floats, flags), memories, empty, static.aligned)
+def _prepared(floats, flags, memory, empty) -> Inputs:
+    return prepare(_tokens(floats, flags), memory, empty)
 
 
 def _forward(static: Static, *primals, with_residuals: bool):
-    x = _prepared(static, *primals)
-    with_residuals = with_residuals and has_backward(x.sizes, static.aligned)
-    y, after, middle, residuals = forward(static, x, with_residuals=with_residuals)
-    results = (memories_after(x, after, middle), y), residuals
-    return varying.vary_alike((results, primals))[0]
+    x = _prepared(*primals)
+    with_residuals = with_residuals and has_backward(x.sizes)
+    y, after, residuals = forward(static, x, with_residuals=with_residuals)
+    return varying.vary_alike((((after, y), residuals), primals))[0]
 
 
 def _backward(static: Static, primals, residuals, cotangents):
-    d_memories, d_y = cotangents
-    prepared = functools.partial(_prepared, static)
-    x, back = gradients.of_prepared(prepared, ("middle", "reset"), primals)
-    if not has_backward(x.sizes, static.aligned):
+    d_after, d_y = cotangents
+    x, back = gradients.of_prepared(_prepared, ("whole", "reset"), primals)
+    if not has_backward(x.sizes):
         return jax.vjp(functools.partial(_in_xla, static), *primals)[1](cotangents)
-    indices = {"middle": x.middle, "reset": x.reset}
-    floats = x._replace(**dict.fromkeys(indices))
-    # The result is linear in the memories of the forward kernel.
-    zeros = varying.vary_alike((jax.tree.map(jnp.zeros_like, x.running), primals))[0]
-    through_after = jax.vjp(
-        lambda x, *kernel: memories_after(x._replace(**indices), *kernel),
-        floats,
-        zeros,
-        zeros,
-    )[1]
-    d_inputs, d_after, d_middle = through_after(d_memories)
-    d = _kernel_gradients(x, backward(static, x, residuals, d_y, d_after, d_middle))
-    return back(jax.tree.map(jnp.add, d_inputs, d))
+    return back(_kernel_gradients(x, backward(static, x, residuals, d_y, d_after)))
 
 
 def _kernel_gradients(x: Inputs, d) -> Inputs:
@@ -117,20 +100,16 @@ def _kernel_gradients(x: Inputs, d) -> Inputs:
         inputs=d.inputs,
         alpha=d.alpha,
         gates=gates.reshape(x.gates.shape),
-        begin=d.begin,
-        running=d.running,
+        start=d.start,
         empty=d.empty,
-        middle=None,
+        whole=None,
         reset=None,
     )
 
 
-def _in_xla(static: Static, floats, flags, memories, empty):
-    """The same function; where the memories coincide, so do their gradients."""
+def _in_xla(static: Static, floats, flags, memory, empty):
     options: dict[str, Any] = {"phi": static.phi, "activation": static.activation}
-    if static.aligned:
-        memories = Memories(memories.running, memories.running)
-    return trellis_xla(_tokens(floats, flags), memories, empty, **options)
+    return trellis_xla(_tokens(floats, flags), memory, empty, **options)
 
 
 _chunks = gradients.of_kernels("trellis", _forward, _backward, _in_xla)

@@ -26,8 +26,7 @@ def forward(static: Static, x: Inputs, *, with_residuals: bool):
     """Runs the kernel.
 
     Returns:
-        y; the memories after the last chunk; those at the start of the chunk that
-        `middle` names, if that is one but the first; at every chunk's start in the
+        y; the memories after the last full chunk; those at every chunk's start in the
         dtype of q, if `with_residuals`.
     """
     b, n, size, h, _ = x.q.shape
@@ -39,12 +38,8 @@ def forward(static: Static, x: Inputs, *, with_residuals: bool):
     outputs = (
         jax.ShapeDtypeStruct((b, n, size, h, sizes.widths[1]), x.inputs[1].dtype),
         tuple(memory),
-        tuple(memory),
         tuple(chunk_starts) if with_residuals else (),
     )
-    if x.begin is not None:
-        # The first chunk's operands; the float32 memory is the running one.
-        x = x._replace(begin=[m.astype(dtype) for m in x.begin])
     inputs, tree = jax.tree.flatten((x, outputs))
     given = len(jax.tree.leaves(x))
 
@@ -87,7 +82,7 @@ class _Program:
     def __init__(self, static, sizes, x, outputs, scratch):
         self.static, self.sizes, self.stages = static, sizes, static.stages
         self.x, self.scratch = x, scratch
-        self.y, self.after, self.middle, self.residuals = outputs
+        self.y, self.after, self.residuals = outputs
         self.ops = TileOps(static.interpret)
         self.row, self.head = lax.axis_index("batch"), lax.axis_index("heads")
 
@@ -96,7 +91,7 @@ class _Program:
 
     def all_chunks(self):
         row, head, chunks = self.row, self.head, self.sizes.chunks
-        self.fetch_memories(self.x.running)
+        self.fetch_memories(self.x.start)
         # Copies fill the first rows only; the others enter products and must be zeros.
         if self.sizes.size < ROWS:
             for ref in (self.scratch["q"], self.scratch["alpha"], *self.each("inputs")):
@@ -104,8 +99,8 @@ class _Program:
                     ref[stage] = self.ops.zeros(ref.shape[1:], ref.dtype)
             plgpu.commit_smem()
         self.fetch_tokens(jnp.int32(0))
-        middle = self.x.middle[row]
-        lax.fori_loop(0, chunks, lambda i, _: self.chunk(i, middle), None)
+        whole = self.x.whole[row]
+        lax.fori_loop(0, chunks, lambda i, _: self.chunk(i, whole), None)
         plgpu.commit_smem()
         for memory, after in zip(self.each("memory"), self.after, strict=True):
             plgpu.copy_smem_to_gmem(memory, after.at[row, head])
@@ -133,84 +128,56 @@ class _Program:
         gates = x.gates.at[self.row, chunk, self.head]
         plgpu.copy_gmem_to_smem(gates, scratch["gates"].at[stage], arrived)
 
-    def chunk(self, i, middle):
+    def chunk(self, i, whole):
         stage = lax.rem(i, self.stages)
         # Into the other stage, whose tokens the chunk before has used up.
         if self.stages > 1:
             pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
         plgpu.wait_smem_to_gmem(0)
-        self.begin(i, middle)
+        self.begin(i)
         plgpu.barrier_wait(self.scratch["arrived"].at[stage])
-        self.compute(i, stage)
+        self.compute(i, stage, whole)
         # With one stage its tokens are free only now.
         if self.stages == 1:
             pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
 
-    def begin(self, i, middle):
+    def begin(self, i):
         """The memories at the chunk's start, as operands and as residuals."""
         x, row, head = self.x, self.row, self.head
         if x.reset is not None:
             again = (i > 0) & (x.reset[row, i] != 0)
             pl.when(again)(lambda: self.fetch_memories(x.empty))
 
-        @pl.when((i > 0) & (i == middle))
-        def _():
-            for memory, out in zip(self.each("memory"), self.middle, strict=True):
-                plgpu.copy_smem_to_gmem(memory, out.at[row, head])
-
-        if x.begin is None:
-            self.round_memories()
-        else:
-            # The first chunk's operands are given: gradients are taken in another
-            # memory.
-            pl.when(i > 0)(self.round_memories)
-
-            @pl.when(i == 0)
-            def _():
-                arrived = self.scratch["memory_arrived"]
-                for operand, given in zip(self.each("operand"), x.begin, strict=True):
-                    plgpu.copy_gmem_to_smem(given.at[row, head], operand, arrived)
-                plgpu.barrier_wait(arrived)
-
+        for memory, operand in zip(
+            self.each("memory"), self.each("operand"), strict=True
+        ):
+            operand[...] = self.ops.matrix(memory).astype(operand.dtype)
         plgpu.commit_smem()
         for operand, residuals in zip(
             self.each("operand"), self.residuals, strict=False
         ):
             plgpu.copy_smem_to_gmem(operand, residuals.at[row, i, head])
 
-    def round_memories(self):
-        for memory, operand in zip(
-            self.each("memory"), self.each("operand"), strict=True
-        ):
-            operand[...] = self.ops.matrix(memory).astype(operand.dtype)
-
-    def compute(self, i, stage):
+    def compute(self, i, stage, whole):
         ops, scratch, operands = self.ops, self.scratch, self.each("operand")
         q, inputs = scratch["q"].at[stage], [x.at[stage] for x in self.each("inputs")]
         triples: list[tuple[Any, Any, Form]] = [
             (x, m, "nt") for x, m in zip(inputs, operands, strict=True)
         ]
         *predicted, scores = ops.products(*triples, (q, inputs[0], "nt"))
-        if self.x.begin is not None:
-
-            @pl.when(i == 0)
-            def _():
-                plgpu.wait_smem_to_gmem(0)
-                self.round_memories()
-                plgpu.commit_smem()
-
-        y = self.one_pass(0, stage, predicted[0], q, scores)
+        full = i < whole
+        y = self.one_pass(0, stage, predicted[0], q, scores, full)
         query = functions.apply(self.static.activation, y, mosaic.over_slots)
         scratch["query"][...] = query.astype(scratch["query"].dtype)
-        y = self.one_pass(1, stage, predicted[1], scratch["query"], None)
+        y = self.one_pass(1, stage, predicted[1], scratch["query"], None, full)
         scratch["y"][...] = y.astype(scratch["y"].dtype)
         plgpu.commit_smem()
         rows = pl.ds(0, self.sizes.size)
         target = self.y.at[self.row, i, :, self.head, :]
         plgpu.copy_smem_to_gmem(scratch["y"].at[rows], target)
 
-    def one_pass(self, index, stage, predicted, query, scores):
-        """Reads of a pass; its memory becomes the one after the chunk."""
+    def one_pass(self, index, stage, predicted, query, scores, full):
+        """Reads of a pass; its memory becomes the one after a full chunk."""
         ops, scratch, slots = self.ops, self.scratch, self.sizes.slots
         operand, memory = self.each("operand")[index], self.each("memory")[index]
         x = self.each("inputs")[index].at[stage]
@@ -240,7 +207,9 @@ class _Program:
             (scratch["scores"], written, "nn"),
             (scratch["decayed"], x, "tn"),
         )
-        memory[...] = jnp.exp(last) * ops.matrix(memory) + added
+        # A chunk that stays open leaves the memory at its start.
+        left, kept = jnp.where(full, jnp.exp(last), 1.0), jnp.where(full, 1.0, 0.0)
+        memory[...] = left * ops.matrix(memory) + kept * added
         return mosaic.along_rows(jnp.exp(total), past.shape[1]) * past + new
 
 

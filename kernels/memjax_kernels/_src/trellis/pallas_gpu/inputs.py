@@ -3,13 +3,13 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.mosaic import ROWS
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.state import Memories
 
 SHARED_BYTES = 227 * 1024
 # Rows of the gradients of gates, for each pass.
@@ -33,14 +33,12 @@ class Static(NamedTuple):
         activation: one of `functions.TRELLIS_ACTIVATIONS`.
         stages: chunks of tokens in shared memory at a time, 1 or 2.
         interpret: None, or parameters of the interpreter of GPU kernels.
-        aligned: whether the memories to read from are those at the chunk's start.
     """
 
     phi: str
     activation: str
     stages: int
     interpret: Any
-    aligned: bool
 
 
 class Inputs(NamedTuple):
@@ -52,11 +50,9 @@ class Inputs(NamedTuple):
         alpha: [B, n, C, H, M].
         gates: [B, n, H, 4, 64] float32: the sum of g up to each token of the chunk
             and gamma, of each pass; after the chunk the last sum, and 0.
-        begin: memories [B, H, M, D] before the first chunk, in which gradients are
-            taken; None if they are those to read from.
-        running: memories [B, H, M, D] before the first chunk, to read from.
+        start: memories [B, H, M, D] before the first chunk.
         empty: [B, H, M, D], or None.
-        middle: Int32[B], the first chunk that a batch element does not fill, or n.
+        whole: Int32[B], chunks that a batch element fills.
         reset: Int32[B, n], or None; not 0 where a chunk but the first starts from
             `empty`.
     """
@@ -65,10 +61,9 @@ class Inputs(NamedTuple):
     inputs: Any
     alpha: Any
     gates: Any
-    begin: Any
-    running: Any
+    start: Any
     empty: Any
-    middle: Any
+    whole: Any
     reset: Any
 
     @property
@@ -100,9 +95,9 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
     return ""
 
 
-def has_backward(sizes: Sizes, aligned: bool) -> bool:
+def has_backward(sizes: Sizes) -> bool:
     """Whether the backward kernel fits: K = V = M = 64 does."""
-    return backward_bytes(sizes, aligned) <= SHARED_BYTES
+    return backward_bytes(sizes) <= SHARED_BYTES
 
 
 def forward_bytes(sizes: Sizes, stages: int) -> int:
@@ -116,65 +111,39 @@ def forward_bytes(sizes: Sizes, stages: int) -> int:
     return 2 * (stages * tokens + work + 3 * memories) + stages * vectors + 6144
 
 
-def backward_bytes(sizes: Sizes, aligned: bool) -> int:
+def backward_bytes(sizes: Sizes) -> int:
     """Shared memory of the backward kernel, bfloat16 tokens."""
     _, _, slots, widths = sizes
     tokens = ROWS * (widths[0] + sum(widths) + slots + widths[1])
     work = ROWS * (3 * ROWS + 6 * slots)
-    # Where the memory to read from is another one, the first chunk needs both.
-    copies = 2 if aligned else 3
     memories = slots * sum(widths)
     vectors = 2 * (5 * ROWS + slots) * 4
     reads = 4 * ROWS * slots
-    return 2 * (tokens + work + (copies + 2) * memories) + reads + vectors + 6144
+    return 2 * (tokens + work + 4 * memories) + reads + vectors + 6144
 
 
 def prepare(
-    tokens: Tokens, memories: Memories, empty: tuple[Array, ...] | None, aligned: bool
+    tokens: Tokens, memory: tuple[Array, Array], empty: tuple[Array, Array] | None
 ) -> Inputs:
-    """The arguments of a chunk implementation as the kernels take them.
-
-    `aligned` says that the memories to read from are those at the chunk's start.
-    """
-    begin, running = memories
-    reset = tokens.reset
+    """The arguments of a chunk implementation as the kernels take them."""
+    reset, number = tokens.reset, tokens.q.shape[1]
     if reset is not None:
         assert empty is not None
         clear = functools.partial(jnp.where, reset[:, 0, None, None, None])
-        begin = tuple(map(clear, empty, begin))
-        running = tuple(map(clear, empty, running))
+        memory = jax.tree.map(clear, empty, memory)
+    whole = jnp.full(tokens.q.shape[0], number, jnp.int32)
+    if tokens.full is not None:
+        whole = jnp.sum(tokens.full, axis=1, dtype=jnp.int32)
     return Inputs(
         q=tokens.q,
         inputs=(tokens.k, tokens.v),
         alpha=tokens.alpha,
         gates=_gates(tokens),
-        begin=None if aligned else begin,
-        running=running,
+        start=memory,
         empty=None if reset is None else empty,
-        middle=jnp.sum(tokens.full, axis=1, dtype=jnp.int32),
+        whole=whole,
         reset=None if reset is None else reset.astype(jnp.int32),
     )
-
-
-def memories_after(x: Inputs, after: tuple[Array, ...], middle: tuple[Array, ...]):
-    """The memories after a segment, from those that the forward kernel returns.
-
-    Args:
-        x: what the kernel took.
-        after: the memories after the last chunk.
-        middle: those at the start of the chunk that `x.middle` names, if that is one
-            but the first.
-    """
-    index = x.middle[:, None, None, None]
-    chunks = x.q.shape[1]
-
-    def chunk_start(begin, middle, after):
-        later = jnp.where(index == chunks, after, middle)
-        return jnp.where(index == 0, begin, later)
-
-    begin = x.running if x.begin is None else x.begin
-    keys, values = map(chunk_start, begin, middle, after)
-    return Memories((keys, values), (after[0], after[1]))
 
 
 def _gates(tokens: Tokens) -> Array:

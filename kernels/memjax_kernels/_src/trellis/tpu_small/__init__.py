@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common.packs.blocks import ROWS, divisor, packings
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.state import Memories, may_differ
 from memjax_kernels._src.trellis.tpu_calls import Kernels, op_of, run
 from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
 from memjax_kernels._src.trellis.tpu_small.blocks import Rows
@@ -56,7 +55,7 @@ def _block_bytes(
 ) -> int:
     """Estimate of the backward kernel's VMEM for one head, in bytes."""
     # In float32. Buffers of memories in and out, and one before each chunk of a block;
-    # more of them where operands are float32 too, or a chunk's two memories differ.
+    # more of them where operands are float32 too.
     # Tokens and their cotangents, in rows of whole registers.
     channels, parts = key_dim + value_dim, ROWS // size
     memories = slots * channels * (parts + (12 if plain else 16))
@@ -66,17 +65,16 @@ def _block_bytes(
 
 def trellis_small(
     tokens: Tokens,
-    memories: Memories,
-    empty: tuple[Array, ...] | None,
+    memory: tuple[Array, Array],
+    empty: tuple[Array, Array] | None,
     *,
     phi: str,
     activation: str,
     interpret: Any = False,
-) -> tuple[Memories, Array]:
+) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation for tokens that `fits` accepts; see `segment`."""
     heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
-    two = may_differ(memories)
-    plain = tokens.q.dtype == jnp.bfloat16 and not two
+    plain = tokens.q.dtype == jnp.bfloat16
     each = heads * _block_bytes(size, *_widths(tokens), plain)
     most = max(1, min(HEADS // heads, VMEM_BYTES // each))
     group = divisor(number // heads, most)
@@ -86,12 +84,12 @@ def trellis_small(
         heads,
         tokens.gamma.shape[-1],
         tokens.g.shape[-1],
-        two_memories=two,
+        opens=tokens.full is not None,
         resets=tokens.reset is not None,
         size=size,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
-    return run(_op, layout, tokens, memories, empty, **options)
+    return run(_op, layout, tokens, memory, empty, **options)
 
 
 def _scratch(layout: Layout, x: Tokens) -> tuple[list[Any], list[Any]]:

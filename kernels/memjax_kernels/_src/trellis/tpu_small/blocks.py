@@ -44,10 +44,10 @@ def _of_part(x: Array, part: int, layout: Layout) -> Array:
 
 
 def flags(x, layout: Layout, part):
-    """Whether a chunk is full, and reset: [P, 1, 1]."""
+    """Whether a chunk is full, and reset: [P, 1, 1], or None without such a flag."""
 
     def flag(index):
-        first = x.gates.shape[2] - 1 - layout.resets
+        first = x.gates.shape[2] - layout.opens - layout.resets
         column = first + index
         row = part * layout.size
         found = x.gates[:, pl.ds(row, 1), column : column + 1][:, None]
@@ -55,7 +55,8 @@ def flags(x, layout: Layout, part):
             jnp.broadcast_to(found, (layout.rows, layout.group, 1, 1))
         )
 
-    return flag(0), flag(1) if layout.resets else None
+    full = flag(0) if layout.opens else None
+    return full, flag(int(layout.opens)) if layout.resets else None
 
 
 def unpack(x, parts: Part, layout: Layout) -> None:

@@ -3,12 +3,12 @@
 `packed` has the same equations with tokens along the lanes, where so few would leave
 most of a register empty. Here they are along the sublanes, the first head's C, then the
 second's, and so on: R rows. The memory is the operand that a matrix unit holds, and
-the few rows of tokens stream through it. With S = start and R = running memory:
+the few rows of tokens stream through it. With a memory S:
 
     first pass    Z = K S^T,  U = gamma E(Z, t),  A = (Q K^T) * W
-                  Y1 = decay * Q R^T - A U,  R' = end * R - (until * U)^T K
-    second pass   the same for Z, U and R' with V;  F = activation(Y1)
-                  A = (F U^T) * W,  Y = (decay * F) R - A V
+                  Y1 = decay * Q S^T - A U,  S' = end * S - (until * U)^T K
+    second pass   the same for Z, U and S' with V;  F = activation(Y1)
+                  A = (F U^T) * W,  Y = (decay * F) S - A V
 
 where Q, K and V have each head's tokens in its own lanes (`packs.block_diagonal`).
 """
@@ -24,7 +24,6 @@ from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.packed import Memory
 
 F32 = jnp.float32
 
@@ -72,21 +71,11 @@ class Write(NamedTuple):
     back: Any
 
 
-class Outer(NamedTuple):
-    """Cotangents of a memory: sums over tokens of products of rows."""
+class Cotangents(NamedTuple):
+    """Of a memory: `decayed`, and the sum over rows of left^T right."""
 
     left: Float[Array, "P R M"]
     right: Float[Array, "P R DD"]
-
-
-class Cotangents(NamedTuple):
-    """Of a pass: of its memory at the chunk's start, and of the running one.
-
-    That of the running memory is `decayed` and `running`.
-    """
-
-    start: Outer
-    running: Outer
     decayed: Float[Array, "P M DD"]
 
 
@@ -123,12 +112,10 @@ class Rules(NamedTuple):
         return self.options.multiply(x, y, form)
 
     def read(
-        self, memory: Memory, x: Array, y: Array, form: products.Form
+        self, memory: Array, x: Array, y: Array, form: products.Form
     ) -> tuple[Array, Array]:
-        """Products of x and the start, and of y and the running memory."""
-        if memory.running is not memory.start:
-            return self.dot(x, memory.start, form), self.dot(y, memory.running, form)
-        both = self.dot(jnp.concatenate([x, y], axis=1), memory.start, form)
+        """Products of x and y with the memory, as one."""
+        both = self.dot(jnp.concatenate([x, y], axis=1), memory, form)
         return both[:, : x.shape[1]], both[:, x.shape[1] :]
 
     def until(self, decays: Decays, x: Array) -> Array:
@@ -163,40 +150,40 @@ def write(index: int, x: Part, z: Array, rules: Rules) -> Write:
 
 
 def written(
-    index: int, x: Part, u: Array, running: Array, rules: Rules
+    index: int, x: Part, u: Array, memory: Array, rules: Rules
 ) -> Float[Array, "P M DD"]:
-    """The running memory of a pass after the chunk."""
+    """The memory of a pass after the chunk."""
     decays = x.decays[min(index, len(x.decays) - 1)]
-    left = _end(decays, running, rules) * running
+    left = _end(decays, memory, rules) * memory
     return left - rules.dot(rules.until(decays, u), (x.k, x.v)[index], "tn")
 
 
-def rewrite(x: Part, keys: Memory, values: Memory, rules: Rules):
-    """The running memories after a chunk, without its reads."""
+def rewrite(x: Part, keys: Array, values: Array, rules: Rules):
+    """The memories after a chunk, without its reads."""
     after = []
     for index, (tokens, memory) in enumerate(((x.k, keys), (x.v, values))):
-        z = rules.dot(tokens, memory.start, "nt")
+        z = rules.dot(tokens, memory, "nt")
         u = write(index, x, z, rules).u
-        after.append(written(index, x, u, memory.running, rules))
+        after.append(written(index, x, u, memory, rules))
     return tuple(after)
 
 
 def advance(
-    x: Part, keys: Memory, values: Memory, rules: Rules
+    x: Part, keys: Array, values: Array, rules: Rules
 ) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
-    """The running memories after a chunk, and its reads."""
+    """The memories after a chunk, and its reads."""
     first, second = x.decays[0], x.decays[-1]
     z, past = rules.read(keys, x.k, x.q, "nt")
     u = write(0, x, z, rules).u
     scores = rules.scores(x.q, x.k, first.between)
     reads = first.decay * past - rules.times(scores, u)
-    after_keys = written(0, x, u, keys.running, rules)
+    after_keys = written(0, x, u, keys, rules)
 
     f = activate(reads, rules)
-    u = write(1, x, rules.dot(x.v, values.start, "nt"), rules).u
+    u = write(1, x, rules.dot(x.v, values, "nt"), rules).u
     scores = rules.scores(f, u, second.between)
-    y = rules.dot(second.decay * f, values.running, "nn") - rules.times(scores, x.v)
-    after_values = written(1, x, u, values.running, rules)
+    y = rules.dot(second.decay * f, values, "nn") - rules.times(scores, x.v)
+    after_values = written(1, x, u, values, rules)
     return (after_keys, after_values), diagonal_blocks(y, rules.heads)
 
 
@@ -207,8 +194,8 @@ def activate(reads: Array, rules: Rules) -> Array:
 
 def vjp(
     x: Part,
-    keys: Memory,
-    values: Memory,
+    keys: Float[Array, "P M KK"],
+    values: Float[Array, "P M VV"],
     d_after: tuple[Array, Array],
     d_y: Float[Array, "P C VV"],
     rules: Rules,
@@ -234,13 +221,13 @@ def vjp(
     d_state = -rules.until(left[1], rules.dot(x.v, d_values, "nt"))
     d_u = rules.seen(d_scores, f) + d_state
     d_z, d_target = second.back(x.gammas[-1] * d_u)
-    d_v = rules.dot(d_z, values.start, "nn") - rules.seen(written, dd_y)
+    d_v = rules.dot(d_z, values, "nn") - rules.seen(written, dd_y)
     d_v -= rules.dot(rules.until(left[1], second.u), d_values, "nn")
     decayed = _end(left[1], d_values, rules) * d_values
-    of_values = Cotangents(Outer(d_z, x.v), Outer(left[1].decay * f, dd_y), decayed)
+    of_values = _both((d_z, left[1].decay * f), (x.v, dd_y), decayed)
     gamma_2 = _sum(second.error * d_u)
     total_2 = _sum(f * d_f) - x.gammas[-1][..., :1] * gamma_2
-    total_2 += _at_end(_sum(second.u * d_state), decayed * values.running, heads)
+    total_2 += _at_end(_sum(second.u * d_state), decayed * values, heads)
 
     # The first pass.
     (d_reads,) = back(d_f)
@@ -254,10 +241,10 @@ def vjp(
     d_k -= rules.dot(rules.until(left[0], first.u), d_keys, "nn")
     d_q += rules.times(d_scores, x.k)
     decayed = _end(left[0], d_keys, rules) * d_keys
-    of_keys = Cotangents(Outer(d_z, x.k), Outer(d_past, x.q), decayed)
+    of_keys = _both((d_z, d_past), (x.k, x.q), decayed)
     gamma_1 = _sum(first.error * d_u)
     total_1 = _sum(d_reads * reads) - x.gammas[0][..., :1] * gamma_1
-    total_1 += _at_end(_sum(first.u * d_state), decayed * keys.running, heads)
+    total_1 += _at_end(_sum(first.u * d_state), decayed * keys, heads)
     d_target = jnp.split(d_target + d_target_1, heads, axis=1)
     return Pulled(
         blocks(d_q),
@@ -268,6 +255,12 @@ def vjp(
         of_keys,
         of_values,
     )
+
+
+def _both(left, right, decayed) -> Cotangents:
+    """Of two sums of products, as one product."""
+    rows = (jnp.concatenate(x, axis=1) for x in (left, right))
+    return Cotangents(*rows, decayed)
 
 
 def _end(decays: Decays, memory: Array, rules: Rules) -> Float[Array, "P 1 DD"]:

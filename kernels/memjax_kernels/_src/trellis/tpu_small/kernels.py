@@ -13,10 +13,8 @@ from jax.experimental import pallas as pl
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.packed import Memory
-from memjax_kernels._src.trellis.state import Memories
 from memjax_kernels._src.trellis.tpu_packed_blocks import Layout, load, store
-from memjax_kernels._src.trellis.tpu_packed_kernels import by_completeness, choose
+from memjax_kernels._src.trellis.tpu_packed_kernels import add_unless, choose
 from memjax_kernels._src.trellis.tpu_small.blocks import (
     Rows,
     flags,
@@ -50,45 +48,32 @@ def forward_kernel(
     options: Options,
 ):
     """One block; with `residuals`, also saves the memories before it."""
-    index, last = pl.program_id(2), pl.num_programs(2) - 1
     rules = Rules(options, layout.heads, layout.size)
 
-    @pl.when(index == 0)
+    @pl.when(pl.program_id(2) == 0)
     def _():
         # Later blocks find what the one before left: all share this output block.
         store(after, load(before))
 
     unpack(x, parts, layout)
     if residuals is not None:
-        store(residuals, load(after.start if layout.two_memories else after.running))
+        store(residuals, load(after))
 
     def chunk(part, _):
         full, reset = flags(x, layout, part)
-        running = load(after.running)
-        start = load(after.start) if layout.two_memories else running
+        start = load(after)
         if reset is not None:
-            emptied = load(empty)
-            start, running = choose(reset, (emptied, emptied), (start, running))
-        keys, values = map(Memory, start, running)
-        new, reads[part] = advance(_part(parts, part), keys, values, rules)
-        store(after.running, new)
-        # Where the two are equal between chunks, the last chunk's is put right below.
-        store(after.start, choose(full, new, start) if layout.two_memories else start)
+            start = choose(reset, load(empty), start)
+        new, reads[part] = advance(_part(parts, part), *start, rules)
+        # A chunk that stays open leaves the memories at its start.
+        store(after, choose(full, new, start))
 
     jax.lax.fori_loop(0, layout.parts, chunk, None)
     packs.store_rows(y, whole(reads))
-    if not layout.two_memories:
-
-        @pl.when(index == last)
-        def _():
-            full = flags(x, layout, layout.parts - 1)[0]
-            new = choose(full, load(after.running), load(after.start))
-            store(after.start, new)
 
 
 def backward_kernel(
     x,
-    running,
     empty,
     residuals,
     d_after,
@@ -106,33 +91,12 @@ def backward_kernel(
     options: Options,
 ):
     """Cotangents of one block, after those of the blocks behind it."""
-    step, last = pl.program_id(2), pl.num_programs(2) - 1
     rules = Rules(options, layout.heads, layout.size)
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
 
-    def outer(left, right):
-        return rules.dot(left, right, "tn")
-
-    def of_start(d):
-        return outer(*d.start)
-
-    def of_running(d):
-        return d.decayed + outer(*d.running)
-
-    # Of one memory that is both: one product.
-    def of_both(d):
-        return d.decayed + outer(
-            *map(lambda *rows: jnp.concatenate(rows, axis=1), d.start, d.running)
-        )
-
-    @pl.when(step == 0)
+    @pl.when(pl.program_id(2) == 0)
     def _():
-        d = load(d_after)
-        if not layout.two_memories:
-            # The chunk-start memory's gradient after a chunk that is not full waits in
-            # `d_before` until that chunk is done.
-            d = by_completeness(d, flags(x, layout, layout.parts - 1)[0])
-        store(d_before, d)
+        store(d_before, load(d_after))
         store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
 
     unpack(x, parts, layout)
@@ -144,59 +108,32 @@ def backward_kernel(
         """The memories that a chunk finds, and its flags."""
         full, reset = flags(x, layout, part)
         start = tuple(ref[part] for ref in memories)
-        entering = start
-        if layout.two_memories:
-            # The running memory of the first chunk comes from the caller. After it the
-            # two are equal, where there are tokens.
-            first = ((step == last) & (part == 0)).astype(F32)
-            entering = choose(first, load(running), start)
         if reset is not None:
-            emptied = load(empty)
-            start, entering = choose(reset, (emptied, emptied), (start, entering))
-        return start, entering, full, reset
+            start = choose(reset, load(empty), start)
+        return start, full, reset
 
     def recompute(part, _):
-        start, entering, full, _ = begin(part)
-        tokens, (keys, values) = _part(parts, part), map(Memory, start, entering)
-        new = rewrite(tokens, keys, values, rules)
-        if layout.two_memories:
-            new = choose(full, new, start)
-        _write_memories(memories, part + 1, new)
-
-    def keep_rest(d, reset):
-        """Cotangents before a chunk; after a reset they go to `empty`."""
-        if reset is None:
-            return d
-        # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        emptied = choose(reset, d, zeros(d))
-        store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
-        return choose(reset, zeros(d), d)
+        start, full, _ = begin(part)
+        new = rewrite(_part(parts, part), *start, rules)
+        _write_memories(memories, part + 1, choose(full, new, start))
 
     def back(i, _):
         part = layout.parts - 1 - i
-        start, entering, full, reset = begin(part)
-        d_start, d_running = None, load(d_before.running)
-        if layout.two_memories:
-            d = Memories(load(d_before.start), d_running)
-            d_start, d_running = by_completeness(d, full)
-        keys, values = map(Memory, start, entering)
-        given = (keys, values, d_running, d_reads[part], rules)
-        found = vjp(_part(parts, part), *given)
-        passes = found.keys, found.values
-        if layout.two_memories:
-            d_start = jax.tree.map(jnp.add, d_start, tuple(map(of_start, passes)))
-            d_start = keep_rest(d_start, reset)
-            d_running = keep_rest(tuple(map(of_running, passes)), reset)
-            store(d_before, Memories(d_start, d_running))
-        else:
-            # The pending gradient of the last chunk-start memory is added there. It is
-            # set to zero in the end: a `pl.when` here would cut the loop in two.
-            waiting = load(d_before.start)
-            flag = ((step == 0) & (i == 0)).astype(F32)
-            waiting = choose(flag, waiting, zeros(waiting))
-            d = jax.tree.map(jnp.add, tuple(map(of_both, passes)), waiting)
-            store(d_before.running, keep_rest(d, reset))
-
+        start, full, reset = begin(part)
+        d = load(d_before)
+        d_new = choose(full, d, zeros(d))
+        found = vjp(_part(parts, part), *start, d_new, d_reads[part], rules)
+        of_memories = tuple(
+            x.decayed + rules.dot(x.left, x.right, "tn")
+            for x in (found.keys, found.values)
+        )
+        d_start = add_unless(full, of_memories, d)
+        if reset is not None:
+            # Every reset reads `empty`, so that its gradient is a sum over chunks.
+            emptied = choose(reset, d_start, zeros(d_start))
+            store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
+            d_start = choose(reset, zeros(d_start), d_start)
+        store(d_before, d_start)
         for ref, d_x in zip(d_parts, found[:4], strict=True):
             ref[part] = d_x
         gammas, sums = found.numbers[:2], found.numbers[2:]
@@ -206,12 +143,6 @@ def backward_kernel(
 
     jax.lax.fori_loop(0, layout.parts - 1, recompute, None)
     jax.lax.fori_loop(0, layout.parts, back, None)
-    if not layout.two_memories:
-
-        @pl.when(step == last)
-        def _():
-            store(d_before.start, zeros(load(d_before.start)))
-
     for ref, d_x in zip(d_tokens, d_parts, strict=True):
         packs.store_rows(ref, whole(d_x))
 
