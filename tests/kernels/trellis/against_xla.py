@@ -87,7 +87,7 @@ def open_state(sizes, place):
     return opened(state, tokens, jnp.array(place, jnp.int32))
 
 
-def both(implementation, arguments, reset=None):
+def both(implementation, arguments, reset=None, seed=7):
     """Results, and gradients of everything for random cotangents."""
 
     def pull(arguments):
@@ -111,11 +111,18 @@ def both(implementation, arguments, reset=None):
 
         values, back = jax.vjp(forward, tokens, floats(state), floats(empty))
         leaves, treedef = jax.tree.flatten(values)
-        keys = jax.random.split(jax.random.key(7), len(leaves))
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
         weights = [
             jax.random.normal(key, x.shape).astype(x.dtype)
             for x, key in zip(leaves, keys, strict=True)
         ]
-        return values, back(jax.tree.unflatten(treedef, weights))
+        d_tokens, d_state, d_empty = back(jax.tree.unflatten(treedef, weights))
+        if d_state is not None and d_state[2] is not None:
+            # The open tokens and those of the call are one sequence.
+            d_opened = (jnp.moveaxis(d, 2, 1) for d in d_state[2])
+            pairs = zip(d_opened, d_tokens[1:], strict=True)
+            joined = (jnp.concatenate(pair, axis=1) for pair in pairs)
+            d_tokens, d_state = (d_tokens[0], *joined), d_state[:2]
+        return values, (d_tokens, d_state, d_empty)
 
     return jax.jit(pull)(arguments)

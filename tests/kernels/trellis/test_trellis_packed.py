@@ -186,15 +186,15 @@ def test_small_chunks_from_an_empty_memory_agree_with_xla():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("c,t", [(16, 24), (8, 20)])
-def test_bfloat16_error_is_no_larger_than_xla(c, t):
+@pytest.mark.parametrize("c,t,seed", [(16, 24, 9), (8, 20, 2)])
+def test_bfloat16_error_is_no_larger_than_xla(c, t, seed):
     b, h, d = 1, 2, 64
     low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=())
     empty = trellis_init_state(b, h, d, d, d, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    exact = both(trellis_xla, (high, None, empty))
-    kernel = both(INTERPRETED, (low, None, empty))
-    xla = distances(both(trellis_xla, (low, None, empty)), exact)
+    exact = both(trellis_xla, (high, None, empty), seed=seed)
+    kernel = both(INTERPRETED, (low, None, empty), seed=seed)
+    xla = distances(both(trellis_xla, (low, None, empty), seed=seed), exact)
     for path, distance in distances(kernel, exact).items():
         assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
     assert kernel[0][1].dtype == jnp.bfloat16
