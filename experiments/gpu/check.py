@@ -163,12 +163,22 @@ def trellis_case(
     empty = trellis_init_state(b, h, d, d, value, chunk)
     state = dataclasses.replace(empty, position=position)
     options = {"phi": phi, "activation": activation}
-    call = functools.partial(trellis, reset=reset, chunk_size=chunk, **options)
+
+    def call(*tokens, state, implementation):
+        return trellis(
+            *tokens,
+            state=without_gradient_of_tokens(state),
+            chunk_size=chunk,
+            reset=reset,
+            implementation=implementation,
+            **options,
+        )
+
     return Case(name, tuple(tokens.values()), state, call)
 
 
 def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
-    """A variant, from chunks that XLA closes, over resets."""
+    """A variant, from open chunks, over resets."""
     tokens = ops.inputs("lattice", shape, "bfloat16")
     b, t, h, d = shape
     position, reset = positions_and_reset(b, t, chunk)
@@ -176,14 +186,9 @@ def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
     state = dataclasses.replace(empty, position=position)
 
     def call(*tokens, state, implementation):
-        # In a chunk of one token `pending` is always 0: the loop adds it, the chunk
-        # forms never read it, so that only the loop has a gradient for it.
-        if chunk == 1:
-            constant = jax.lax.stop_gradient(state.pending)
-            state = dataclasses.replace(state, pending=constant)
         return lattice(
             *tokens,
-            state=state,
+            state=without_gradient_of_tokens(state),
             variant=variant,
             chunk_size=chunk,
             reset=reset,
@@ -191,6 +196,12 @@ def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
         )
 
     return Case(name, tuple(tokens.values()), state, call)
+
+
+def without_gradient_of_tokens(state):
+    """Only the token loop has gradients for zeros behind the open tokens."""
+    tokens = jax.lax.stop_gradient(state.tokens)
+    return dataclasses.replace(state, tokens=tokens)
 
 
 def positions_and_reset(batch: int, time: int, chunk: int):
