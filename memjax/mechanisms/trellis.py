@@ -276,8 +276,8 @@ def _read(config, y):
 
 def _initial(config, params, batch):
     """The learned memories of a batch, at the start of a chunk."""
-    memories = for_batch((params.keys, params.values), batch)
-    slots = trellis_state(*memories, config.chunk_size)
+    keys, values = for_batch((params.keys, params.values), batch)
+    slots = trellis_state(keys, values, config.chunk_size)
     return Memory(slots, _no_steps(config, batch))
 
 

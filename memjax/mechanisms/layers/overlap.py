@@ -65,4 +65,5 @@ def bounded_steps(
     # To shift tokens back costs more than to add gradients.
     k = chunks.join(of_chunks, time, None) if position is None else k
     after = open_chunk.last(steps, time, position)
+    assert after is not None  # Chunks of one token have no bound.
     return after, k, chunks.join(steps * left, time, position)

@@ -59,7 +59,8 @@ def opened(state, tokens, place) -> TrellisState:
         x = jnp.moveaxis(x.astype(jnp.float32), 2, 1)
         return jnp.where(here.reshape(-1, 1, here.shape[1], *[1] * (x.ndim - 3)), x, 0)
 
-    found = of_passes(*map(token, tokens[1:]))
+    of_state: Any = [token(x) for x in tokens[1:]]
+    found = of_passes(*of_state)
     return dataclasses.replace(state, tokens=found, position=place)
 
 
@@ -105,7 +106,7 @@ def both(implementation, arguments, reset=None, seed=7):
             return dataclasses.replace(state, keys=keys, values=values, tokens=opened)
 
         def forward(tokens, *found):
-            states = map(with_floats, (state, empty), found)
+            states: Any = map(with_floats, (state, empty), found)
             after, y = in_chunks(implementation, tokens, *states, reset)
             return floats(after), y
 

@@ -1,6 +1,7 @@
 """Trellis on a TPU for packs of heads: one chunk, the kernels, and compiling them."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def test_packed_chunk_and_gradient_equal_unpacked(drawn):
     d_y = normal(size, sizes["V"])
     options = one_chunk.Options(phi, activation, EXACT)
 
-    def slots_last(q, k, v, alpha, gamma, g, *memory):
+    def slots_last(q, k, v, alpha, gamma, g, *memory: Any):
         tokens = TrellisTokens(k, v, alpha, *gamma, *g)
         return one_chunk.advance(q, tokens, memory, options)
 
@@ -108,15 +109,16 @@ def test_packed_chunk_and_gradient_equal_unpacked(drawn):
     x = packed.Chunk(*map(paired, (q, k, v, alpha)))
     first = gates_of(heads, gamma[0], g[0])
     gates = first, (first if shared else gates_of(heads, gamma[1], g[1]))
-    wide = tuple(map(paired, memory))
+    keys, values = map(paired, memory)
     ready = packed.prepare(x, gates, options)
-    new, read = packed.advance(x, ready, gates, *wide, options)
+    new, read = packed.advance(x, ready, gates, keys, values, options)
     close(jax.tree.map(split, (new, read)), (after, y), 1e-5)
     found = packed_gradient.vjp(
         x,
         ready,
         gates,
-        *wide,
+        keys,
+        values,
         (paired(d_after[0]), paired(d_after[1])),
         paired(d_y),
         options,

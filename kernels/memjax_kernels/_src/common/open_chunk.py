@@ -162,7 +162,8 @@ def decays(
     behind = jnp.where(
         jnp.broadcast_to(column > row, (*g.shape[:-2], size, size)), g, 0.0
     )
-    return tuple(jnp.exp(x.sum(axis=-1, keepdims=True)) for x in (behind, g))
+    until, over = (jnp.exp(x.sum(axis=-1, keepdims=True)) for x in (behind, g))
+    return until, over
 
 
 def where(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:

@@ -118,11 +118,11 @@ def lattice_reference(
     """A loop of steps; `reset` only counts where a chunk starts."""
 
     def one_token(state, token):
-        *token, reset = token
+        q, k, v, gamma, g, reset = token
         if reset is not None:
             clear = reset & (state.position == 0)
             state = open_chunk.replace(clear, empty, state)
-        return _step(*token, state, rule)
+        return _step(q, k, v, gamma, g, state, rule)
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gamma, g, reset))
     state, y = jax.lax.scan(one_token, empty if state is None else state, tokens)

@@ -14,6 +14,8 @@ y1 = M_K q; the second compresses values and reads y = M_V^T f(y1).
 A state has M' and the chunk's tokens since, whose writes a step adds before it reads.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -65,15 +67,20 @@ def _step(q, k, v, alpha, gamma, g, state, phi, activation):
     def write(multiply, tokens, memory):
         return chunk.write(tokens, memory, chunk.Options(phi, activation, multiply))
 
-    gates = *_per_pass(gamma), *_per_pass(jnp.zeros(k.shape[:2]) if g is None else g)
-    (memory, *rest), y = open_chunk.step(
+    gates: Any = (
+        *_per_pass(gamma),
+        *_per_pass(jnp.zeros(k.shape[:2]) if g is None else g),
+    )
+    ((keys, values), tokens, position), y = open_chunk.step(
         read,
         write,
         q,
         TrellisTokens(k, v, alpha, *gates),
         ((state.keys, state.values), state.tokens, state.position),
     )
-    return TrellisState(*memory, *rest, state.chunk_size), y.astype(v.dtype)
+    return TrellisState(keys, values, tokens, position, state.chunk_size), y.astype(
+        v.dtype
+    )
 
 
 def trellis_reference(
@@ -93,10 +100,10 @@ def trellis_reference(
     """A loop of steps; the arguments are those of `trellis`."""
 
     def one_token(state, item):
-        token, clear = item
+        (q, k, v, alpha, gamma, g), clear = item
         if clear is not None:
             state = open_chunk.replace(clear, empty, state)
-        return _step(*token, state, phi, activation)
+        return _step(q, k, v, alpha, gamma, g, state, phi, activation)
 
     tokens = (q, k, v, alpha, gamma, g)
     items = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))

@@ -95,7 +95,7 @@ def in_chunks(
     position = None if state is None or size == 1 else state.position
     before = empty if state is None else state
     tokens = align(q, k, v, alpha, gamma, g, reset, before, position)
-    memory, y = implementation(
+    (keys, values), y = implementation(
         tokens,
         (before.keys, before.values),
         None if reset is None else (empty.keys, empty.values),
@@ -103,7 +103,7 @@ def in_chunks(
         activation=activation,
     )
     left = open_chunk.last(of_each_pass(tokens), time, position)
-    after = TrellisState(*memory, left, (before.position + time) % size, size)
+    after = TrellisState(keys, values, left, (before.position + time) % size, size)
     return after, chunks.join(y, time, position)
 
 

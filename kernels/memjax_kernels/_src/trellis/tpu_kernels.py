@@ -37,8 +37,8 @@ class Inputs(NamedTuple):
 def _read(x: Inputs):
     """The chunk of an `Inputs` of references: q, the other tokens, and its flags."""
     rows = [x.gates[:, i, :] for i in range(x.gates.shape[1])]
-    inputs = (ref[...] for ref in x.inputs)
-    chunk = TrellisTokens(*inputs, x.alpha[...], *rows[:4])
+    k, v = (ref[...] for ref in x.inputs)
+    chunk = TrellisTokens(k, v, x.alpha[...], *rows[:4])
     return x.q[...], chunk, [row[:, :1][:, :, None] for row in rows[4:]]
 
 

@@ -5,6 +5,7 @@ all chunks of a head share: they hold the memories, or their cotangents, between
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def forward_kernel(
         start = choose(reset, blocks.load(empty), start)
     if residuals is not None:
         blocks.store(residuals, start)
-    given = (block.gates, *start, options)
+    given: Any = (block.gates, *start, options)
     new, read = packed.advance(block.tokens, block.ready, *given)
     # A chunk that stays open leaves the memories at its start.
     blocks.store(after, choose(full, new, start))
@@ -81,7 +82,7 @@ def backward_kernel(
     d = blocks.load(d_before)
     zeros = jax.tree.map(jnp.zeros_like, d)
     given_y = packs.load_rows(d_y, layout.group)
-    given = (*blocks.load(residuals), choose(full, d, zeros), given_y, options)
+    given: Any = (*blocks.load(residuals), choose(full, d, zeros), given_y, options)
     found = packed_gradient.vjp(block.tokens, block.ready, block.gates, *given)
     d_start = add_unless(full, (found.keys, found.values), d)
     if reset is not None:

@@ -51,18 +51,18 @@ def ttt_linear_step(
     )
     check_gates(eta=eta)
     check_state("state", state, v.shape, chunk_size, chunk_size - 1)
-    norm = (
+    scale, shift = (
         jnp.broadcast_to(x.astype(jnp.float32), v.shape) for x in (ln_scale, ln_bias)
     )
-    layer = mini_batch.Layer(state.weights, state.bias, *norm)
-    (layer, *rest), y = open_chunk.step(
+    layer = mini_batch.Layer(state.weights, state.bias, scale, shift)
+    (layer, tokens, position), y = open_chunk.step(
         mini_batch.read,
         mini_batch.write,
         q,
         TTTLinearTokens(k, v, eta),
         (layer, state.tokens, state.position),
     )
-    after = TTTLinearState(layer.weights, layer.bias, *rest, chunk_size)
+    after = TTTLinearState(layer.weights, layer.bias, tokens, position, chunk_size)
     return after, y.astype(v.dtype)
 
 
@@ -96,6 +96,8 @@ def check_state(
     name: str, state: TTTLinearState, shape: tuple[int, ...], chunk_size: int, last: int
 ) -> None:
     """Raises ValueError unless a state fits values of a shape [B, ..., H, V]."""
-    sizes = shape[0], *shape[-2:], chunk_size
-    like = jax.eval_shape(lambda: ttt_linear_init_state(*sizes))
+    batch, heads, width = shape[0], *shape[-2:]
+    like = jax.eval_shape(
+        lambda: ttt_linear_init_state(batch, heads, width, chunk_size)
+    )
     open_chunk.check_state(name, state, like, last)

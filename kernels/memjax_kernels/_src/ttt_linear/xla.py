@@ -62,10 +62,11 @@ def ttt_linear_xla(
 
     items = (chunks_first(split(q)), jax.tree.map(chunks_first, tokens), full.T, starts)
     layer = before.weights, before.bias
-    layer, y = chunks.scan(advance, layer, items, remat_every=remat_every)
+    (weights, bias), y = chunks.scan(advance, layer, items, remat_every=remat_every)
     y = chunks.join(jnp.moveaxis(y, (0, 2), (1, 3)), time, position)
     after = TTTLinearState(
-        *layer,
+        weights,
+        bias,
         open_chunk.last(tokens, time, position),
         (before.position + time) % size,
         size,

@@ -259,8 +259,8 @@ def vjp(
 
 def _both(left, right, decayed) -> Cotangents:
     """Of two sums of products, as one product."""
-    rows = (jnp.concatenate(x, axis=1) for x in (left, right))
-    return Cotangents(*rows, decayed)
+    left, right = (jnp.concatenate(x, axis=1) for x in (left, right))
+    return Cotangents(left, right, decayed)
 
 
 def _end(decays: Decays, memory: Array, rules: Rules) -> Float[Array, "P 1 DD"]:

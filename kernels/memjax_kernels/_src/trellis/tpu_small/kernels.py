@@ -64,7 +64,8 @@ def forward_kernel(
         start = load(after)
         if reset is not None:
             start = choose(reset, load(empty), start)
-        new, reads[part] = advance(_part(parts, part), *start, rules)
+        keys, values = start
+        new, reads[part] = advance(_part(parts, part), keys, values, rules)
         # A chunk that stays open leaves the memories at its start.
         store(after, choose(full, new, start))
 
@@ -114,7 +115,8 @@ def backward_kernel(
 
     def recompute(part, _):
         start, full, _ = begin(part)
-        new = rewrite(_part(parts, part), *start, rules)
+        keys, values = start
+        new = rewrite(_part(parts, part), keys, values, rules)
         _write_memories(memories, part + 1, choose(full, new, start))
 
     def back(i, _):
@@ -122,7 +124,8 @@ def backward_kernel(
         start, full, reset = begin(part)
         d = load(d_before)
         d_new = choose(full, d, zeros(d))
-        found = vjp(_part(parts, part), *start, d_new, d_reads[part], rules)
+        (keys, values), tokens = start, _part(parts, part)
+        found = vjp(tokens, keys, values, d_new, d_reads[part], rules)
         of_memories = tuple(
             x.decayed + rules.dot(x.left, x.right, "tn")
             for x in (found.keys, found.values)
