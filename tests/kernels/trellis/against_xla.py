@@ -106,8 +106,8 @@ def both(implementation, arguments, reset=None, seed=7):
             return dataclasses.replace(state, keys=keys, values=values, tokens=opened)
 
         def forward(tokens, *found):
-            states: Any = map(with_floats, (state, empty), found)
-            after, y = in_chunks(implementation, tokens, *states, reset)
+            before, fresh = map(with_floats, (state, empty), found)
+            after, y = in_chunks(implementation, tokens, before, fresh, reset)
             return floats(after), y
 
         values, back = jax.vjp(forward, tokens, floats(state), floats(empty))
