@@ -14,7 +14,6 @@ and pairs of tokens [P, C, CC]. With S = start, D(.)
 |x| are sums over a slot's channels.
 """
 
-import operator
 from typing import NamedTuple
 
 import jax
@@ -95,15 +94,14 @@ def advance(
 ) -> tuple[Moved, Float[Array, "P C VV"]]:
     """Takes a memory through a chunk."""
     dot, heads = options.multiply, options.heads
-    cast = operator.methodcaller("astype", x.q.dtype)
-    slots = block_diagonal(cast(start), heads)
+    slots = block_diagonal(start, heads)
     error = errors(x, slots, options)
-    h, w = cast(error.h), x.gamma * error.c
-    apart = block_diagonal(cast(w), heads)
+    h, w = error.h, x.gamma * error.c
+    apart = block_diagonal(w, heads)
     norm = norms(h, w, apart, error.a, options)
     r = x.q.astype(F32) * norm.rho
-    y = dot(cast(r + r * norm.taken), slots, "nn")
-    scores = cast(lower(dot(cast(r), apart, "nt"), heads))
+    y = dot(r + r * norm.taken, slots, "nn")
+    scores = lower(dot(r, apart, "nt"), heads)
     y -= dot(scores, block_diagonal(h, heads), "nn")
     return move(h, w, start, options), y
 
@@ -118,14 +116,14 @@ def errors(x: Chunk, slots: Float[Array, "P MM VV"], options: Options) -> Errors
             h = v
         case "sim":
             h = -v
-    a = dot(h.astype(x.q.dtype), slots, "nt")
+    a = dot(h, slots, "nt")
     return Errors(h, a, a - k if options.variant == "enc" else k)
 
 
 def norms(h, w, apart, a, options: Options) -> Norms:
     """The norms of the slots; `apart` is D(w)."""
     dot, heads = options.multiply, options.heads
-    pairs = weigh(dot(h, block_diagonal(h, heads), "nt"), heads).astype(h.dtype)
+    pairs = weigh(dot(h, block_diagonal(h, heads), "nt"), heads)
     before = dot(pairs, apart, "nn")
     sums = sum_tokens(jnp.concatenate([w * a, w * before], axis=-1))
     taken, added = jnp.split(sums, 2, axis=-1)
@@ -137,7 +135,7 @@ def norms(h, w, apart, a, options: Options) -> Norms:
 def move(h, w, start: Float[Array, "P M VV"], options: Options) -> Moved:
     """The memory after the chunk."""
     heads = options.heads
-    written = diagonal_blocks(options.multiply(w.astype(h.dtype), h, "tn"), heads)
+    written = diagonal_blocks(options.multiply(w, h, "tn"), heads)
     along = sum_channels(start * written, heads)
     memory = start + along * start - written
     squares = sum_channels(memory * memory, heads)

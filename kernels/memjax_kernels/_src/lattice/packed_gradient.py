@@ -4,7 +4,6 @@ Written by hand instead of by `jax.vjp`, to choose the recomputed values, to joi
 products that are summed, and to read transposed operands as they are.
 """
 
-import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -44,19 +43,18 @@ def vjp(
     full, and of the reads.
     """
     dot, heads = options.multiply, options.heads
-    cast = operator.methodcaller("astype", x.q.dtype)
 
     def rows(*parts):
-        return jnp.concatenate([cast(part) for part in parts], axis=1)
+        return jnp.concatenate([part.astype(F32) for part in parts], axis=1)
 
-    slots = block_diagonal(cast(start), heads)
+    slots = block_diagonal(start, heads)
     error = packed.errors(x, slots, options)
-    h, w = cast(error.h), x.gamma * error.c
-    apart_h, apart_w = block_diagonal(h, heads), block_diagonal(cast(w), heads)
+    h, w = error.h, x.gamma * error.c
+    apart_h, apart_w = block_diagonal(h, heads), block_diagonal(w, heads)
     norm = packed.norms(h, w, apart_w, error.a, options)
     q = x.q.astype(F32)
     r = q * norm.rho
-    scores = cast(lower(dot(cast(r), apart_w, "nt"), heads))
+    scores = lower(dot(r, apart_w, "nt"), heads)
     moved = packed.move(h, w, start, options)
 
     # The memory after the chunk.
@@ -65,12 +63,11 @@ def vjp(
     along = sum_channels(d_memory * start, heads)
     d_written = along * start - d_memory
     d_start = (1.0 + moved.along) * d_memory + along * moved.written
-    apart_d = block_diagonal(cast(d_written), heads)
+    apart_d = block_diagonal(d_written, heads)
 
     # The reads.
-    d_y = cast(d_y)
     d_past = dot(d_y, slots, "nt")
-    d_scores = cast(lower(-dot(d_y, apart_h, "nt"), heads))
+    d_scores = lower(-dot(d_y, apart_h, "nt"), heads)
     d_r = d_past * (1.0 + norm.taken) + dot(d_scores, apart_w, "nn")
     d_norm = -0.5 * norm.rho * norm.rho * norm.rho * (d_r * q)
     d_norm = jnp.where(norm.across > 0, d_norm, 0.0)
@@ -80,7 +77,7 @@ def vjp(
 
     # The writes.
     d_before = of_before * w
-    d_pairs = cast(weigh(dot(cast(d_before), apart_w, "nt"), heads))
+    d_pairs = weigh(dot(d_before, apart_w, "nt"), heads)
     d_w = of_along * error.a + of_before * norm.before + dot(h, apart_d, "nt")
     d_w += diagonal_blocks(
         dot(rows(norm.pairs, d_scores), rows(d_before, r), "tn"), heads
@@ -92,13 +89,13 @@ def vjp(
     d_h = diagonal_blocks(dot(rows(d_pairs, scores), rows(h, -d_y), "tn"), heads)
     d_h += dot(d_pairs, apart_h, "nn")
     both = jnp.concatenate([apart_d, slots], axis=1)
-    d_h += dot(jnp.concatenate([cast(w), cast(d_a)], axis=-1), both, "nn")
+    d_h += dot(jnp.concatenate([w, d_a], axis=-1), both, "nn")
 
     # The tokens and the memory that the errors are of.
     by_slots, by_channels = (r + r * norm.taken, d_a), (d_y, h)
     match options.variant:
         case "dec":
-            d_k, d_v = d_c + dot(cast(d_h), slots, "nt"), -d_h
+            d_k, d_v = d_c + dot(d_h, slots, "nt"), -d_h
             by_slots, by_channels = (*by_slots, x.k), (*by_channels, d_h)
         case "enc":
             d_k, d_v = -d_c, d_h

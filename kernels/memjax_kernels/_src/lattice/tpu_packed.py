@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from memjax_kernels._src.common import gradients, products, varying
+from memjax_kernels._src.common.packs import pack_products
 from memjax_kernels._src.common.packs.blocks import (
     BLOCK_BYTES,
     ROWS,
@@ -207,7 +208,7 @@ def _specs(of: Specs, x: Blocks) -> Blocks:
 
 def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
     dtype = products.operand_dtype(x.tokens.q)
-    multiply = functools.partial(products.multiply, dtype=dtype)
+    multiply = functools.partial(pack_products.multiply, dtype=dtype)
     options = Options(static.rule.variant, static.layout.heads, multiply)
     kernel = functools.partial(kernel, layout=static.layout, options=options)
     return of.call(kernel, name, x, **blocks, interpret=static.interpret)

@@ -14,7 +14,6 @@ where t = alpha^T, E is `functions.error_gradient`, decay, until and last are th
 since the chunk's start, until its end, and over all of it.
 """
 
-import operator
 from typing import NamedTuple
 
 import jax
@@ -101,7 +100,7 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates], options: Options) -> Prepared:
     # Computed once where both are the same.
     both = left, (left if second is first else decays(second))
     dq, dk, dv = (block_diagonal(y, heads) for y in (x.q, x.k, x.v))
-    scores = (options.multiply(x.q, dk, "nt") * left.between).astype(x.q.dtype)
+    scores = options.multiply(x.q, dk, "nt") * left.between
     scores = block_diagonal(scores, heads)
     return Prepared(targets(x.alpha, heads, options), dq, dk, dv, scores, both)
 
@@ -116,18 +115,17 @@ def advance(
 ) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
     """The memories after a chunk, and its reads."""
     dot, heads = options.multiply, len(gates[0].total.column)
-    cast = operator.methodcaller("astype", x.q.dtype)
     target, dq, dk, dv, scores, (first, second) = ready
     u = gates[0].gamma * error_gradient(options, dot(keys, dk, "nt"), target)
     reads = first.decay * dot(keys, dq, "nt") - dot(u, scores, "nt")
     after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
     after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
 
-    f = cast(activate(options, reads))
-    by_token = cast(dot(eye(f, f.shape[-1]), f, "nt"))
+    f = activate(options, reads)
+    by_token = dot(eye(f, f.shape[-1]), f, "nt")
     u = gates[1].gamma * error_gradient(options, dot(values, dv, "nt"), target)
     scores = diagonal_blocks(dot(by_token, u, "nn"), heads) * second.between
-    parts = [cast(scores), cast(u * until_end(gates[1].total))]
+    parts = [scores, u * until_end(gates[1].total)]
     written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
     size, width = x.v.shape[1:]
     past = diagonal_blocks(dot(by_token, values, "nn"), heads)

@@ -8,7 +8,6 @@ writes there: the decay factors out of both, so that no cotangent of W is formed
 """
 
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -66,10 +65,9 @@ def vjp(
     target, dq, dk, dv, scores, left = ready
     until = until_end(gates[0].total), until_end(gates[1].total)
     blocks = functools.partial(diagonal_blocks, heads=heads)
-    cast = operator.methodcaller("astype", x.q.dtype)
 
     def stack(*rows):
-        return jnp.concatenate([cast(row) for row in rows], axis=1)
+        return jnp.concatenate([row.astype(jnp.float32) for row in rows], axis=1)
 
     d_keys, d_values = d_after
 
@@ -79,15 +77,15 @@ def vjp(
     state_keys = products[:, slots:]
     reads = left[0].decay * dot(keys, dq, "nt") - dot(first.u, scores, "nt")
     f, back = jax.vjp(functools.partial(activate, options), reads)
-    by_token = cast(dot(eye(cast(f), heads * size), f, "nt"))
+    by_token = dot(eye(f, heads * size), f, "nt")
 
     # The second, with its cotangents.
     products = dot(stack(values, d_values, d_y), dv, "nt")
     second = _write(products[:, :slots], target, gates[1].gamma, options)
     state_values, d_scores = products[:, slots : 2 * slots], products[:, 2 * slots :]
     written = blocks(dot(by_token, second.u, "nn")) * left[1].between
-    d_scores = spread(cast(-d_scores * left[1].between))
-    dd_y = spread(cast(d_y))
+    d_scores = spread(-d_scores * left[1].between)
+    dd_y = spread(d_y)
     d_f = left[1].decay * dot(values, dd_y, "nt")
     d_f += dot(second.u, d_scores, "nt")
     d_state = -until[1] * state_values
@@ -113,7 +111,7 @@ def vjp(
     d_past = left[0].decay * d_reads
     d_state = -until[0] * state_keys
     d_u = d_state - dot(d_reads, scores, "nn")
-    d_scores = cast(-blocks(dot(d_reads, first.u, "tn")) * left[0].between)
+    d_scores = -blocks(dot(d_reads, first.u, "tn")) * left[0].between
     d_z, d_target_1 = first.back(gates[0].gamma * d_u)
     decayed = decay_at_end(gates[0].total, keys.shape[-1]) * d_keys
     d_keys_before = decayed + dot(d_z, dk, "nn") + dot(d_past, dq, "nn")

@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common import gradients, products, varying
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
+from memjax_kernels._src.common.packs import pack_products
 from memjax_kernels._src.common.packs.blocks import (
     Specs,
     flag_columns,
@@ -262,7 +263,7 @@ def _in_xla(static: Static, x: Tokens, memory, empty):
 
 def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
     dtype = products.operand_dtype(x.tokens.q)
-    multiply = functools.partial(products.multiply, dtype=dtype)
+    multiply = functools.partial(pack_products.multiply, dtype=dtype)
     options = Options(static.phi, static.activation, multiply)
     kernel = functools.partial(kernel, layout=static.layout, options=options)
     return of.call(kernel, name, x, **blocks, interpret=static.interpret)
