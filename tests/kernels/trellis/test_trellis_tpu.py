@@ -16,7 +16,7 @@ from memjax_kernels import trellis_init_state
 from memjax_kernels._src.trellis import pallas_tpu
 from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu, unsupported
 from memjax_kernels._src.trellis.xla import trellis_xla
-from tests.kernels.distances import close
+from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import needs_libtpu
 from tests.kernels.trellis.against_xla import (
     INTERPRETED,
@@ -60,16 +60,20 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 
 
 @pytest.mark.slow
-def test_bfloat16_agrees_with_xla():
+def test_bfloat16_error_is_about_that_of_xla():
     b, t, h, k, m, c = 1, 19, 2, 16, 8, 8
     low = draw(b, t, h, k, k, m, jnp.bfloat16, gates=())
     empty = trellis_init_state(b, h, m, k, k, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
     exact = both(trellis_xla, (high, None, empty))
     kernel = both(INTERPRETED, (low, None, empty))
-    # Reads and the memory; gradients add up more roundings, XLA's up to 1.5e-2 here.
+    ours = distances(kernel, exact)
+    xla = distances(both(trellis_xla, (low, None, empty)), exact)
+    # XLA's own is up to 1.4e-2 here.
+    for path, distance in ours.items():
+        assert distance <= 1.6 * xla[path] + 1e-4, (path, distance, xla[path])
+    # Reads and the memory; gradients add up more roundings.
     close(kernel[0], exact[0], 8e-3)
-    close(kernel[1], exact[1], 2.5e-2)
     assert kernel[0][1].dtype == jnp.bfloat16
 
 
