@@ -158,7 +158,7 @@ def trellis_case(
     """Both passes, from open chunks, over resets."""
     tokens = ops.inputs("trellis", shape, "bfloat16")
     tokens["v"] = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
-    b, t, h, d = shape
+    b, t, h, d, *_ = shape
     position, reset = positions_and_reset(b, t, chunk)
     empty = trellis_init_state(b, h, d, d, value, chunk)
     state = dataclasses.replace(empty, position=position)
@@ -180,7 +180,7 @@ def trellis_case(
 def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
     """A variant, from open chunks, over resets."""
     tokens = ops.inputs("lattice", shape, "bfloat16")
-    b, t, h, d = shape
+    b, t, h, d, *_ = shape
     position, reset = positions_and_reset(b, t, chunk)
     empty = lattice_init_state(b, h, d, d, chunk)
     state = dataclasses.replace(empty, position=position)

@@ -37,8 +37,8 @@ from memjax_kernels import (
     hippo_sample_points,
     hippo_update,
 )
-from memjax_kernels._src.common.in_place import change_if
 from memjax_kernels._src.common.partition import sequence_ways
+from memjax_kernels._src.common.steps.in_place import change_if
 
 #: Numbers of a bank, 8 GB.
 MAX_BANK = 2**31

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
-from memjax_kernels._src.common import head_kernel, one_pass, open_chunk
+from memjax_kernels._src.common.steps import head_kernel, one_pass, open_chunk
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 

@@ -15,8 +15,8 @@ OPS = (*LINEAR, *SCANS, "gated_slots", "ttt_linear", "trellis", "lattice")
 SHARED = {
     *("causal_attention", "causal_attention.blocks"),
     *("cached_attention", "hippo", "lattice.sphere", "trellis.functions"),
-    *("common", "common.cpu", "common.in_place", "common.packs.tiles"),
-    "common.partition",
+    *("common", "common.cpu", "common.steps.in_place", "common.packs.tiles"),
+    *("common.partition", "common.steps"),
     "grouped_product",
 }
 

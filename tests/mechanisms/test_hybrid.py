@@ -54,6 +54,7 @@ def test_initialised_layer_equals_its_window_and_learns():
     assert np.all(np.abs(gradient) > 1e-4)
 
 
+@pytest.mark.slow
 def test_memory_has_only_tokens_that_left_the_window():
     params = opened(init_params(CONFIG, jax.random.key(0)))
 

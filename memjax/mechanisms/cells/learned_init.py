@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from memjax.mechanisms.base import replace_rows
-from memjax_kernels._src.common.in_place import change_if
+from memjax_kernels._src.common.steps.in_place import change_if
 
 
 class LearnedInit(NamedTuple):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels import overlap_with_keys
-from memjax_kernels._src.common import chunks, open_chunk
+from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common.steps import open_chunk
 
 
 class OpenChunk(NamedTuple):

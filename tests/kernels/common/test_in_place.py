@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels._src.common.in_place import change_if
+from memjax_kernels._src.common.steps.in_place import change_if
 
 
 def double(state, factor):

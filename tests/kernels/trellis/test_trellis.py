@@ -227,6 +227,7 @@ def test_bfloat16_tokens_have_float32_memory(implementation):
     close((memories(after), y), (expected_state, expected), 8e-3)
 
 
+@pytest.mark.slow
 def test_gradients_of_chunks_are_those_of_the_token_loop():
     arguments = (draw(14), draw_state(), draw_state(4, (0, 0)))
     weights = (*memories(draw_state(5, (3, 3))), draw(14, seed=1)[2])

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import one_pass
 from memjax_kernels._src.common.arguments import check_sizes
+from memjax_kernels._src.common.steps import one_pass
 
 # A TPU or GPU would round the operands at a lower precision.
 _EXACT = jax.lax.Precision.HIGHEST

@@ -6,7 +6,6 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import (
     check_choice,
     check_flag,
@@ -15,6 +14,7 @@ from memjax_kernels._src.common.arguments import (
     check_shapes,
     check_sizes,
 )
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.lattice.memory import (
     LATTICE_VARIANTS,
     LatticeState,

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import chunks, open_chunk
+from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.products import Multiply, multiplier
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.lattice.memory import LatticeVariant, Rule
 from memjax_kernels._src.lattice.sphere import (
     directions,

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import chunks, open_chunk
+from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.lattice.memory import LatticeState, LatticeTokens, Rule
 from memjax_kernels._src.lattice.segment import Chunks
 

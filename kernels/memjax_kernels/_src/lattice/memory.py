@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import check_choice, check_shapes, check_sizes
+from memjax_kernels._src.common.steps import open_chunk
 
 LatticeVariant = Literal["dec", "enc", "sim"]
 LatticeForget = Literal["l2", "l1"]

@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.products import Multiply
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.lattice import checks, chunk
 from memjax_kernels._src.lattice.memory import (
     LatticeForget,

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import chunks, open_chunk
+from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.products import multiplier, operand_dtype
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.lattice import chunk
 from memjax_kernels._src.lattice.memory import Rule
 from memjax_kernels._src.lattice.segment import Chunks

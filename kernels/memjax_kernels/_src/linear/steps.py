@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import one_pass
 from memjax_kernels._src.common.arguments import check_sizes
+from memjax_kernels._src.common.steps import one_pass
 
 #: The memory of all linear ops: a matrix for each head, float32.
 MatrixState = Float[Array, "B H K V"]

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from memjax_kernels._src.common import arguments, open_chunk
+from memjax_kernels._src.common import arguments
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.state import (
     TrellisState,

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL, STEPS, Sums
 from memjax_kernels._src.common.products import Multiply
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.state import TrellisTokens
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import open_chunk
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import checks, chunk
 from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
 

@@ -37,7 +37,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax_kernels._src.common import chunks, open_chunk
+from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
 
 

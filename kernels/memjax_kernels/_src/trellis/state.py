@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import check_sizes
+from memjax_kernels._src.common.steps import open_chunk
 
 
 # Fields are Any: jax also builds these classes around shapes, shardings and axes.

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from memjax_kernels._src.common import chunks, open_chunk, products
+from memjax_kernels._src.common import chunks, products
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import chunk as one_chunk
 from memjax_kernels._src.trellis.segment import Tokens, of_each_pass
 

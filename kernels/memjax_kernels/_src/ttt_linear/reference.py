@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import check_gates, check_shapes
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.ttt_linear import mini_batch
 from memjax_kernels._src.ttt_linear.state import (
     TTTLinearState,

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import open_chunk
 from memjax_kernels._src.common.arguments import check_shapes, check_sizes
+from memjax_kernels._src.common.steps import open_chunk
 
 
 # Any: jax also builds these classes around shapes, shardings and axes.

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import chunks, open_chunk
+from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.ttt_linear import mini_batch
 from memjax_kernels._src.ttt_linear.state import TTTLinearState, TTTLinearTokens
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax_kernels._src.common.arguments import check_range
-from memjax_kernels._src.common.head_kernel import EXACT, by_heads
-from memjax_kernels._src.common.in_place import change_if
 from memjax_kernels._src.common.products import Multiply
+from memjax_kernels._src.common.steps.head_kernel import EXACT, by_heads
+from memjax_kernels._src.common.steps.in_place import change_if
 
 # A NamedTuple of arrays.
 Tokens = TypeVar("Tokens")

@@ -1,0 +1,1 @@
+"""Steps of decoding: kernels of one token, writes in place, and open chunks."""
