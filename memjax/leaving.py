@@ -5,6 +5,7 @@ compiler, may take minutes to the next. A thread hears of every signal, and ends
 program where Python has not handled it within a second.
 """
 
+import atexit
 import ctypes
 import functools
 import os
@@ -122,6 +123,21 @@ class Interruption(Exit):
         else:
             self._handled.wait()
             self._handled.clear()
+
+
+def ignore_at_end() -> None:
+    """Once a command has ended, signals no longer change its exit code.
+
+    Python takes a second or two to end after JAX, without handlers of its own.
+    """
+    # It runs after what is registered later: the end of a run on several hosts, which
+    # waits for the others, can still be stopped.
+    atexit.register(_ignore)
+
+
+def _ignore() -> None:
+    for number in catchable():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:

@@ -121,3 +121,22 @@ def test_a_callback_swallows_no_signal(
     found, _, errors, _ = run("in_a_callback", number, resumable)
     assert found == code
     assert "Traceback" not in errors
+
+
+#: The object is deleted in Python's own end, after `atexit`.
+LATE = """
+import os
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid()):
+        kill(process, {})
+late = Late()
+from memjax.cli import entry
+entry.main(["--version"])
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_has_ended_keeps_its_exit_code() -> None:
+    program = LATE.format(int(signal.SIGTERM))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")

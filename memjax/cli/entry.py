@@ -17,6 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     """Answers --help and --version, and gives any other line to `memjax.cli.main`."""
     argv = sys.argv[1:] if argv is None else argv
     quiet.hide_reported()
+    leaving.ignore_at_end()
     try:
         try:
             if answer := quick_answer(argv):
