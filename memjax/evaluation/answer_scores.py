@@ -55,6 +55,7 @@ def score_answers(
         ValueError: if there is no input, an answer is empty or has no token before it,
             or a size is below 1.
     """
+    require_instance("model", model, Model)
     _check(inputs, tokens_per_call, batch_size)
     order = sorted(range(len(inputs)), key=lambda i: len(inputs[i].tokens))
     longest = max(len(entry.tokens) - entry.answer for entry in inputs)

@@ -124,6 +124,7 @@ def perplexity(
 def loss_by_position(losses: TokenLosses, edges: Sequence[int]) -> list[float]:
     """Mean loss in nats of the positions in [edges[i], edges[i+1]), NaN where none."""
     require_instance("losses", losses, TokenLosses)
+    require_instance("edges", edges, Sequence)
     means = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         tokens = losses.mask[:, start:stop].sum(dtype=np.float64)

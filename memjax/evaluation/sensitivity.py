@@ -51,6 +51,8 @@ def layer_sensitivity(
     check_sizes(window=window)
     check_sizes(least=0, sinks=sinks)
     require_instance("model", model, LanguageModel)
+    if getattr(tokens, "ndim", None) is None:
+        raise ValueError(f"tokens must be an array [R, T], got {short(tokens)}")
     if tokens.ndim != 2 or tokens.shape[1] <= window + sinks + 1:
         raise ValueError(
             f"tokens must be [R, T] with T > window + sinks + 1 = "

@@ -67,6 +67,7 @@ class LoraConfig:
     targets: tuple[Target, ...] = get_args(Target)
 
     def __post_init__(self):
+        require_instance("targets", self.targets, Sequence)
         check_sizes(rank=self.rank, targets=len(self.targets))
         check_positive(alpha=self.alpha)
         for target in self.targets:
@@ -95,6 +96,7 @@ def add_lora(
     Raises:
         ValueError: the model has adapters already, or none of the targets.
     """
+    require_instance("model", model, LanguageModel)
     require_instance("config", config, LoraConfig)
     check_key(key)
     model = freeze(model)

@@ -8,7 +8,13 @@ import jax
 import optax
 from jaxtyping import PRNGKeyArray
 
-from memjax.checks import check_sizes, require_known
+from memjax.checks import (
+    check_numbers,
+    check_sizes,
+    require_all,
+    require_instance,
+    require_known,
+)
 from memjax.config_io import AnyPath
 from memjax.data import TokenisedDocument, Tokenizer, load_tokenizer
 from memjax.leaving import EXIT_PREEMPTED
@@ -93,20 +99,27 @@ class LoopConfig:
             check_sizes(**{name: getattr(self, name)})
         counts = {n: getattr(self, n) for n in ("evaluate_every", "sample_tokens")}
         check_sizes(least=0, **counts)
+        check_numbers(watchdog_minutes=self.watchdog_minutes)
+        if self.minutes is not None:
+            check_numbers(minutes=self.minutes)
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be > 0, got {self.minutes}")
         if not self.watchdog_minutes > 0:
             raise ValueError(
                 f"watchdog_minutes must be > 0, got {self.watchdog_minutes}"
             )
+        require_instance("writers", self.writers, Sequence)
         for name in self.writers:
             require_known("writers", name, get_args(WriterName))
         if len(set(self.writers)) < len(self.writers):
             raise ValueError(f"writers names one twice: {self.writers}")
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
-            raise ValueError(
-                f"profile must be two steps with 1 <= first <= last, got {self.profile}"
-            )
+        if self.profile is not None:
+            require_all("profile", self.profile, int)
+            if len(self.profile) != 2 or not 1 <= self.profile[0] <= self.profile[1]:
+                raise ValueError(
+                    "profile must be two steps with 1 <= first <= last, "
+                    f"got {self.profile}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jax
 import optax
 
-from memjax.checks import check_positive, check_sizes, require_instance
+from memjax.checks import check_numbers, check_positive, check_sizes, require_instance
 from memjax.training.distributed.sharding import leaf_name
 
 # Roles by the last part of a parameter's name, as memjax and flax name them. Shapes do
@@ -54,6 +54,8 @@ class OptimizerConfig:
         check_positive(learning_rate=self.learning_rate, epsilon=self.epsilon)
         # Infinity does not clip.
         check_positive(most=math.inf, max_gradient_norm=self.max_gradient_norm)
+        names = ("warmup_ratio", "final_ratio", "beta1", "beta2", "weight_decay")
+        check_numbers(**{name: getattr(self, name) for name in names})
         for name in ("warmup_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, PyTree, Scalar
 
 from memjax.checks import (
+    check_numbers,
     check_seed,
     check_sizes,
     require_instance,
@@ -79,6 +80,7 @@ class StepConfig:
 
     def __post_init__(self):
         require_known("loss_on", self.loss_on, get_args(LossOn))
+        check_numbers(bptt_blocks=self.bptt_blocks, accumulate=self.accumulate)
         if self.bptt_blocks < 0:
             raise ValueError(f"bptt_blocks must be >= 0, got {self.bptt_blocks}")
         if self.accumulate < 1:

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import grain
 
+from memjax.checks import require_all, require_instance
 from memjax.data.batches.iterator import BatchIterator, identity
 from memjax.data.batches.pipeline import check_rows, chunk_rows, packed_rows
 from memjax.data.documents.token_file import TokenisedDocument
@@ -45,6 +47,8 @@ def mixed_batches(
             enough.
     """
     check_rows(batch_size, seed, shard_index, shard_count)
+    require_instance("sources", sources, Sequence)
+    require_all("weights", weights, Real)
     if not sources or len(sources) != len(weights):
         raise ValueError(
             f"weights must be one for each of {len(sources)} sources, got {weights}"

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
-from memjax.checks import check_seed, check_sizes, require_all
+from memjax.checks import check_numbers, check_seed, check_sizes, require_all
 from memjax.data.batches.iterator import BatchIterator, identity
 from memjax.data.batches.packed import PackedRows
 from memjax.data.batches.rows import Chunks, Streams
@@ -131,6 +131,7 @@ def packed_rows(
 ) -> PackedRows:
     """The rows of the documents; the log says how full they are."""
     _check_documents(documents, vocab_size)
+    check_numbers(start_multiple=start_multiple, context_length=context_length)
     if start_multiple < 1 or context_length < 1 or context_length % start_multiple:
         raise ValueError(
             f"context_length={context_length} must be a positive multiple of "
@@ -190,6 +191,7 @@ def streamed_batches(
     """
     check_rows(batch_size, seed, shard_index, shard_count)
     _check_documents(documents, vocab_size)
+    check_numbers(segment_length=segment_length)
     if segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be at least 1")
     usable = _with_targets(documents)
@@ -201,6 +203,7 @@ def streamed_batches(
 def _chunk_counts(
     documents: Sequence[TokenisedDocument], length: int, argument: str
 ) -> Int64[np.ndarray, " documents"]:
+    check_numbers(**{argument: length})
     if length < 1:
         raise ValueError(f"{argument}={length} must be at least 1")
     counts = np.array([(len(d.tokens) - 1) // length for d in documents], np.int64)

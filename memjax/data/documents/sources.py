@@ -36,6 +36,8 @@ class RowConfig:
     join: str | None = None
 
     def __post_init__(self):
+        for name in ("column", "join"):
+            require_instance(name, getattr(self, name) or "", str)
         check_join(self.join)
         if self.column == "":
             raise ValueError("column must be a name, got ''")

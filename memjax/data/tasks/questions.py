@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from memjax.checks import check_sizes, require_all, require_instance
+from memjax.checks import check_sizes, require_all, require_instance, short
 from memjax.data.documents.json_lines import read_records
 from memjax.data.documents.tokenizer import Tokenizer
 
@@ -139,6 +139,9 @@ def align(
         raise ValueError(
             f"first must be in [0, segment), got first={first}, segment={segment}"
         )
+    require_all("inputs", inputs, QuestionInput)
+    if getattr(preamble, "ndim", None) != 1:
+        raise ValueError(f"preamble must be an array of tokens, got {short(preamble)}")
     return [_aligned(entry, segment, first, preamble) for entry in inputs]
 
 

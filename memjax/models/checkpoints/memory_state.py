@@ -101,6 +101,7 @@ def pack_memory(
 ) -> PackedMemory:
     """Content that `save_memory` writes; needs no disk. Raises ValueError as it
     does."""
+    require_instance("model", model, Model)
     require_instance("note", note or {}, Mapping)
     leaves = _leaves_by_name(state)
     slots = _grown_slots(model, leaves)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from memjax.checks import check_flags, check_sizes, require_known
+from memjax.checks import check_flags, check_numbers, check_sizes, require_known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class HMTConfig:
                 "num_sensory_tokens must be in [0, "
                 f"segment_length={self.segment_length}], got {self.num_sensory_tokens}"
             )
+        check_numbers(summary_fraction=self.summary_fraction)
         if not 1 <= self.summary <= self.segment_length:
             raise ValueError(
                 f"summary_fraction={self.summary_fraction} of "

@@ -21,7 +21,14 @@ import jax
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
-from memjax.checks import check_sizes, joined, require_instance, require_known, short
+from memjax.checks import (
+    check_key,
+    check_sizes,
+    joined,
+    require_instance,
+    require_known,
+    short,
+)
 from memjax.mechanisms import CELLS, ElasticMemoryConfig, HybridConfig, MechanismConfig
 from memjax.mechanisms.cells.base import CellConfig
 from memjax.mechanisms.elastic_memory import fitted
@@ -115,6 +122,7 @@ def add_memory(
     """
     require_instance("model", model, LanguageModel)
     require_instance("options", options, MemoryOptions)
+    check_key(key)
     config = retrofitted(
         model.config, memory, layers, window, sinks, placement, options
     )

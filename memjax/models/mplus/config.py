@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from memjax.checks import check_flags, check_sizes, require_known
+from memjax.checks import check_flags, check_numbers, check_sizes, require_known
 from memjax.models.offload import Place
 
 #: A row whose recall frequency is not above this leaves the store.
@@ -135,6 +135,7 @@ class MPlusConfig:
             )
         for name in ("alpha", "recalls", "decay"):
             value = getattr(self, name)
+            check_numbers(**{name: value})
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.eviction is not None:
