@@ -37,7 +37,8 @@ class RowConfig:
 
     def __post_init__(self):
         for name in ("column", "join"):
-            require_instance(name, getattr(self, name) or "", str)
+            if getattr(self, name) is not None:
+                require_instance(name, getattr(self, name), str)
         check_join(self.join)
         if self.column == "":
             raise ValueError("column must be a name, got ''")

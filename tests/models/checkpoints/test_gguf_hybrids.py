@@ -237,12 +237,28 @@ def test_entries_that_are_missing_or_out_of_range_are_named(
     assert "a.gguf" in str(error.value)
 
 
-def test_refusals_of_our_options_show_the_entries_of_the_file(tmp_path):
-    changed = entries("mamba2", layer_norm_rms_epsilon=2.0)
-    path = tmp_path / "a.gguf"
-    write(path, stored("mamba2", hf_tensors("mamba2")), changed, "mamba2")
-    shown = "got 2.0 .from mamba2.attention.layer_norm_rms_epsilon=2.0"
-    with pytest.raises(ValueError, match=f"a.gguf: norm_epsilon .* {shown}"):
+@pytest.mark.parametrize(
+    "family, changes, shown",
+    [
+        (
+            "mamba2",
+            {"layer_norm_rms_epsilon": 2.0},
+            "got 2.0 .from mamba2.attention.layer_norm_rms_epsilon=2.0",
+        ),
+        (
+            "granite",
+            {"head_count": 3},
+            "head_dim .*, granitehybrid.attention.head_count=3",
+        ),
+    ],
+)
+def test_refusals_of_our_options_show_the_entries_of_the_file(
+    family, changes, shown, tmp_path
+):
+    architecture, path = FAMILIES[family].architecture, tmp_path / "a.gguf"
+    changed = entries(family, **changes)
+    write(path, stored(family, hf_tensors(family)), changed, architecture)
+    with pytest.raises(ValueError, match=f"a.gguf: .*{shown}"):
         memjax.load(path)
 
 

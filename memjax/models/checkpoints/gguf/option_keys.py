@@ -52,6 +52,8 @@ ENTRIES = {
     "time_step_rank": "ssm.time_step_rank",
     "topk_group": "expert_group_used_count",
 }
+#: Of a head's width.
+QUOTIENT = ("embedding_length", "attention.head_count")
 
 
 def entries_named(message: str, metadata: Mapping[str, Any]) -> str:
@@ -65,4 +67,10 @@ def entries_named(message: str, metadata: Mapping[str, Any]) -> str:
         entry = f"{architecture}.{ENTRIES.get(key[0], '')}"
         return entry if entry in metadata else key[0]
 
-    return re.sub(r"\w+", own, message)
+    named = re.sub(r"\w+", own, message)
+    keys = [f"{architecture}.{key}" for key in QUOTIENT]
+    # It is their quotient where the file does not say it; a model that does not attend
+    # has 0 such heads.
+    if re.search(r"\bhead_dim\b", named) and metadata.get(keys[1]):
+        named += f" (from {', '.join(f'{key}={metadata.get(key)}' for key in keys)})"
+    return named
