@@ -42,6 +42,8 @@ def resolved(path: str) -> object:
         return getattr(resolved(owner), name)
 
 
+# Imports everything, which takes seconds where annotations are checked.
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_attribute_hides_a_submodule(package):
     module = importlib.import_module(package)
