@@ -108,10 +108,11 @@ def test_models_have_equal_parameters_and_states(study):
     counts = [small_models.parameters(model) for model in made.values()]
     # One hidden unit of the feed-forward layers more or less.
     assert max(counts) - min(counts) <= 3 * 32 * 2
-    # Rows that keep all tokens, have other numbers of slots, or long chunks.
-    apart = ("Transformer++", "m / 2", "2 m")
+    # Rows that keep all tokens, have other numbers of slots, or tokens of an open chunk
+    # that fill the state.
+    apart = ("Transformer++", "m / 2", "2 m", "C = 64, at most 1/64, l2_silu")
     sizes = [small_models.state_bytes(m) for n, m in made.items() if n not in apart]
-    assert len(sizes) > 7 and max(sizes) / min(sizes) < 1.25
+    assert len(sizes) >= 7 and max(sizes) / min(sizes) < 1.25
     model = mqar.model(mqar.SMALL, "gsa")
     state = jax.eval_shape(lambda: run.abstract_model(model).init_state(1))
     kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -110,8 +110,13 @@ def test_tokenizer_equals_the_files(text, pretrained):
 
 
 def test_text_interface_is_kept(pretrained):
-    assert pretrained.text.generation == GenerationConfig(
-        eos_ids=(2,), bos_id=1, pad_id=2
+    generation = pretrained.text.generation
+    assert generation == GenerationConfig(
+        eos_ids=(2,),
+        bos_id=1,
+        pad_id=2,
+        source=str(FILE),
+        names=generation.names,
     )
     assert "<|im_start|>system" in pretrained.text.chat_template
     assert pretrained.origin == str(FILE)

@@ -114,14 +114,14 @@ def vjp(
     )
 
 
-def _overlaps(x: Chunk, read: Multiply) -> Float[Array, "P 2*C CC"]:
+def _overlaps(x: Chunk, read: Multiply) -> Float[Array, "P rows CC"]:
     """Q K^T above K K^T, whose second operand is loaded once."""
     return read(_rows(x.q, x.k), x.k, "nt")
 
 
 def _solve(
     x: Chunk,
-    overlaps: Float[Array, "P 2*C CC"],
+    overlaps: Float[Array, "P rows CC"],
     known: Float[Array, "P C VV"],
     read: Multiply,
     exact: Multiply,
