@@ -164,15 +164,9 @@ def trellis_case(
     state = dataclasses.replace(empty, position=position)
     options = {"phi": phi, "activation": activation}
 
-    def call(*tokens, state, implementation):
-        return trellis(
-            *tokens,
-            state=without_gradient_of_tokens(state),
-            chunk_size=chunk,
-            reset=reset,
-            implementation=implementation,
-            **options,
-        )
+    def call(*tokens, state, **given):
+        given |= {"state": without_gradient_of_tokens(state), "reset": reset}
+        return trellis(*tokens, chunk_size=chunk, **given, **options)
 
     return Case(name, tuple(tokens.values()), state, call)
 
@@ -200,8 +194,7 @@ def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
 
 def without_gradient_of_tokens(state):
     """Only the token loop has gradients for zeros behind the open tokens."""
-    tokens = jax.lax.stop_gradient(state.tokens)
-    return dataclasses.replace(state, tokens=tokens)
+    return dataclasses.replace(state, tokens=jax.lax.stop_gradient(state.tokens))
 
 
 def positions_and_reset(batch: int, time: int, chunk: int):

@@ -210,9 +210,8 @@ def cost(op: str, shape: Shape, chunk_size: int, dtype: str, backward: bool) -> 
         flops = 2.0 * tokens * t * d * (3.5 if backward else 1)
         return Cost(flops, 4.0 * tokens * d * itemsize * (3 if backward else 1))
     found = work(op, d, chunk_size, itemsize)
-    if key_heads:
-        shared = 2 * itemsize * d * (1 - key_heads / h)
-        found = found._replace(inputs=found.inputs - shared)
+    shared = 2 * itemsize * d * (1 - key_heads / h) if key_heads else 0
+    found = found._replace(inputs=found.inputs - shared)
     outputs = itemsize * (d + found.residuals)
     flops, moved = found.forward, found.inputs + outputs
     passes = 2 if backward else 1

@@ -6,8 +6,7 @@
 Random weights in float32: four layers of Qwen3.5-0.8B's sizes (three of Gated DeltaNet,
 one of attention) and Mamba-2 130m at full depth. Each reads a long prompt, and goes on
 with a short one greedily, in a process of its own, timed interleaved; loading,
-compilation and the first round are left out. transformers runs its PyTorch forms of the
-memories, as it does where their GPU kernels are not.
+compilation and the first round are left out. transformers runs its PyTorch forms.
 
 What this does not show: a GPU or TPU, other precisions, batches.
 """
@@ -27,8 +26,7 @@ from experiments.speed import generation
 from experiments.speed.generation import Prompts
 from memjax.config_io import read_json
 
-#: Tokens of the prompt that is timed, tokens that are drawn behind a short one, cores
-#: and rounds.
+#: Tokens of the prompt that is timed, of a short one, drawn behind it; cores, rounds.
 PROMPT, SHORT, NEW_TOKENS, CORES, REPEATS = 4096, 64, 64, 2, 2
 #: Tokens after which the bytes of a state are counted.
 LENGTHS = (1024, 102_400)
@@ -105,8 +103,7 @@ def main() -> None:
     rows = [{"bytes": sizes[n]} | time_row(n, folders[n]) for n in MODELS]
     results = {"rows": rows, "packages": versions("torch", "transformers")}
     used = {"cores": CORES, "prompt": PROMPT, "environment": PAGES["large"]}
-    question = "speed of published hybrids on a CPU"
-    write_report(RESULTS / "speed" / "hybrids", question, used, results)
+    write_report(RESULTS / "speed/hybrids", "published hybrids on a CPU", used, results)
 
 
 @table("hybrids/speed", "speed/hybrids")
@@ -115,15 +112,16 @@ def hybrids(result: dict[str, Any]) -> Rows:
     for found in result["rows"]:
         for each in ("memjax", "transformers"):
             row, ours = found[each], each == "memjax"
-            seconds = {part: row[part]["median_s"] for part in ("prompt", "drawing")}
-            ratios = found["speedup"].values() if ours else ()
-            sizes = found["bytes"] if ours else ()
+            drawn = (NEW_TOKENS - 1) / row["drawing"]["median_s"]
+            of_both = found["speedup"].values(), found["bytes"]
+            ratios, sizes = of_both if ours else ((), ())
             yield {
                 "model": found["name"],
                 "program": each,
-                "prompt: tokens/s": number(PROMPT / seconds["prompt"], 0),
-                "drawing: tokens/s": number((NEW_TOKENS - 1) / seconds["drawing"], 1),
+                "prompt: tokens/s": number(PROMPT / row["prompt"]["median_s"], 0),
+                "drawing: tokens/s": number(drawn, 1),
                 "memjax is faster by": " and ".join(number(x, 1) for x in ratios),
+                "peak MiB": number(row["peak_mebibytes"], 0),
                 "MB of state at 1k and 100k tokens": " and ".join(
                     number(x / 1e6, 1) for x in sizes
                 ),

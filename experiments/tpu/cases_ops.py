@@ -24,8 +24,6 @@ from memjax_kernels._src.scans import forms
 
 SHAPE = Shape(batch=8, time=2048, heads=12, width=64)
 WIDE = Shape(batch=8, time=2048, heads=6, width=128)
-#: Of Qwen3.5 4B: two value heads a key head.
-GROUPED = Shape(batch=1, time=8192, heads=32, width=128, key_heads=16)
 #: What a test compiles again: one batch element, so that copies take little time.
 SMALL = Shape(batch=1, time=512, heads=8, width=64)
 #: Of causal attention.
@@ -133,7 +131,8 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
     yield op("ttt_linear/c16", "ttt_linear", chunk_size=16)
     for plain in ("ssd", "gated_delta_rule", "gla", "gated_slots"):
         yield op(f"{plain}/xla", plain, implementation="xla")
-    yield op("gated_delta_rule/qwen3.5", "gated_delta_rule", GROUPED)
+    qwen = Shape(1, 8192, 32, 128, key_heads=16)
+    yield op("gated_delta_rule/qwen3.5", "gated_delta_rule", qwen)
     for name, which in (("trellis", "trellis"), ("lattice-dec", "lattice")):
         at = f"{name}/c64"
         yield op(f"{at}/xla", which, chunk_size=64, implementation="xla")
