@@ -89,7 +89,7 @@ def chunkwise(
 
 
 def head_ways(number: int, *arrays: Any) -> int:
-    """Devices among which `chunkwise` divides so many heads."""
+    """The number of devices among which `chunkwise` divides the heads."""
     mesh = mesh_of(*arrays)
     axes = _undivided(mesh)
     found = _fit_heads(mesh, [name for name in HEADS if name in axes], number)

@@ -143,7 +143,7 @@ def _rows(*parts: Array) -> Array:
 
 
 def _sum_rows(x: Array, parts: int) -> Array:
-    """The sum of so many arrays one above the other."""
+    """The sum of equal blocks of rows."""
     return functools.reduce(jnp.add, jnp.split(x, parts, axis=1))
 
 

@@ -49,18 +49,22 @@ def packings(number: int, widths: Sequence[int], head_bytes: int) -> list[int]:
 
 def group_size(packs: int, pack_bytes: int) -> int:
     """Packs of a program: a divisor of all, as many as fit."""
-    return group_sizes(packs, pack_bytes)[0]
+    return divisor(packs, min(PACKS, BLOCK_BYTES // pack_bytes))
 
 
 def group_sizes(packs: int, pack_bytes: int) -> list[int]:
     """All numbers of packs that a program may have, the largest first."""
-    most = min(PACKS, BLOCK_BYTES // pack_bytes)
-    return [n for n in range(max(1, most), 0, -1) if packs % n == 0]
+    return divisors(packs, min(PACKS, BLOCK_BYTES // pack_bytes))
 
 
 def divisor(number: int, most: int) -> int:
     """The largest divisor up to `most`, at least 1."""
-    return max(n for n in range(1, max(1, most) + 1) if number % n == 0)
+    return divisors(number, most)[0]
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """The divisors up to `most`, the largest first; 1 is always one."""
+    return [n for n in range(max(1, most), 0, -1) if number % n == 0]
 
 
 def pack_heads(memory: Float[Array, "B H M D"], heads: int) -> Float[Array, "B P M DD"]:

@@ -45,7 +45,7 @@ def decays(g: Float[Array, "P C DD"], parts: int) -> Decays:
     i, t = (axis((size, size)) for axis in (packs.sublane, packs.lane))
 
     def summed(half):
-        """Of blocks of so many tokens: up to and with each, and behind each."""
+        """Masks of a block's prefix sums, and of its exclusive suffix sums."""
         alike = (i ^ t) < half
         return alike & (t <= i), alike & (t > i)
 

@@ -127,7 +127,7 @@ def _on_device(op: Op, tokens: Tokens, state: Array, *, interpret: Any):
 
 
 def _repeat(x: Array, copies: int) -> Array:
-    """Each head so many times."""
+    """Copies of each head beside each other."""
     return x if copies == 1 else jnp.repeat(x, copies, axis=-2)
 
 
@@ -256,7 +256,7 @@ def _backward(static: Static, primals, residuals, cotangents):
 
 
 def _gradients(static: Static, x: Blocks) -> Blocks:
-    """What the backward kernel gives: of a key head each of its programs' part."""
+    """Outputs of the backward kernel: each program's part of a key head's gradient."""
     share = static.packing.share
 
     def part(y):

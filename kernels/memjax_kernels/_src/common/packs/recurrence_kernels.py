@@ -43,7 +43,7 @@ class Op(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How a program takes heads.
+    """Heads of a program.
 
     Attributes:
         group: packs of a program.
@@ -204,7 +204,7 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
         shape = (1, part.shape[1], number)
         return pack_columns.sum_lanes(part, shape, group, heads)[0]
 
-    # Those of keys and those of values, each summed before its lanes.
+    # Parts of one width are added before the sum over lanes.
     by_width = {}
     for part in found.sums:
         by_width[part.shape[-1]] = by_width.get(part.shape[-1], 0.0) + part
