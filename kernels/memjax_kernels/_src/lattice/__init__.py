@@ -10,7 +10,12 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import chunks, implementations, partition
+from memjax_kernels._src.common import (
+    arguments,
+    chunks,
+    implementations,
+    partition,
+)
 from memjax_kernels._src.lattice import checks, pallas_gpu, pallas_tpu
 from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.memory import LATTICE_VARIANTS as LATTICE_VARIANTS
@@ -89,7 +94,8 @@ def lattice(
     """
     rule = Rule(variant, normalize, forget)
     checks.check_options(rule, chunk_size, g)
-    sizes = checks.check_tokens(q, k, v, gamma, g, reset)
+    sizes = checks.check_tokens(q, k, v, gamma, g)
+    arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     empty = checks.check_states(state, empty, sizes, chunk_size, rule)
     misplaced = None
     if reset is not None:

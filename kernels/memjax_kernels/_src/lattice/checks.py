@@ -10,7 +10,6 @@ from memjax_kernels._src.common.arguments import (
     check_choice,
     check_flag,
     check_gates,
-    check_mask,
     check_shapes,
     check_sizes,
 )
@@ -44,22 +43,21 @@ def check_options(rule: Rule, chunk_size: int, g: Array | None) -> None:
 
 
 def check_tokens(
-    q: Array, k: Array, v: Array, gamma: Array, g: Array | None, reset: Array | None
+    q: Array, k: Array, v: Array, gamma: Array, g: Array | None, lead: str = "B T H"
 ) -> dict[str, int]:
-    """The sizes B, T, H, M and V.
+    """The sizes B, T, H, M and V; `lead` has the first axes, those of a gate.
 
     Raises:
         ValueError: on shapes that do not fit, and known gates outside their range.
     """
     sizes = check_shapes(
-        q=(q, "B T H M"),
-        k=(k, "B T H M"),
-        v=(v, "B T H V"),
-        gamma=(gamma, "B T H"),
-        g=(g, "B T H?"),
+        q=(q, f"{lead} M"),
+        k=(k, f"{lead} M"),
+        v=(v, f"{lead} V"),
+        gamma=(gamma, lead),
+        g=(g, f"{lead}?"),
     )
     check_gates(gamma=gamma, g=g)
-    check_mask("reset", reset, sizes["B"], sizes["T"])
     return sizes
 
 
@@ -75,14 +73,7 @@ def check_step(
     """Raises ValueError as the checks of a segment do, for one token [B, H, ...]."""
     size = getattr(state, "chunk_size", 1)
     check_options(rule, size, g)
-    sizes = check_shapes(
-        q=(q, "B H M"),
-        k=(k, "B H M"),
-        v=(v, "B H V"),
-        gamma=(gamma, "B H"),
-        g=(g, "B H?"),
-    )
-    check_gates(gamma=gamma, g=g)
+    sizes = check_tokens(q, k, v, gamma, g, "B H")
     _check_state("state", state, sizes, size, rule)
 
 

@@ -99,13 +99,7 @@ def advance(
     taken = cumulative(between, write * along, "nn")
     size = cumulative(between * between, added, "nn")
 
-    if rule.normalize:
-        # Queries are divided by the slots' norms instead of the slots: C x M numbers,
-        # not C memories.
-        q = q * inverse_norm(inside, size - taken * taken)
-        y = multiply(q * (inside + taken), start, "nn")
-    else:
-        y = multiply(q * inside, start, "nn") + multiply(q * taken, direction, "nn")
+    q, y = _from_start(q, start, direction, (inside, taken, size), rule, multiply)
     y -= multiply(between * multiply(q, write, "nt"), h, "nn")
 
     if tokens.g is not None:
@@ -130,13 +124,25 @@ def read_last(
         return jnp.sum(x, axis=-2, keepdims=True)
 
     taken = total(until * write * along)
-    if rule.normalize:
-        size = total(until * until * _added(h, write, between, multiply))
-        q = q * inverse_norm(decay, size - taken * taken)
-        y = multiply(q * (decay + taken), start, "nn")
-    else:
-        y = multiply(q * decay, start, "nn") + multiply(q * taken, direction, "nn")
+    size = total(until * until * _added(h, write, between, multiply))
+    q, y = _from_start(q, start, direction, (decay, taken, size), rule, multiply)
     return y - total(jnp.sum(q * until * write, axis=-1, keepdims=True) * h)
+
+
+def _from_start(q, start, direction, changes, rule, multiply):
+    """Queries as writes meet them, and their reads of the slots at the chunk's start.
+
+    `changes` of each slot: its decay, what it loses along itself, and the square of
+    what it gains.
+    """
+    decay, taken, size = changes
+    if not rule.normalize:
+        past = multiply(q * decay, start, "nn")
+        return q, past + multiply(q * taken, direction, "nn")
+    # Queries are divided by the slots' norms instead of the slots: C x M numbers, not C
+    # memories.
+    q = q * inverse_norm(decay, size - taken * taken)
+    return q, multiply(q * (decay + taken), start, "nn")
 
 
 def write_all(
@@ -154,7 +160,7 @@ def write_all(
 
 
 def _until(tokens):
-    """What the gates leave of a token at the chunk's end, and of the memory."""
+    """The decay from each token to the chunk's end, and that of the memory."""
     gamma, g = tokens.gamma[..., 0], tokens.g
     return open_chunk.decays(jnp.zeros_like(gamma) if g is None else g[..., 0])
 
