@@ -291,9 +291,8 @@ class Conversation:
 
         If it raises, the conversation is unchanged.
         """
-        more = (write, interrupted, progress)
         answer, after, said, pending = self._turn(
-            message, "", limit, sampling, seed, *more
+            message, "", limit, sampling, seed, write, interrupted, progress
         )
         prompt, read = len(said) - answer.tokens, answer.tokens
         closing = encode_after(self.tokenizer, pending) if pending else said[:0]
@@ -329,7 +328,8 @@ class Conversation:
         check_seed(seed)
         tokenizer, prompt = self.tokenizer, self._prompt(message, begin)
         self._require_room(len(prompt) + 1, "the question")
-        limit = min(limit, (self.room or len(prompt) + limit) - len(prompt))
+        if self.room is not None:
+            limit = min(limit, self.room - len(prompt))
         parts: list[str] = []
 
         def emit(part: str) -> None:
