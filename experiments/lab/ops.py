@@ -33,7 +33,7 @@ CHUNKED = ("ttt_linear", "trellis", "lattice")
 
 
 class Shape(NamedTuple):
-    """Sizes of a call; K, V and slots are as wide, 0 key heads are as many as heads."""
+    """Sizes of a call; `width` is K, V and slots, and 0 key heads are `heads`."""
 
     batch: int
     time: int

@@ -69,7 +69,7 @@ def read(x, layout: Layout, options: Options) -> Block:
 
 
 def flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
-    """Whether a chunk is full, and reset: [P, 1, 1], or None without such a flag."""
+    """Flags of full and of reset chunks, [P, 1, 1]; None where there are none."""
     if not layout.opens and not layout.resets:
         return None, None
     columns = x.gates[:, :, layout.gate_columns :]

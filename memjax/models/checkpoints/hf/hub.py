@@ -94,7 +94,7 @@ def locate(name: AnyPath | str) -> Location:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has a LoRA of PEFT, which goes first, as in transformers."""
+    """Whether a folder has a LoRA of PEFT; as in transformers, it is loaded first."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 

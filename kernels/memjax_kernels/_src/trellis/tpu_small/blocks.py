@@ -44,7 +44,7 @@ def _of_part(x: Array, part: int, layout: Layout) -> Array:
 
 
 def flags(x, layout: Layout, part):
-    """Whether a chunk is full, and reset: [P, 1, 1], or None without such a flag."""
+    """Flags of full and of reset chunks, [P, 1, 1]; None where there are none."""
 
     def flag(index):
         first = x.gates.shape[2] - layout.opens - layout.resets
