@@ -28,6 +28,7 @@ from memjax.mechanisms.linear_attention import (
 )
 from memjax.mechanisms.mamba2 import Mamba2Config as Mamba2Config
 from memjax.mechanisms.mixers.mamba import MambaConfig as MambaConfig
+from memjax.mechanisms.mixers.memorizing import MemorizingConfig as MemorizingConfig
 from memjax.mechanisms.mixers.parallel import ParallelConfig as ParallelConfig
 from memjax.mechanisms.mixers.rg_lru import RGLRUConfig as RGLRUConfig
 from memjax.mechanisms.mixers.short_conv import ShortConvConfig as ShortConvConfig
