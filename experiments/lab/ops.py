@@ -20,6 +20,8 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "gla": ("q", "k", "v", "g"),
     "delta_rule": ("q", "k", "v", "beta"),
     "gated_delta_rule": ("q", "k", "v", "beta", "g"),
+    "kda": ("q", "k", "v", "beta", "g"),
+    "gdn2": ("q", "k", "v", "erase", "write", "g"),
     "gated_slots": ("q", "k", "v", "alpha", "g"),
     "ttt_linear": ("q", "k", "v", "eta", "ln_scale", "ln_bias"),
     "trellis": ("q", "k", "v", "alpha", "gamma", "g"),
@@ -51,7 +53,7 @@ def inputs(op: str, shape: Shape, dtype: str) -> dict[str, Array]:
     b, t, h, d, key_heads = shape
     names = ARGUMENTS[op]
     keys = jax.random.split(jax.random.key(0), 8)
-    gate_width = (d,) if op in ("gla", "gated_slots") else ()
+    gate_width = (d,) if op in ("gla", "kda", "gdn2", "gated_slots") else ()
 
     def make(name: str, key: Array) -> Array:
         normal = functools.partial(jax.random.normal, key)
@@ -65,6 +67,8 @@ def inputs(op: str, shape: Shape, dtype: str) -> dict[str, Array]:
                 return jax.nn.softmax(normal((b, t, h, d))).astype(dtype)
             case "beta":
                 return jax.nn.sigmoid(normal((b, t, h)))
+            case "erase" | "write":
+                return jax.nn.sigmoid(normal((b, t, h, d)))
             case "gamma" | "eta":
                 return jax.nn.sigmoid(normal((b, t, h))) / 10
             case "g":
@@ -174,6 +178,15 @@ def work(op: str, d: int, chunk_size: int, itemsize: int) -> Work:
                 forward=found.forward + sums,
                 backward=found.backward + 2 * sums,
                 inputs=found.inputs + 4,
+            )
+        case "kda" | "gdn2":
+            # Scores in halves of blocks, so that half of two products is left out.
+            found = work("delta_rule", d, c, itemsize)
+            gates = 4 * d if op == "kda" else 12 * d - 4
+            return found._replace(
+                forward=found.forward - 2 * CHUNK_SIZE * d,
+                backward=found.backward - 6 * CHUNK_SIZE * d,
+                inputs=found.inputs + gates,
             )
         case "delta_rule":
             # Reads and writes of the memory, inside a chunk, and the inverse.

@@ -33,18 +33,20 @@ from memjax_kernels._src.lattice import (
     lattice_step,
 )
 from memjax_kernels._src.lattice.memory import LatticeInitial
-from memjax_kernels._src.linear import (
+from memjax_kernels._src.linear import gla, linear_attention, ssd
+from memjax_kernels._src.linear.delta_rules import (
     delta_rule,
     gated_delta_rule,
-    gla,
-    linear_attention,
-    ssd,
+    gdn2,
+    kda,
 )
 from memjax_kernels._src.linear.steps import (
     MatrixState,
     delta_rule_step,
     gated_delta_rule_step,
+    gdn2_step,
     gla_step,
+    kda_step,
     linear_attention_init_state,
     linear_attention_step,
     ssd_step,
@@ -56,7 +58,13 @@ from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as gated_delta_rule_init_state,
 )
 from memjax_kernels._src.linear.steps import (
+    linear_attention_init_state as gdn2_init_state,
+)
+from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as gla_init_state,
+)
+from memjax_kernels._src.linear.steps import (
+    linear_attention_init_state as kda_init_state,
 )
 from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as ssd_init_state,
@@ -133,6 +141,9 @@ __all__ = [
     "gated_slots",
     "gated_slots_init_state",
     "gated_slots_step",
+    "gdn2",
+    "gdn2_init_state",
+    "gdn2_step",
     "gla",
     "gla_init_state",
     "gla_step",
@@ -143,6 +154,9 @@ __all__ = [
     "hippo_reconstruction",
     "hippo_sample_points",
     "hippo_update",
+    "kda",
+    "kda_init_state",
+    "kda_step",
     "l2_normalize",
     "lattice",
     "lattice_init_state",

@@ -1,7 +1,9 @@
-"""Delta rules, gated or not: references against float64, chunks against both."""
+"""Delta rules: references against float64, chunks against both."""
 
 import functools
 import inspect
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,9 +13,17 @@ import pytest
 
 import memjax_kernels
 
+FROM_FLA = Path(__file__).with_name("golden") / "fla_delta_rules.json"
 B, H, K, V = 2, 2, 4, 3
 LENGTH = 37
-OPS = ["delta_rule", "gated_delta_rule"]
+#: The axes of the gates of each op.
+GATES = {
+    "delta_rule": ("BTH",),
+    "gated_delta_rule": ("BTH", "BTH"),
+    "kda": ("BTH", "BTHK"),
+    "gdn2": ("BTHK", "BTHV", "BTHK"),
+}
+OPS = [*GATES]
 WHOLE = np.zeros((B, LENGTH), bool)
 # A batch element that starts anew, and one with documents of 1, 19 and 17 tokens.
 PACKED = np.array(WHOLE)
@@ -35,9 +45,11 @@ def draw(op, length=LENGTH, seed=0) -> Any:
         return rng.normal(size=shape).astype("f4")
 
     q, k, v = (normal(B, length, H, width) for width in (K, K, V))
-    gates = [1 / (1 + np.exp(-normal(B, length, H)))]
-    if op == "gated_delta_rule":
-        gates.append(-np.log1p(np.exp(normal(B, length, H))))
+    sizes = {"B": B, "T": length, "H": H, "K": K, "V": V}
+    gates = [normal(*(sizes[a] for a in axes)) for axes in GATES[op]]
+    gates = [1 / (1 + np.exp(-x)) for x in gates]
+    if op != "delta_rule":
+        gates[-1] = np.log(gates[-1])
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     return q, k, v, *gates, normal(B, H, K, V)
 
@@ -68,17 +80,20 @@ def gradients(op, how, arguments, reset=WHOLE):
 
 
 def numpy_loop(*arguments, reset=WHOLE):
-    """S <- exp(g) S (I - beta k k^T) + beta v k^T, in float64 and matrix form."""
+    """S <- S diag(exp(g)) (I - (e k) k^T) + (w v) k^T, in float64 and matrix form."""
     q, k, v, *gates, state = (np.array(x, np.float64) for x in arguments)
+    gates = [x[..., None] if x.ndim == 3 else x for x in gates]
+    if len(gates) < 3:
+        gates.insert(1, gates[0])
     reads = np.zeros_like(v)
     for b, h in np.ndindex(B, H):
         s = state[b, h].T
         for t in range(q.shape[1]):
-            key, rate = k[b, t, h], gates[0][b, t, h]
+            key, (erase, write, *g) = k[b, t, h], (x[b, t, h] for x in gates)
             s = np.zeros_like(s) if reset[b, t] else s
-            s = np.exp(gates[1][b, t, h]) * s if len(gates) == 2 else s
-            s = s @ (np.eye(K) - rate * np.outer(key, key))
-            s = s + rate * np.outer(v[b, t, h], key)
+            s = s * np.exp(g[0]) if g else s
+            s = s @ (np.eye(K) - np.outer(erase * key, key))
+            s = s + np.outer(write * v[b, t, h], key)
             reads[b, t, h] = s @ q[b, t, h]
         state[b, h] = s.T
     return state, reads
@@ -204,17 +219,46 @@ def test_solve_is_stable_for_repeated_and_unnormalised_keys(norm, keys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
 @pytest.mark.parametrize("strong", [-1e3, -1e30, -np.inf])
-def test_strong_gates_clear_memory_and_later_tokens_stay_exact(strong):
-    q, k, v, beta, g, state = draw("gated_delta_rule")
+def test_strong_gates_clear_memory_and_later_tokens_stay_exact(op, strong):
+    arguments = draw(op)
+    g = arguments[-2]
     g[:, ::5] = strong
     g[0, 6:8] = strong
-    arguments = (q, k, v, beta, g, state)
-    values, grads = gradients("gated_delta_rule", SMALL, arguments)
+    values, grads = gradients(op, SMALL, arguments)
     close(values, numpy_loop(*arguments))
-    expected = gradients("gated_delta_rule", "reference", arguments)[1]
+    expected = gradients(op, "reference", arguments)[1]
     close(grads[:-1], expected[:-1])
     assert not np.any(grads[-1])
+
+
+def test_channels_that_forget_all_leave_others_exact():
+    """Of the same token and head, behind gates of -50 and before none at all."""
+    arguments = draw("kda")
+    g = arguments[-2]
+    g[..., 0], g[..., 1], g[:, ::3, :, 2] = -50, 0, -1e4
+    (state, reads), grads = gradients("kda", SMALL, arguments)
+    close((state, reads), numpy_loop(*arguments))
+    close(grads, gradients("kda", "reference", arguments)[1])
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn2"])
+def test_values_are_those_of_flash_linear_attention(op):
+    """Its naive recurrence of version 0.6.0, run in float32 on the same numbers."""
+
+    def waves(i, *shape):
+        return np.sin(1 + i + np.arange(np.prod(shape)) * (0.7 + i)).reshape(shape)
+
+    axes = {"BTH": (1, 6, 2), "BTHK": (1, 6, 2, 4), "BTHV": (1, 6, 2, 3)}
+    q, k, v = waves(0, 1, 6, 2, 4), waves(1, 1, 6, 2, 4), waves(2, 1, 6, 2, 3)
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    gates = [0.5 + waves(3 + i, *axes[a]) / 2 for i, a in enumerate(GATES[op])]
+    gates[-1] = -3 * gates[-1]
+    arguments = (q, k, v, *gates, waves(6, 1, 2, 4, 3))
+    found = forward(op, SMALL)(*(x.astype("f4") for x in arguments), None)
+    golden = json.loads(FROM_FLA.read_text())[op]
+    close(found, tuple(np.array(golden[name]) for name in ("state", "reads")), 1e-6)
 
 
 @pytest.mark.slow
@@ -244,20 +288,21 @@ def test_bad_input_is_refused_by_name(op):
         (r"v must have shape", (q, k, v[:, :, :1], *gates), {}),
         (r"state must have shape", (q, k, v, *gates, state[:, :, :2]), {}),
         (r"state must be float32", (q, k, v, *gates, state.astype("f2")), {}),
-        (r"beta must lie in \[0.0, 2.0\]", (q, k, v, gates[0] * 9, *gates[1:]), {}),
+        (r"must lie in \[0.0, 2.0\]", (q, k, v, gates[0] * 9, *gates[1:]), {}),
         (
             r"reset must be bool",
             (q, k, v, *gates),
             {"reset": jnp.zeros((2, 2), bool)},
         ),
         (
-            r"one of \('xla', 'reference', 'pallas_tpu'\), got 'cuda'",
+            r"one of \('xla', 'reference'.*\), got 'cuda'",
             (q, k, v, *gates),
             {"implementation": "cuda"},
         ),
     ]
-    if op == "gated_delta_rule":
-        bad.append((r"g must lie in \[-inf, 0.0\]", (q, k, v, gates[0], -gates[1]), {}))
+    if op != "delta_rule":
+        given = (q, k, v, *gates[:-1], -gates[-1])
+        bad.append((r"g must lie in \[-inf, 0.0\]", given, {}))
     for message, arguments, options in bad:
         with pytest.raises(ValueError, match=message):
             run(*map(jnp.asarray, arguments), **options)

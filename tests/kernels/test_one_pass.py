@@ -19,7 +19,7 @@ from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 OPS = ("linear_attention", "ssd", "gla", "delta_rule", "gated_delta_rule")
-OPS += ("gated_slots",)
+OPS += ("kda", "gdn2", "gated_slots")
 #: Ops whose states have the tokens of an open chunk.
 CHUNKED = ("lattice", "trellis", "ttt_linear")
 
@@ -50,6 +50,8 @@ def tokens_of(name, sizes, dtype=jnp.float32):
         "gla": (q, k, v, gate(width), memory),
         "delta_rule": (q, k, v, rate, memory),
         "gated_delta_rule": (q, k, v, rate, gate(), memory),
+        "kda": (q, k, v, rate, gate(width), memory),
+        "gdn2": (q, k, v, -gate(width), -gate(width), gate(width), memory),
         "gated_slots": (q, k, v, alpha, gate(slots)),
         "lattice": (alpha, unit(draw(slots)), v, rate, gate()),
         "trellis": (q, k, v, alpha, np.stack([rate, rate / 2], -1), gate(2)),

@@ -9,6 +9,7 @@ import memjax_kernels
 
 #: Those whose state is a matrix for each head, `MatrixState`.
 LINEAR = ("linear_attention", "ssd", "gla", "delta_rule", "gated_delta_rule")
+LINEAR += ("kda", "gdn2")
 SCANS = ("gated_scan", "selective_scan")
 OPS = (*LINEAR, *SCANS, "gated_slots", "ttt_linear", "trellis", "lattice")
 #: Modules below `_src` that memjax imports; names of ops come from `memjax_kernels`.

@@ -13,6 +13,8 @@ from jaxtyping import Array
 #: β |k|² = 2 turns the sign of a memory.
 RANGES = {
     "beta": (0.0, 2.0),
+    "erase": (0.0, 2.0),
+    "write": (0.0, 2.0),
     "gamma": (0.0, float(np.finfo(np.float32).max)),
     "g": (-float("inf"), 0.0),
     "eta": (0.0, float("inf")),

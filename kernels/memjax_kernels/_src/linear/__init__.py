@@ -1,18 +1,15 @@
 """Linear ops: a memory matrix per head, decayed by gates and written by keys.
 
 Every op is a row of `table`: the axes of its gates, a step, a chunk form and TPU
-kernels. The state is float32 [B, H, K, V].
+kernels. The state is float32 [B, H, K, V]. `delta_rules` has the ops whose writes
+correct what the memory holds.
 """
-
-from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.linear import chunks, delta_chunks, pallas_tpu, steps
+from memjax_kernels._src.linear import chunks, pallas_tpu, steps
 from memjax_kernels._src.linear.steps import MatrixState
-from memjax_kernels._src.linear.table import LinearOp, run
-
-Implementation = Literal["reference", "xla", "pallas_tpu"]
+from memjax_kernels._src.linear.table import Implementation, LinearOp, run
 
 _LINEAR_ATTENTION = LinearOp(
     name="linear_attention",
@@ -36,20 +33,6 @@ _GLA = _SSD._replace(
     step=steps.gla_step,
     kernels=pallas_tpu.gla_tpu,
     chunk_size=chunks.CHANNEL_CHUNK_SIZE,
-)
-_DELTA_RULE = _LINEAR_ATTENTION._replace(
-    name="delta_rule",
-    gates={"beta": "B T H"},
-    step=steps.delta_rule_step,
-    advance=chunks.ungated(delta_chunks.delta_group),
-    kernels=pallas_tpu.delta_rule_tpu,
-)
-_GATED_DELTA_RULE = _DELTA_RULE._replace(
-    name="gated_delta_rule",
-    gates={"beta": "B T H", "g": "B T H"},
-    step=steps.gated_delta_rule_step,
-    advance=delta_chunks.delta_group,
-    kernels=pallas_tpu.gated_delta_rule_tpu,
 )
 
 
@@ -168,83 +151,3 @@ def gla(
     """
     tokens = (q, k, v, g)
     return run(_GLA, tokens, state, reset, chunk_size, implementation)
-
-
-def delta_rule(
-    q: Float[Array, "B T G K"],
-    k: Float[Array, "B T G K"],
-    v: Float[Array, "B T H V"],
-    beta: Float[Array, "B T H"],
-    state: MatrixState | None = None,
-    *,
-    reset: Bool[Array, "B T"] | None = None,
-    chunk_size: int | None = None,
-    implementation: Implementation | None = None,
-) -> tuple[MatrixState, Float[Array, "B T H V"]]:
-    """The delta rule: S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q, for T tokens, T at least 1.
-
-    A write replaces what the memory holds for its key. Schlag, Irie & Schmidhuber
-    (2021), https://arxiv.org/abs/2102.11174, equation 24.
-
-    Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
-        k: keys, not normalised here; stable for β |k|² <= 2.
-        v: values.
-        beta: write rates, in [0, 2].
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on arguments that do not fit each other, a rate outside [0, 2]
-            where its value is known, or an implementation that cannot run.
-    """
-    tokens = (q, k, v, beta)
-    return run(_DELTA_RULE, tokens, state, reset, chunk_size, implementation)
-
-
-def gated_delta_rule(
-    q: Float[Array, "B T G K"],
-    k: Float[Array, "B T G K"],
-    v: Float[Array, "B T H V"],
-    beta: Float[Array, "B T H"],
-    g: Float[Array, "B T H"],
-    state: MatrixState | None = None,
-    *,
-    reset: Bool[Array, "B T"] | None = None,
-    chunk_size: int | None = None,
-    implementation: Implementation | None = None,
-) -> tuple[MatrixState, Float[Array, "B T H V"]]:
-    """The gated delta rule: S ← exp(g) S, then S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q.
-
-    For T tokens, T at least 1. Yang, Kautz & Hatamizadeh (2024),
-    https://arxiv.org/abs/2412.06464, equation 10.
-
-    Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
-        k: keys, not normalised here; stable for β |k|² <= 2.
-        v: values.
-        beta: write rates, in [0, 2].
-        g: log of the memory's decay factor, in [-inf, 0].
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on arguments that do not fit each other, a rate or gate outside
-            its range where its value is known, or an implementation that cannot run.
-    """
-    tokens = (q, k, v, beta, g)
-    return run(_GATED_DELTA_RULE, tokens, state, reset, chunk_size, implementation)

@@ -96,3 +96,35 @@ def gated_delta_rule_step(
     """S ← exp(g) S, then the delta rule; in float32, y in the dtype of v."""
     decayed = jnp.exp(g.astype(F32))[..., None, None] * state
     return inspect.unwrap(delta_rule_step)(q, k, v, beta, decayed)
+
+
+@one_pass.on_tpu
+def kda_step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    beta: Float[Array, "B H"],
+    g: Float[Array, "B H K"],
+    state: MatrixState,
+) -> tuple[MatrixState, Float[Array, "B H V"]]:
+    """S ← diag(exp(g)) S, then the delta rule; in float32, y in the dtype of v."""
+    decayed = jnp.exp(g.astype(F32))[..., None] * state
+    return inspect.unwrap(delta_rule_step)(q, k, v, beta, decayed)
+
+
+@one_pass.on_tpu
+def gdn2_step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    erase: Float[Array, "B H K"],
+    write: Float[Array, "B H V"],
+    g: Float[Array, "B H K"],
+    state: MatrixState,
+) -> tuple[MatrixState, Float[Array, "B H V"]]:
+    """S ← diag(exp(g)) S, S ← S + k (w ∘ v - Sᵀ(e ∘ k))ᵀ, y = Sᵀq; in float32."""
+    q, k, value, erase, write = (x.astype(F32) for x in (q, k, v, erase, write))
+    state = jnp.exp(g.astype(F32))[..., None] * state
+    error = write * value - jnp.einsum("bhkv,bhk->bhv", state, erase * k)
+    state = state + jnp.einsum("bhk,bhv->bhkv", k, error)
+    return state, jnp.einsum("bhkv,bhk->bhv", state, q).astype(v.dtype)

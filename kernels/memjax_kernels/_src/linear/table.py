@@ -6,7 +6,7 @@ and the TPU kernels. `run` checks the arguments and chooses among the three.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Array, PyTree
 
@@ -15,6 +15,8 @@ from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.linear.chunks import scan_groups
+
+Implementation = Literal["reference", "xla", "pallas_tpu"]
 
 
 def _unsupported(q: Any, k: Any, v: Any, *gates: Any) -> str:
@@ -31,7 +33,7 @@ class LinearOp(NamedTuple):
         step: (*tokens, state) -> (state, y), the equation of one token.
         advance: the chunk form (state, *tokens, reset) -> (state, y) of a group of
             chunks: see `chunks.scan_groups`.
-        kernels: the TPU form (*tokens, state, reset) -> (state, y).
+        kernels: the TPU form (*tokens, state, reset) -> (state, y), if there is one.
         chunk_size: of the chunk form, where the caller does not choose one.
         init_state: sizes in the order of `sizes` -> the empty memory.
         state: axes of each array of the state.
@@ -42,7 +44,7 @@ class LinearOp(NamedTuple):
     gates: Mapping[str, str]
     step: Callable[..., Any]
     advance: Callable[..., Any]
-    kernels: Callable[..., Any]
+    kernels: Callable[..., Any] | None
     chunk_size: int
     init_state: Callable[..., Any]
     state: Mapping[str, str] = {"state": "B H K V"}
@@ -87,16 +89,17 @@ def run(
             reason = f"its chunks have {recurrence.CHUNK_SIZE} tokens, not {chunk_size}"
     if state is None:
         state = op.init_state(*(sizes[letter] for letter in op.sizes))
+    in_chunks = functools.partial(chunked, op, chunk_size or op.chunk_size)
+    forms = {
+        "xla": share(in_chunks, ways),
+        "reference": share(functools.partial(reference, op), ways),
+    }
+    if op.kernels is not None:
+        forms["pallas_tpu"] = op.kernels
     form = implementations.choose(
         op.name,
         implementation,
-        {
-            "xla": share(
-                functools.partial(chunked, op, chunk_size or op.chunk_size), ways
-            ),
-            "reference": share(functools.partial(reference, op), ways),
-            "pallas_tpu": op.kernels,
-        },
+        forms,
         {"pallas_tpu": reason},
         looped=state if chunk_size is None else None,
     )
