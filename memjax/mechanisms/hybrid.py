@@ -11,8 +11,8 @@ nothing of the window, and reads with the current query. Its gates read that tok
 and value. φ are linear maps of each head; φ_q and φ_k are followed by the norm that the
 cell needs, and reads are bounded: r / √(1 + mean r²).
 
-α is initialised to 0, so that the layer equals the window. With α = 1, w = 0 and the
-memory of `cells/infini.py` it is Infini-attention, with the gate β.
+α is initialised to 0, so that the layer equals the window. With `gate="head"`, α is 1
+and w is 0: of the memory of `cells/infini.py` that makes Infini-attention.
 
 A memory has a head for each query head, or for each key-value head, shared by the
 queries of its group as keys and values are: a third of the bytes for groups of three.
@@ -24,14 +24,14 @@ G, K head width, F key and V value width of the memory, W window.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, PyTree
 
 from memjax import mechanisms
-from memjax.checks import require_instance, short
+from memjax.checks import require_instance, require_known, short
 from memjax.config_io import TYPES
 from memjax.mechanisms.base import Mechanism, axes, check_input
 from memjax.mechanisms.cells.base import Cell, CellConfig
@@ -49,6 +49,8 @@ from memjax.mechanisms.sliding_window import init_state as init_window
 from memjax.mechanisms.sliding_window import oldest as oldest_of_window
 from memjax.mechanisms.sliding_window import read as read_window
 from memjax_kernels import l2_normalize
+
+Gate = Literal["token", "head"]
 
 
 def _memories() -> tuple[type, ...]:
@@ -72,14 +74,18 @@ class HybridConfig(MechanismDefaults):
             the width that its gates read, is that of all keys and values of a token,
             2 G K. The memories of Infini and Elastic read the heads as they are, and
             have their sizes.
+        gate: "token" is m_t above, which starts at the window; "head" is σ(β), a number
+            for each head, which starts at a half.
     """
 
     name: ClassVar[str] = "hybrid"
 
     window: SlidingWindowConfig
     memory: CellConfig = dataclasses.field(metadata={TYPES: _memories})
+    gate: Gate = "token"
 
     def __post_init__(self):
+        require_known("gate", self.gate, get_args(Gate))
         heads, memory = self.window, self.memory
         require_instance("window", heads, SlidingWindowConfig)
         require_cell(memory)
@@ -143,7 +149,9 @@ class HybridConfig(MechanismDefaults):
             attention=projections.AXES,
             features=maps if self.shared_cell().unit_norm else None,
             memory=self.memory.cell_axes(),
-            balance=BalanceParams(axes(), axes("model", "heads"), axes()),
+            balance=BalanceParams(axes(), axes("model", "heads"), axes())
+            if self.gate == "token"
+            else BalanceParams(None, None, axes()),
         )
 
 
@@ -159,10 +167,10 @@ class FeatureParams(NamedTuple):
 
 
 class BalanceParams(NamedTuple):
-    """α, w and β of the mixture of window and memory."""
+    """α, w and β of the mixture of window and memory; β alone of a gate by head."""
 
-    amount: Float[Array, " H"]
-    weight: Float[Array, "D H"]
+    amount: Float[Array, " H"] | None
+    weight: Float[Array, "D H"] | None
     bias: Float[Array, " H"]
 
 
@@ -197,18 +205,18 @@ def init_params(config: HybridConfig, key: PRNGKeyArray) -> HybridParams:
 def init_memory(
     config: HybridConfig, attention: AttentionParams, key: PRNGKeyArray
 ) -> HybridParams:
-    """An attention layer's projections, and a new memory with α = 0."""
+    """An attention layer's projections, and a new memory, α = 0 where it has one."""
     memory_key, feature_key = jax.random.split(key)
     cell = config.shared_cell()
-    heads = config.window.num_heads
+    heads, by_token = config.window.num_heads, config.gate == "token"
     return HybridParams(
         attention=attention,
         features=init_features(config, feature_key) if cell.unit_norm else None,
         memory=cell.init_params(memory_key),
         balance=BalanceParams(
             # At α = 0 the output is the window's, and α has a gradient.
-            amount=jnp.zeros(heads),
-            weight=jnp.zeros((config.model_dim, heads)),
+            amount=jnp.zeros(heads) if by_token else None,
+            weight=jnp.zeros((config.model_dim, heads)) if by_token else None,
             bias=jnp.zeros(heads),
         ),
     )
@@ -363,9 +371,12 @@ def balance(
             (high * scale).astype(x.dtype),
             params.features.read.astype(x.dtype),
         )
-    logits = gates.linear_logits(x, weight) + bias[None, None]
-    written = written[..., None].astype(logits.dtype)
-    share = amount[None, None] * jax.nn.sigmoid(logits) * written
+    logits = bias[None, None].astype(jnp.float32)
+    if weight is not None:
+        logits = gates.linear_logits(x, weight) + logits
+    share = jax.nn.sigmoid(logits) * written[..., None].astype(logits.dtype)
+    if amount is not None:
+        share = amount[None, None] * share
     return attended + share[..., None].astype(x.dtype) * (read - attended)
 
 

@@ -92,7 +92,9 @@ CONFIGS: dict[str, MechanismConfig] = {
     "hybrid_elastic": HybridConfig(
         WINDOW, ElasticCellConfig(4, 2, 4, order=6, block=3)
     ),
-    "hybrid_infini": HybridConfig(WINDOW, InfiniConfig(4, 2, 4, 4)),
+    "hybrid_infini": HybridConfig(
+        WINDOW, InfiniConfig(4, 2, 4, 4, norm=True), gate="head"
+    ),
     "linear_attention": LinearAttentionConfig(**BLOCK),
     "mamba2": Mamba2Config(**BLOCK),
     "gla": GLAConfig(**BLOCK),
@@ -187,7 +189,8 @@ def make_case(config):
     params = jax.jit(mechanism.init_params)(jax.random.key(0))
     if isinstance(params, HybridParams):
         # Initialised to its window alone, it would hide the memory.
-        amount = jnp.full_like(params.balance.amount, 0.7)
+        amount = params.balance.amount
+        amount = None if amount is None else jnp.full_like(amount, 0.7)
         params = params._replace(balance=params.balance._replace(amount=amount))
     x = jax.random.normal(jax.random.key(1), (B, T, D))
     return mechanism, params, mechanism.init_state(B), x

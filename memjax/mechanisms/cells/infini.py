@@ -7,7 +7,9 @@ u_t is 0 with update="linear", and M_{t-1}ᵀ σ(k_t) / (σ(k_t)ᵀ z_{t-1}), wh
 holds for the key already, with "delta". Munkhdalai et al. (2024),
 https://arxiv.org/abs/2404.07143, eqs. 3 to 5. In a hybrid it is Infini-attention
 (eq. 6); the paper writes a segment at a time, here each token is written when it leaves
-the window. Query heads of a group read one memory.
+the window. Query heads of a group read one memory. With `norm` reads have an RMS of 1,
+without a learned scale: Elastic Memory's paper (Song et al. 2026, section 3.1) adds
+RMSNorm to this baseline, to stabilise training, and no parameter.
 
 Shapes: B batch, T time, H query heads, G key-value heads, K key, V value.
 """
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from memjax.checks import check_sizes, require_known
+from memjax.checks import check_flags, check_sizes, require_known
 from memjax.mechanisms.cells.base import Cell, CellDefaults, bind
 from memjax.mechanisms.cells.grouped_queries import (
     copies,
@@ -27,9 +29,12 @@ from memjax.mechanisms.cells.grouped_queries import (
     to_batch,
     to_heads,
 )
+from memjax.mechanisms.layers.norms import rms_norm
 from memjax_kernels import delta_rule, linear_attention
 
 Update = Literal["linear", "delta"]
+#: Of the norm of reads.
+EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,7 @@ class InfiniConfig(CellDefaults):
         key_dim: width of queries and keys.
         value_dim: width of values and reads.
         update: "linear" adds, "delta" replaces what the memory holds for a key.
+        norm: whether reads are divided by their RMS.
     """
 
     name: ClassVar[str] = "infini"
@@ -51,9 +57,12 @@ class InfiniConfig(CellDefaults):
     key_dim: int
     value_dim: int
     update: Update = "delta"
+    norm: bool = False
 
     def __post_init__(self):
-        check_sizes(**{name: x for name, x in vars(self).items() if name != "update"})
+        check_flags(self)
+        sizes = ("num_heads", "num_kv_heads", "key_dim", "value_dim")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads={self.num_heads}, "
@@ -144,6 +153,8 @@ def apply(
     y = to_heads(y, group)
     total = (queries * jnp.repeat(norm, group, axis=2)).sum(axis=-1, keepdims=True)
     y = y / jnp.where(total > 0, total, 1.0)
+    if config.norm:
+        y = rms_norm(y, jnp.ones(config.value_dim, y.dtype), EPSILON)
     return InfiniMemory(first_copy(matrix, group), norm[:, -1]), y.astype(q.dtype)
 
 
