@@ -27,6 +27,8 @@ from memjax.mechanisms.linear_attention import (
     LinearAttentionConfig as LinearAttentionConfig,
 )
 from memjax.mechanisms.mamba2 import Mamba2Config as Mamba2Config
+from memjax.mechanisms.mixers.kda import GDN2Config as GDN2Config
+from memjax.mechanisms.mixers.kda import KDAConfig as KDAConfig
 from memjax.mechanisms.mixers.mamba import MambaConfig as MambaConfig
 from memjax.mechanisms.mixers.memorizing import MemorizingConfig as MemorizingConfig
 from memjax.mechanisms.mixers.parallel import ParallelConfig as ParallelConfig

@@ -43,9 +43,9 @@ class DeltaRuleConfig(RecurrentConfig):
 
 
 def write_rates(
-    config: DeltaRuleConfig, weight: Float[Array, "D H"], x: Float[Array, "*B D"]
-) -> Float[Array, "*B H"]:
-    """β of every token."""
+    config: DeltaRuleConfig, weight: Float[Array, "D H ..."], x: Float[Array, "*B D"]
+) -> Array:
+    """β [*B, H, ...] of every token, of each head or of each channel."""
     rates = jax.nn.sigmoid(gates.linear_logits(x, weight))
     return rates if config.max_rate == 1 else config.max_rate * rates
 

@@ -174,10 +174,7 @@ def _log_gates(config, params, x, k):
             g = jnp.logaddexp(jax.nn.log_sigmoid(least), jax.nn.log_sigmoid(-least) + g)
             k = k * jax.nn.sigmoid(-least)
         return g, k.astype(x.dtype)
-    # `linear_logits` gives float32; the second product is in the dtype of x as the
-    # first.
-    narrow = gates.linear_logits(x, params.narrow, of_heads=False).astype(x.dtype)
-    logits = gates.linear_logits(narrow, params.widen)
+    logits = gates.low_rank_logits(x, params.narrow, params.widen)
     if params.bias is not None:
         logits = logits + expand_leading_dims(params.bias, logits)
     return jax.nn.log_sigmoid(logits) / DAMPING, k

@@ -157,19 +157,27 @@ def init_decay(config: RecurrentConfig, key: PRNGKeyArray) -> DecayParams:
     """Draws paces between 0.001 and 0.1, log-uniform, and rates between 1 and 16."""
     weight_key, pace_key, rate_key = jax.random.split(key, 3)
     heads = config.num_heads
-    low, high = jnp.log(0.001), jnp.log(0.1)
-    # Log-uniform, so that short and long memories are equally likely.
-    pace = jnp.exp(jax.random.uniform(pace_key, (heads,), minval=low, maxval=high))
-    rate = jax.random.uniform(rate_key, (heads,), minval=1.0, maxval=16.0)
     return DecayParams(
         pace=Gate(
             weight=gates.draw_weight(weight_key, config.model_dim, heads),
-            # The inverse of softplus: Δ starts at the drawn pace.
-            bias=jnp.log(jnp.expm1(pace)),
+            bias=draw_pace_bias(pace_key, heads),
         ),
-        # The log is learned, so that the rate stays positive in training.
-        log_rate=jnp.log(rate),
+        log_rate=draw_rates(rate_key, heads),
     )
+
+
+def draw_pace_bias(key: PRNGKeyArray, *shape: int) -> Float[Array, "..."]:
+    """Biases of paces between 0.001 and 0.1, log-uniform."""
+    low, high = jnp.log(0.001), jnp.log(0.1)
+    # Log-uniform, so that short and long memories are equally likely.
+    pace = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+    # The inverse of softplus: Δ starts at the drawn pace.
+    return jnp.log(jnp.expm1(pace))
+
+
+def draw_rates(key: PRNGKeyArray, heads: int) -> Float[Array, " H"]:
+    """Logs of rates between 1 and 16, so that a rate stays positive in training."""
+    return jnp.log(jax.random.uniform(key, (heads,), minval=1.0, maxval=16.0))
 
 
 def decay(
@@ -195,10 +203,14 @@ def decay_of_half_lives(
 
     Half-lives go from the first to the last head in geometric steps.
     """
-    heads = len(params.log_rate)
     bias = jnp.full_like(params.pace.bias, np.log(np.e - 1))
-    rate = np.log(2) / np.geomspace(half_lives[0], half_lives[1], heads)
     return DecayParams(
         pace=params.pace._replace(bias=bias),
-        log_rate=jnp.asarray(np.log(rate), jnp.float32),
+        log_rate=half_life_rates(half_lives, len(params.log_rate)),
     )
+
+
+def half_life_rates(half_lives: tuple[float, float], heads: int) -> Float[Array, " H"]:
+    """Logs of rates, at a pace of 1, in geometric steps from the first head on."""
+    rate = np.log(2) / np.geomspace(half_lives[0], half_lives[1], heads)
+    return jnp.asarray(np.log(rate), jnp.float32)

@@ -18,10 +18,12 @@ from memjax.mechanisms import (
     ElasticCellConfig,
     ElasticMemoryConfig,
     GatedDeltaNetConfig,
+    GDN2Config,
     GLAConfig,
     GSAConfig,
     HybridConfig,
     InfiniConfig,
+    KDAConfig,
     LatticeConfig,
     LinearAttentionConfig,
     Mamba2Config,
@@ -37,6 +39,7 @@ from memjax.mechanisms import (
     TTTLinearConfig,
 )
 from memjax.mechanisms.hybrid import HybridParams
+from memjax.mechanisms.mixers.kda import published_style
 from memjax.training.optimizer import decays
 from tests import light
 
@@ -118,6 +121,8 @@ CONFIGS: dict[str, MechanismConfig] = {
             num_key_heads=1, conv_value=True, query_scale=0.5, gate="silu"
         ),
     ),
+    "kda": KDAConfig(**BLOCK, style=published_style(4, 6)),
+    "gdn2": GDN2Config(**BLOCK, decay_rank=3),
     "mamba2_published": PUBLISHED_MAMBA2,
     "parallel": ParallelConfig(
         AttentionConfig(D, 4, 2, 4, capacity=64, rope_dim=2, output_gate=True),
@@ -243,7 +248,7 @@ def test_each_parameter_is_known_to_decay_or_not():
             found[decays(name)].add(name.rpartition("/")[2])
     decayed = "query key value output query_key filters value_filters gate read rate "
     decayed += "weight target narrow widen forget weights slots keys values "
-    decayed += "selection pace input_gate recurrent_gate"
+    decayed += "selection pace write gate_narrow input_gate recurrent_gate"
     kept = "norm bias query_bias key_bias scale shift log_rate bound skip amount decay "
     kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "
     kept += "recurrent_bias"

@@ -71,6 +71,14 @@ def linear_logits(
     return logits.astype(jnp.float32).reshape(*x.shape[:-1], *weight.shape[1:])
 
 
+def low_rank_logits(
+    x: Float[Array, "*B D"], narrow: Float[Array, "D R"], widen: Float[Array, "R ..."]
+) -> Array:
+    """`linear_logits` of two matrices [*B, *H], both products in the dtype of x."""
+    inner = linear_logits(x, narrow, of_heads=False).astype(x.dtype)
+    return linear_logits(inner, widen)
+
+
 def gate_logits(params: Gate, x: Float[Array, "*B D"]) -> Array:
     """Logits [*B, *H] of a gate for every token, in float32."""
     return _with_bias(params, x, linear_logits(x, params.weight))

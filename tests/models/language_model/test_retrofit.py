@@ -282,7 +282,9 @@ def test_initialisation_preserves_the_windowed_model():
     tiny.assert_equal(mechanism.features.key.get_value()[0], jnp.eye(4))
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "mamba2", "gla", "gsa", "trellis"])
+@pytest.mark.parametrize(
+    "name", ["gated_deltanet", "mamba2", "gla", "kda", "gsa", "trellis"]
+)
 def test_gates_have_the_half_lives(name):
     """Of what is written with the mean token, half is left after the half-life."""
     _, model, moments = calibrated(name)
@@ -307,4 +309,6 @@ def _kept(config, params, x):
         return np.exp(module._target_and_gates(config, params, x)[2][0])
     if type(config).__name__ == "GLAConfig":
         return np.exp(module._log_gates(config, params, x, heads)[0][0, :, 0])
+    if type(config).__name__ == "KDAConfig":
+        return np.exp(module.log_decays(params, x)[0, :, 0])
     return np.exp(module.decay(params.decay, x)[1][0])

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T time, D model, H heads, G heads of queries and keys, K query and key,
 V value, W width of the convolution, S projections that it filters (2, or 1 which query
-and key share).
+and key share), R rank of the gate.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from memjax.mechanisms.base import axes, check_input
 from memjax.mechanisms.cells.base import Cell
 from memjax.mechanisms.layers.convolution import draw_filters, last_inputs
 from memjax.mechanisms.layers.gates import draw_weight, flat_product
-from memjax.mechanisms.layers.norms import rms_norm
+from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
 from memjax.mechanisms.layers.projections import Adapted, linear, times
 from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
 from memjax_kernels import gated_norm, l2_normalize, short_convolution
@@ -30,13 +30,15 @@ class BlockParams(NamedTuple):
     query_key: Float[Array, "D S G K"] | Adapted
     filters: Float[Array, "W 2 G K"] | None
     value: Float[Array, "D H V"] | Adapted
-    gate: Float[Array, "D H V"] | Adapted | None
+    gate: Float[Array, "_ H V"] | Adapted | None
     norm: Float[Array, "*H V"] | None
     output: Float[Array, "H V D"] | Adapted
     cell: PyTree
     filter_bias: Float[Array, "2 G K"] | None = None
     value_filters: Float[Array, "W H V"] | None = None
     value_bias: Float[Array, "H V"] | None = None
+    gate_narrow: Float[Array, "D R"] | None = None
+    gate_bias: Float[Array, "H V"] | None = None
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
@@ -75,18 +77,21 @@ _NORM_AXES = {
 def param_axes(config: RecurrentSizes, cell: PyTree) -> BlockParams:
     """Sharding axes of the parameters, with those of the cell."""
     style = config.style
-    bias = style.conv_bias
+    bias, low_rank = style.conv_bias, style.gate_rank is not None
+    of_gate = None if low_rank else "model"
     return BlockParams(
         query_key=axes("model", None, "heads"),
         filters=axes(None, None, "heads") if style.conv_width else None,
         value=axes("model", "heads"),
-        gate=None if style.gate == "none" else axes("model", "heads"),
+        gate=None if style.gate == "none" else axes(of_gate, "heads"),
         norm=_NORM_AXES[style.norm],
         output=axes("heads", None, "model"),
         cell=cell,
         filter_bias=axes(None, "heads") if bias else None,
         value_filters=axes(None, "heads") if style.conv_value else None,
         value_bias=axes("heads") if style.conv_value and bias else None,
+        gate_narrow=axes("model") if low_rank else None,
+        gate_bias=axes("heads") if low_rank else None,
     )
 
 
@@ -102,9 +107,10 @@ def init_params(
     qk_key, filter_key, v_key, gate_key, out_key, cell_key = keys
     channels = jnp.ones((h, v))
     scales = {"head": jnp.ones(v), "group": channels, "all": channels, "none": None}
-    biased = style.conv_bias
+    biased, rank = style.conv_bias, style.gate_rank
 
     values_key = jax.random.fold_in(filter_key, 1)
+    narrow_key = jax.random.fold_in(gate_key, 1)
     return BlockParams(
         query_key=draw_weight(qk_key, d, projections, g, k),
         filters=(
@@ -113,7 +119,7 @@ def init_params(
             else None
         ),
         value=draw_weight(v_key, d, h, v),
-        gate=None if style.gate == "none" else draw_weight(gate_key, d, h, v),
+        gate=None if style.gate == "none" else draw_weight(gate_key, rank or d, h, v),
         norm=scales[style.norm],
         output=jax.random.normal(out_key, (h, v, d)) * (h * v) ** -0.5,
         cell=cell.init_params(cell_key),
@@ -124,6 +130,8 @@ def init_params(
             else None
         ),
         value_bias=jnp.zeros((h, v)) if style.conv_value and biased else None,
+        gate_narrow=draw_weight(narrow_key, d, rank) if rank else None,
+        gate_bias=jnp.zeros((h, v)) if rank else None,
     )
 
 
@@ -249,7 +257,7 @@ def output_projection(
     tokens = by_tokens(y if x.ndim == 3 else y[:, None])
     gate = None
     if params.gate is not None:
-        gate = flat_product(x, params.gate).reshape(tokens.shape)
+        gate = _gate(params, x).reshape(tokens.shape)
         gate = times(gate, style.gate_multiplier)
     if style.read_silu:
         tokens = jax.nn.silu(tokens.astype(jnp.float32))
@@ -271,6 +279,15 @@ def output_projection(
         tokens = _norm(tokens, params.norm, config.norm_epsilon, joined)
     y = tokens.astype(x.dtype).reshape(*x.shape[:-1], *tokens.shape[2:])
     return linear(y, params.output, axes=2)
+
+
+def _gate(params, x):
+    """Logits of the output gate [*B, H V], in the dtype of x."""
+    if params.gate_narrow is None:
+        return flat_product(x, params.gate)
+    logits = flat_product(flat_product(x, params.gate_narrow), params.gate)
+    bias = params.gate_bias.reshape(-1).astype(x.dtype)
+    return logits + expand_leading_dims(bias, logits)
 
 
 def _norm(tokens, scale, epsilon, joined):

@@ -36,6 +36,8 @@ class RecurrentStyle:
             each channel; or "none".
         gate: activation of the output gate, "gelu" in its tanh form; "none" is no gate.
         gate_first: the gate before the norm (Mamba-2), not behind it.
+        gate_rank: width between two matrices of the gate, the second with biases (Kimi
+            Linear); None is one matrix.
         query_multiplier: of the projected queries, before the convolution (Falcon-H1).
         key_multiplier: of the projected keys.
         value_multiplier: of the projected values.
@@ -56,6 +58,7 @@ class RecurrentStyle:
     norm: Norm = "head"
     gate: Gate = "gelu"
     gate_first: bool = False
+    gate_rank: int | None = None
     query_multiplier: float = 1.0
     key_multiplier: float = 1.0
     value_multiplier: float = 1.0
@@ -72,6 +75,10 @@ class RecurrentStyle:
         check_positive(query_scale=self.query_scale)
         if self.gate == "none" and self.gate_first:
             raise ValueError("gate_first needs a gate, got gate='none'")
+        if self.gate_rank is not None:
+            check_sizes(gate_rank=self.gate_rank)
+            if self.gate == "none":
+                raise ValueError("gate_rank needs a gate, got gate='none'")
         if not self.conv_width and (self.conv_value or self.conv_bias):
             raise ValueError(
                 "conv_width must be at least 1 with conv_value or conv_bias, got 0"
