@@ -29,6 +29,7 @@ from memjax.mechanisms import (
     Mamba2Config,
     MambaConfig,
     MechanismConfig,
+    MelodiConfig,
     MemorizingConfig,
     ParallelConfig,
     RecurrentStyle,
@@ -84,6 +85,10 @@ CONFIGS: dict[str, MechanismConfig] = {
         bank_blocks=3,
         sampling="exponential",
         positions="stream",
+    ),
+    "melodi": MelodiConfig(**HEADS, block=4, memory_tokens=3),
+    "melodi_long": MelodiConfig(
+        **HEADS, block=3, memory_tokens=2, long_tokens=2, long_blocks=2
     ),
     "memorizing": MemorizingConfig(**HEADS, block=4, queue=5),
     "memorizing_nearest": MemorizingConfig(**HEADS, block=3, queue=4, top_k=2),
@@ -161,6 +166,7 @@ CONFIGS: dict[str, MechanismConfig] = {
 VARIANTS = (
     "attention_full",
     "elastic_memory_bank",
+    "melodi_long",
     "memorizing_nearest",
     "hybrid_elastic",
     "hybrid_infini",
@@ -248,10 +254,10 @@ def test_each_parameter_is_known_to_decay_or_not():
             found[decays(name)].add(name.rpartition("/")[2])
     decayed = "query key value output query_key filters value_filters gate read rate "
     decayed += "weight target narrow widen forget weights slots keys values "
-    decayed += "selection pace write gate_narrow input_gate recurrent_gate"
+    decayed += "selection pace write gate_narrow input_gate recurrent_gate mixing"
     kept = "norm bias query_bias key_bias scale shift log_rate bound skip amount decay "
     kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "
-    kept += "recurrent_bias"
+    kept += "recurrent_bias mixing_bias summary_prompt"
     assert found == {True: set(decayed.split()), False: set(kept.split())}
 
 
