@@ -1,8 +1,12 @@
-"""Evaluation: perplexity, loss by position, answers, recall, statistics, plots."""
+"""Evaluation: perplexity, LongPPL, loss by position, answers, statistics, plots."""
 
 from memjax.evaluation.answer_scores import AnswerScores as AnswerScores
 from memjax.evaluation.answer_scores import answer_perplexity as answer_perplexity
 from memjax.evaluation.answer_scores import score_answers as score_answers
+from memjax.evaluation.key_alignment import align_key_tokens as align_key_tokens
+from memjax.evaluation.key_tokens import KeyTokens as KeyTokens
+from memjax.evaluation.key_tokens import find_key_tokens as find_key_tokens
+from memjax.evaluation.key_tokens import keep_key_tokens as keep_key_tokens
 from memjax.evaluation.leaked_targets import drop_leaked_targets as drop_leaked_targets
 from memjax.evaluation.leaked_targets import mask_losses as mask_losses
 from memjax.evaluation.leaked_targets import recall_distances as recall_distances

@@ -5,7 +5,7 @@ The loss of a token is that of the logits computed before it was read.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def token_losses(
     check_sizes(tokens_per_call=tokens_per_call, batch_size=batch_size)
     check_sizes(least=0, context_length=context_length)
     require_instance("documents", documents, Sequence)
-    texts = _texts(documents, context_length)
+    texts = cut_texts(documents, context_length)
     if not texts:
         raise ValueError(f"none of the {len(documents)} documents has two tokens")
     # Texts of similar length share a batch, which reduces padding.
@@ -87,9 +87,8 @@ def token_losses(
         for start in range(0, length, tokens_per_call):
             if should_stop():
                 return found
-            tokens, targets, real = _segment(
-                [texts[row].tokens for row in rows], start, tokens_per_call, batch_size
-            )
+            read: list[Any] = [texts[row].tokens for row in rows]
+            tokens, targets, real = _segment(read, start, tokens_per_call, batch_size)
             state, scores = score_segment(graph, params, state, tokens, targets)
             stop = min(start + tokens_per_call, longest)
             kept = real[: len(rows), : stop - start]
@@ -152,17 +151,24 @@ def score_segment(graph, params, state, tokens, targets) -> tuple[tuple, Array]:
     return state, target_nll(model.logits, features, targets, vocab_size)
 
 
-def _texts(documents, context_length):
+def cut_texts(
+    documents: Sequence[TokenisedDocument], context_length: int
+) -> list[TokenisedDocument]:
     """Documents cut to the context length; a text of n + 1 tokens has n targets."""
     texts = []
     for document in documents:
         require_instance("a document", document, TokenisedDocument)
-        step = context_length or len(document.tokens)
-        for start in range(0, len(document.tokens) - 1, step):
+        for start in (starts := text_starts(document, context_length)):
             # One token over: the last target of a text is the first of the next.
-            tokens = document.tokens[start : start + step + 1]
+            tokens = document.tokens[start : start + starts.step + 1]
             texts.append(document._replace(tokens=tokens))
     return texts
+
+
+def text_starts(document: TokenisedDocument, context_length: int) -> range:
+    """Where each text of a document begins; the step is its greatest length."""
+    length = len(document.tokens)
+    return range(0, length - 1, context_length or length)
 
 
 def _segment(

@@ -1,0 +1,148 @@
+"""Key tokens against a loop over contexts, and LongPPL of them."""
+
+import importlib
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from memjax import evaluation
+from memjax.data import load_tokenizer
+from memjax.data.documents.tokens import TokenisedDocument
+from memjax.mechanisms import AttentionConfig
+from memjax.models import LanguageModel, ModelConfig
+
+# The module, whose function the tests count calls of.
+key_tokens = importlib.import_module("memjax.evaluation.key_tokens")
+
+BYTES, PIECES = load_tokenizer("bytes"), load_tokenizer("bpe4k")
+CONFIG = ModelConfig(
+    mechanisms=(AttentionConfig(8, 2, 1, 4, capacity=32),),
+    num_layers=1,
+    vocab_size=256,
+    model_dim=8,
+    hidden_dim=8,
+    dtype="float32",
+    remat=False,
+)
+MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
+TEXTS = ("one two, one two, one.", "é né, né", "x")
+K, STRIDE, ALPHA, BETA = 5, 3, 0.001, -5.6
+SETTINGS: dict[str, Any] = dict(short_context=K, stride=STRIDE, alpha=ALPHA, beta=BETA)
+CALLS: dict[str, Any] = dict(tokens_per_call=8, batch_size=2)
+
+
+def tokenised(tokenizer):
+    return [
+        TokenisedDocument(f"text {i}", "note", tokenizer.encode(text))
+        for i, text in enumerate(TEXTS)
+    ]
+
+
+DOCUMENTS = tokenised(BYTES)
+
+
+@pytest.fixture(name="find")
+def _find(tmp_path):
+    def find(**options):
+        given: dict[str, Any] = SETTINGS | CALLS
+        given |= dict(tokenizer=BYTES, cache_dir=tmp_path) | options
+        return evaluation.find_key_tokens(MODEL, DOCUMENTS, **given)
+
+    return find
+
+
+def log_probability(logits, context, target):
+    # Behind its end, so that all contexts share a program.
+    padded = np.pad(context, (0, 32 - len(context)))[None]
+    scores = np.asarray(logits(padded)[0, len(context) - 1], np.float64)
+    return scores[target] - np.log(np.exp(scores).sum())
+
+
+def test_key_tokens_are_those_that_need_the_long_context(find, monkeypatch):
+    keys = find()
+    logits = jax.jit(lambda tokens: MODEL(MODEL.init_state(1), tokens)[1])
+    for document, key in zip(DOCUMENTS, keys.keys, strict=True):
+        tokens = document.tokens
+        for t in range(len(tokens)):
+            # STRIDE tokens share a beginning of their short contexts.
+            start = (t - K) // STRIDE * STRIDE
+            needed = False
+            if t >= K:
+                long = log_probability(logits, tokens[:t], tokens[t])
+                short = log_probability(logits, tokens[start:t], tokens[t])
+                needed = long - short > ALPHA and long > BETA
+            assert key[t] == needed, (document.name, t)
+    assert 0 < keys.total < sum(len(key) for key in keys.keys)
+
+    # Found once: of the same documents and settings they are read.
+    monkeypatch.setattr(key_tokens, "token_losses", None)
+    again = find()
+    chex.assert_trees_all_equal(again, keys)
+    with pytest.raises(TypeError, match="not callable"):
+        find(alpha=0.5)
+
+
+@pytest.mark.parametrize("context_length", [0, 9])
+def test_long_perplexity_is_that_of_key_tokens(find, context_length):
+    """Whatever texts the documents are cut into: the keys are of tokens."""
+    keys = find()
+    cut = dict(context_length=context_length)
+    losses = evaluation.token_losses(MODEL, DOCUMENTS, **cut, **CALLS)
+    kept = evaluation.keep_key_tokens(
+        losses, keys, DOCUMENTS, tokenizer=BYTES, least=1, **cut
+    )
+    # The targets of all texts in order are all tokens but the first of a document.
+    flat = losses.nll[losses.mask > 0]
+    chosen = np.concatenate([key[1:] for key in keys.keys])
+    np.testing.assert_allclose(
+        evaluation.perplexity(kept), np.exp(flat[chosen].mean()), rtol=1e-6
+    )
+
+
+def test_keys_of_another_tokenizer_are_of_the_same_characters(find):
+    keys, others = find(), tokenised(PIECES)
+    wanted = [np.zeros(len(key), bool) for key in keys.keys]
+    wanted[0][4:8] = True  # "two," of the first text
+    wanted[1][:2] = True  # both bytes of the first "é"
+    keys = keys._replace(keys=tuple(wanted))
+    found = evaluation.align_key_tokens(keys, DOCUMENTS, BYTES, others, PIECES)
+    # Pieces whose text ends behind the marked characters, and begins in them.
+    for text, first, last in ((0, 4, 8), (1, 0, 1)):
+        ids = others[text].tokens
+        ends = [len(PIECES.decode(ids[: i + 1])) for i in range(len(ids))]
+        inside = [
+            first <= start and end <= last
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        np.testing.assert_array_equal(found.keys[text], inside)
+        assert any(inside)
+    back = evaluation.align_key_tokens(found, others, PIECES, DOCUMENTS, BYTES)
+    assert not any((a & ~b).any() for a, b in zip(back.keys, keys.keys, strict=True))
+    assert back.total > 0
+
+
+def test_what_cannot_be_measured_is_refused(find):
+    with pytest.raises(ValueError, match="longest of 3 has 22 tokens"):
+        find(context_length=23)
+    with pytest.raises(ValueError, match="short_context must be below the 21 tokens"):
+        find(short_context=21)
+    with pytest.raises(ValueError, match="reference has 256 ids and tokenizer 4096"):
+        find(tokenizer=PIECES)
+    keys = find()
+    losses = evaluation.token_losses(MODEL, DOCUMENTS, **CALLS)
+
+    def keep(documents=DOCUMENTS, losses=losses, **options):
+        given: dict[str, Any] = dict(tokenizer=BYTES) | options
+        return evaluation.keep_key_tokens(losses, keys, documents, **given)
+
+    with pytest.raises(ValueError, match=r"align_key_tokens\(keys, documents"):
+        keep(tokenizer=PIECES)
+    with pytest.raises(ValueError, match="least=100 key tokens are needed, got"):
+        keep()
+    with pytest.raises(ValueError, match="documents must be those of the keys"):
+        keep(documents=DOCUMENTS[:2])
+    with pytest.raises(ValueError, match=r"losses must be \[5, 9\]"):
+        keep(context_length=9)
