@@ -47,12 +47,14 @@ def finetunings(presets: Mapping[str, Any]) -> str:
 def _mechanism(model: ModelConfig) -> str:
     """The mechanisms of the layers, in short."""
     kinds = [mechanism.name for mechanism in model.mechanisms]
-    first = model.mechanisms[0]
+    first: Any = model.mechanisms[0]
     if len(kinds) == 1:
         if first.name == "sliding_window":
             return f"sliding windows of {first.tokens_per_call:,}"
         if first.name == "attention":
             return "full attention"
+        if first.name == "hybrid":
+            return f"hybrids with {first.memory.name}"
         return kinds[0]
     alone = [kind for kind in kinds if kinds.count(kind) == 1]
     if len(kinds) == model.num_layers and alone:

@@ -174,6 +174,15 @@ INTENDED = {
     "mechanism/key": P("fsdp", "tensor"),
     "mechanism/value": P("fsdp", "tensor"),
     "mechanism/output": P("tensor", None, "fsdp"),
+    "attention/query": P("fsdp", "tensor"),
+    "attention/key": P("fsdp", "tensor"),
+    "attention/value": P("fsdp", "tensor"),
+    "attention/output": P("tensor", None, "fsdp"),
+    "balance/bias": P(None),
+    "mechanism/gate_bias": P("tensor"),
+    "mechanism/summary_prompt": P(None, "fsdp"),
+    "mechanism/mixing": P(None),
+    "mechanism/mixing_bias": P(None),
     "mechanism/query_key": P("fsdp", None, "tensor"),
     "mechanism/filters": P(None, None, "tensor"),
     "mechanism/gate": P("fsdp", "tensor"),
@@ -234,7 +243,8 @@ def endings(name):
 def test_every_leaf_of_a_preset_has_its_sharding(name):
     met = endings(name)
     rooms = [{end for at, end in met if at == room} for room in ("params", "optimizer")]
-    assert rooms[0] == rooms[1] >= {"embedding", "mechanism/output"}
+    assert rooms[0] == rooms[1] >= {"embedding"}
+    assert rooms[0] & {"mechanism/output", "attention/output"}
 
 
 def test_every_sharding_rule_matches_some_preset():

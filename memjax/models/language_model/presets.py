@@ -19,10 +19,17 @@ makes them equal by `hidden_dim`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from memjax.checks import require_known
-from memjax.mechanisms import CELLS, MECHANISMS, MechanismConfig
+from memjax.mechanisms import (
+    CELLS,
+    MECHANISMS,
+    HybridConfig,
+    InfiniConfig,
+    MechanismConfig,
+    SlidingWindowConfig,
+)
 from memjax.models.language_model.config import Dtype, ModelConfig
 
 #: Mechanisms that are a cell in the block of `RecurrentConfig`, by name.
@@ -121,6 +128,9 @@ TINY = Size(
     slots=32,
     options={
         "elastic_memory": dict(order=64, memory_tokens=64, decay=0.9),
+        # As many numbers of memory in the whole model.
+        "memorizing": dict(queue=64),
+        "melodi": dict(memory_tokens=8),
         "trellis": dict(chunk_size=16),
     },
     dtype="float32",
@@ -173,18 +183,38 @@ def transformer(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     return SIZES[size].model(SIZES[size].default, vocab_size=vocab_size)
 
 
-def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
-    """The same model with Elastic Memory in its memory layer.
+def elastic(
+    size: str = "tiny", vocab_size: int = 32_000, mechanism: str = "elastic_memory"
+) -> ModelConfig:
+    """The same model with Elastic Memory, or another, in its memory layer.
 
-    The paper puts it in layer 9 of 12; the tiny model in layer 3 of 4. No parameter
-    is added, so both presets of a size have equal parameters.
+    The paper puts it in layer 9 of 12; the tiny model in layer 3 of 4. Elastic Memory
+    adds no parameter, so both presets of a size have equal parameters.
     """
     require_known("size", size, tuple(ELASTIC_SIZES))
     sizes = ELASTIC_SIZES[size]
     names = [sizes.default] * sizes.num_layers
     # Layer 9 of 12, as in the paper.
-    names[sizes.num_layers * 3 // 4 - 1] = "elastic_memory"
+    names[sizes.num_layers * 3 // 4 - 1] = mechanism
     return sizes.model(*names, vocab_size=vocab_size)
+
+
+def melodi(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+    """The same model with Melodi inside of every layer."""
+    require_known("size", size, tuple(ELASTIC_SIZES))
+    return ELASTIC_SIZES[size].model("melodi", vocab_size=vocab_size)
+
+
+def infini(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+    """The same model with Infini-attention in every layer, its reads normalised."""
+    require_known("size", size, tuple(ELASTIC_SIZES))
+    sizes = ELASTIC_SIZES[size]
+    model = sizes.model("sliding_window", vocab_size=vocab_size)
+    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
+    memory = InfiniConfig(*heads, norm=True)
+    window = cast(SlidingWindowConfig, model.mechanisms[0])
+    layer = HybridConfig(window, memory, gate="head")
+    return dataclasses.replace(model, mechanisms=(layer,))
 
 
 def recurrent(
@@ -216,6 +246,11 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "transformer": Family(transformer, SIZES),
     "elastic": Family(elastic, ELASTIC_SIZES),
+    "memorizing": Family(
+        functools.partial(elastic, mechanism="memorizing"), ELASTIC_SIZES
+    ),
+    "infini": Family(infini, ELASTIC_SIZES),
+    "melodi": Family(melodi, ELASTIC_SIZES),
     "hybrid": Family(hybrid, TRELLIS_SIZES),
 } | {
     name: Family(functools.partial(recurrent, name), TRELLIS_SIZES)
@@ -229,8 +264,8 @@ PRESETS = tuple(
 def preset(name: str, vocab_size: int = 32_000) -> ModelConfig:
     """Looks a preset up: `<family>-<size>`, as in `PRESETS`.
 
-    Families are transformer, elastic, hybrid and the recurrent mechanisms by their
-    names.
+    Families are transformer, elastic, its baselines memorizing, infini and melodi,
+    hybrid, and the recurrent mechanisms by their names.
     """
     require_known("preset", name, PRESETS)
     family, size = name.split("-")

@@ -202,8 +202,12 @@ def _mechanism_specs(model: ModelConfig) -> dict[tuple[int, str], P]:
     def is_axes(node):
         return type(node) is tuple
 
+    def named(path):
+        # A last "value" is a parameter here: `leaf_name` would drop it.
+        return jax.tree_util.keystr(path, simple=True, separator="/")
+
     return {
-        (layer, leaf_name(path)): P(*(MESH_AXES[axis] for axis in axes))
+        (layer, named(path)): P(*(MESH_AXES[axis] for axis in axes))
         for layer, mechanism in enumerate(model.layers)
         for path, axes in jax.tree_util.tree_leaves_with_path(
             mechanism.param_axes(), is_leaf=is_axes

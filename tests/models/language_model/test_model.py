@@ -214,7 +214,7 @@ def test_elastic_memory_adds_no_parameter(name):
         *((f"transformer-{size}", 0.15) for size in ("100m", "200m", "400m")),
         *((f"trellis-{size}", 0.12) for size in ("125m", "170m", "350m", "780m")),
         # Less than Trellis by its target, and by gate or projection.
-        *((f"{family}-125m", 0.13) for family in FAMILIES if family != "elastic"),
+        *((f"{n}-125m", 0.13) for n, f in FAMILIES.items() if "125m" in f.sizes),
     ],
 )
 def test_preset_parameter_counts(name, tolerance):
@@ -231,13 +231,17 @@ def test_presets_have_the_mechanisms_of_their_name():
         depth = {"tiny": 4, "350m": 24, "780m": 24}.get(size, 12)
         attention = "sliding_window" if size in ELASTIC_SIZES else "attention"
         expected = [attention] * depth
-        if family == "elastic":
+        if family in ("elastic", "memorizing"):
             # The paper's memory layer is 9 of 12; the tiny model's is 3 of 4.
-            expected[{12: 8, 4: 2}[depth]] = "elastic_memory"
+            memory = {"elastic": "elastic_memory"}.get(family, family)
+            expected[{12: 8, 4: 2}[depth]] = memory
         elif family == "hybrid":
             expected = (["trellis"] * 3 + [attention]) * (depth // 4)
         elif family != "transformer":
             expected = [family] * depth
+        if family == "infini":
+            assert {m.name for m in config.layers} == {"hybrid"}
+            continue
         mechanisms = tuple(SIZES[size].mechanism(mechanism) for mechanism in expected)
         assert config.layers == mechanisms, name
 
