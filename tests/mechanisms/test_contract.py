@@ -347,39 +347,31 @@ def of_all_platforms(case, monkeypatch):
 
 
 def test_state_is_a_fixed_point_of_shape_and_float32(case, monkeypatch):
-    _, params, state, _ = case
-    traced = of_all_platforms(case, monkeypatch)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        for call, inputs in traced:
-            after, y = jax.eval_shape(call, params, state, inputs.astype(dtype))
-            # Weak types too: another one would be traced again.
-            assert jax.tree.map(_type, after) == jax.tree.map(_type, state)
-            assert (y.shape, y.dtype) == (inputs.shape, dtype)
-    floats = [
-        x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    assert floats and all(leaf.dtype == jnp.float32 for leaf in floats)
-    assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(state))
-
-
-def test_parameters_and_settings_of_other_types_run(case, monkeypatch):
-    """bfloat16 parameters, float64 by default, and no implicit promotion."""
+    """Inputs, parameters and settings of other types run, and change no type."""
     mechanism, params, state, _ = case
     traced = of_all_platforms(case, monkeypatch)
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     with jax.enable_x64(True):
         drawn = jax.eval_shape(mechanism.init_params, jax.random.key(0))
     settings = (
-        (low, jax.enable_x64(False)),
-        (drawn, jax.enable_x64(True)),
-        (params, jax.numpy_dtype_promotion("strict")),
+        (params, jnp.float32, jax.numpy_dtype_promotion("strict")),
+        (params, jnp.bfloat16, jax.enable_x64(False)),
+        (low, jnp.float32, jax.enable_x64(False)),
+        (drawn, jnp.float32, jax.enable_x64(True)),
     )
-    for given, setting in settings:
+    for given, dtype, setting in settings:
         with setting:
             for call, inputs in traced:
+                inputs = jax.ShapeDtypeStruct(inputs.shape, dtype)
                 after, y = jax.eval_shape(call, given, state, inputs)
+                # Weak types too: another one would be traced again.
                 assert jax.tree.map(_type, after) == jax.tree.map(_type, state)
-                assert (y.shape, y.dtype) == (inputs.shape, inputs.dtype)
+                assert (y.shape, y.dtype) == (inputs.shape, dtype)
+    floats = [
+        x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    assert floats and all(leaf.dtype == jnp.float32 for leaf in floats)
+    assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(state))
 
 
 @of_each_kind
@@ -393,45 +385,95 @@ def test_bfloat16_is_close_to_float32(case):
 
 
 @pytest.mark.parametrize("case", rows(KINDS[:2]), indirect=True)
-def test_gradients_equal_those_of_steps(case, stepped):
-    """Of the squares of the outputs and of the last state."""
+def test_gradients_equal_differences(case, stepped):
+    """Of the squares of the outputs and of the last state, by finite differences.
+
+    Differences run the programs of the tests above: to compile a gradient takes longer
+    than all of them.
+    """
     mechanism, params, _, x = case
     states, y = stepped
-    first, last = T - LENGTH - 1, jax.tree.map(lambda a: 2 * a, _floats(states[T]))
+    first = T - LENGTH
+    # The first output is left out: its token reaches the others through the state.
+    seen = (np.arange(LENGTH) > 0).astype(np.float32)[None, :, None]
+    by_y = 2 * y[:, first:] * seen
+    last = jax.tree.map(lambda a: 2 * a, _floats(states[T]))
+    given = x[:, first:]
+    by_params, by_state, by_x = _vjp(
+        mechanism.apply, params, states[first], given, last, by_y
+    )
+    chex.assert_tree_all_finite((by_params, by_state, by_x))
+    assert all(np.abs(by_x[:, t]).max() > 0 for t in range(LENGTH))
 
-    # The first token reaches the others through the state alone.
-    by_y = (2 * y).at[:, first].set(0)
-    after = slice(first + 1, T)
-    rest = params, states[first + 1], x[:, after], last, by_y[:, after]
-    by_params, by_state, by_x = _vjp(mechanism.apply, *rest)
-    start = params, states[first], x[:, first], by_state, by_y[:, first]
-    by_first, _, by_token = _vjp(mechanism.step, *start)
-    by_apply = (
-        jax.tree.map(jnp.add, by_params, by_first),
-        jnp.concatenate([by_token[:, None], by_x], axis=1),
+    def total(params, state, x):
+        after, y = mechanism.apply(params, state, x)
+        parts = [*jax.tree.leaves(_floats(after)), y * seen]
+        return sum(np.square(part, dtype=np.float64).sum() for part in parts)
+
+    check_slopes(
+        lambda at: total(at[0], states[first], at[1]),
+        (params, given),
+        (by_params, by_x),
     )
 
-    total, by_state, found = jax.tree.map(jnp.zeros_like, params), last, []
-    for t in reversed(range(first, T)):
-        given = params, states[t], x[:, t], by_state, by_y[:, t]
-        by_params, by_state, by_token = _vjp(mechanism.step, *given)
-        total = jax.tree.map(jnp.add, total, by_params)
-        found.insert(0, by_token)
-    by_steps = total, jnp.stack(found, axis=1)
+    # Leaves of a state may depend on each other: they are moved by the token before.
+    along = np.random.default_rng(0).standard_normal((B, D))
+    along = (along / np.linalg.norm(along)).astype(np.float32)
 
-    chex.assert_tree_all_finite((by_apply, by_steps, by_state))
-    # Leaves of a state may depend on each other: their gradients are compared through
-    # the first token.
-    assert_close(by_apply, by_steps, 2e-4)
-    assert all(np.abs(by_apply[1][:, t]).max() > 0 for t in range(LENGTH + 1))
+    def stepped_by(by):
+        token = x[:, first - 1] + by * along
+        return mechanism.step(params, states[first - 1], token)[0]
+
+    slopes = slope(lambda by: flat(_floats(stepped_by(by))), 0.02)
+    expected = np.vdot(slopes, flat(by_state))
+    found = slope(lambda by: total(params, stepped_by(by), given), 0.02)
+    np.testing.assert_allclose(found, expected, rtol=5e-3, atol=2e-4)
+
     unused = {
         jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(by_apply[0])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(by_params)
         if not np.any(leaf)
     }
     # These have gradients where a text begins; `layers` has that test.
     initial = {"slots", "keys", "values", "weights", "bias"}
     assert unused <= {f"{at}/{x}" for at in ("cell", "memory") for x in initial}
+
+
+def check_slopes(function, at, gradients):
+    """The gradient with respect to each leaf is that of finite differences."""
+    leaves, tree = jax.tree.flatten(at)
+    value, draws = function(at), np.random.default_rng(0)
+    for i, (leaf, gradient) in enumerate(
+        zip(leaves, jax.tree.leaves(gradients), strict=True)
+    ):
+        leaf, gradient = np.asarray(leaf), np.asarray(gradient)
+        steepest = np.linalg.norm(gradient)
+        # Half of the way along the gradient, half of it in any direction.
+        along = draws.standard_normal(leaf.shape)
+        along = along / np.linalg.norm(along) + gradient / max(steepest, 1e-30)
+
+        def moved(by, i=i, leaf=leaf, along=along):
+            changed = (leaf + by * along).astype(leaf.dtype)
+            return function(
+                jax.tree.unflatten(tree, [*leaves[:i], changed, *leaves[i + 1 :]])
+            )
+
+        found = slope(moved, min(0.01, 0.005 * abs(value) / max(steepest, 1e-30)))
+        expected = np.vdot(gradient, along)
+        np.testing.assert_allclose(found, expected, atol=5e-3 * float(steepest) + 2e-4)
+
+
+def slope(function, h):
+    """The derivative of a function at 0, up to the fourth power of `h`."""
+    near, far = (function(by) - function(-by) for by in (h, 2 * h))
+    return (8 * near - far) / (12 * h)
+
+
+def flat(tree):
+    """All numbers of a tree."""
+    return np.concatenate(
+        [np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)]
+    )
 
 
 def test_input_of_another_shape_is_refused(case):

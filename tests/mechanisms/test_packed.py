@@ -12,7 +12,7 @@ import pytest
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig, TrellisConfig
 from memjax.mechanisms.layers import documents
 from tests.kernels.on_tpu import interpret_attention
-from tests.mechanisms.test_contract import BLOCK, CONFIGS, HEADS
+from tests.mechanisms.test_contract import BLOCK, CONFIGS, HEADS, check_slopes
 
 B, T, D = 2, 12, 16
 PACKS = {name: c for name, c in CONFIGS.items() if c.build().packed is not None}
@@ -50,55 +50,87 @@ def build(config) -> Any:
 
 @functools.cache
 def case(name):
+    """One program for packed rows, and for rows of one document each."""
     mechanism = build(PACKS[name])
     params = jax.jit(mechanism.init_params)(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (B, T, D))
-    weights = jax.random.normal(jax.random.key(2), (B, T, D))
     places = ANYWHERE if mechanism.packed.chunk == 1 else CHUNKS_OF_4
+    x, weights = np.random.default_rng(1).standard_normal(
+        (2, len(spans(places)), T, D), np.float32
+    )
+    # Rows behind the packed ones count for nothing.
+    weights[B:] = 0.0
+    starts = np.zeros(x.shape[:2], bool)
+    starts[:, 0] = True
+    starts[:B] = make_starts(places)
 
-    def packed(params, x, starts):
+    def loss(params, x, starts, weights):
         y = mechanism.packed.whole(params, x, starts)
         return jnp.sum(y * weights), y
 
-    packed = jax.jit(jax.value_and_grad(packed, argnums=(0, 1), has_aux=True))
-    return mechanism, params, x, weights, places, packed
+    packed = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    return mechanism, params, x, starts, weights, places, packed
 
 
-def alone(mechanism, places, weights, params, x):
+def to_rows(places, x):
     """Every document at the front of a row of its own; nothing reads ahead."""
-    rows = [jnp.roll(x[row], -begin, axis=0) for row, begin, _ in spans(places)]
-    read = mechanism.whole(params, jnp.stack(rows), None)
-    y = jnp.zeros_like(x)
-    for (row, begin, end), own in zip(spans(places), read, strict=True):
-        y = y.at[row, begin:end].set(own[: end - begin])
-    return jnp.sum(y * weights), y
+    return np.stack(
+        [np.roll(x[row], -begin, axis=0) for row, begin, _ in spans(places)]
+    )
+
+
+def from_rows(places, rows):
+    """The inverse of `to_rows`."""
+    x = np.zeros_like(rows)
+    for (row, begin, end), own in zip(spans(places), rows, strict=True):
+        x[row, begin:end] = own[: end - begin]
+    return x
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_document_equals_a_row_of_its_own(name):
-    mechanism, params, x, weights, places, packed = case(name)
-    expected = functools.partial(alone, mechanism, places, weights)
-    expected = jax.jit(jax.value_and_grad(expected, argnums=(0, 1), has_aux=True))
-    (_, y), gradients = packed(params, x, make_starts(places))
-    (_, y_alone), gradients_alone = expected(params, x)
-    chex.assert_trees_all_close(y, y_alone, rtol=1e-5, atol=1e-5)
-    chex.assert_trees_all_close(gradients, gradients_alone, rtol=1e-4, atol=1e-4)
+    mechanism, params, x, starts, weights, places, packed = case(name)
+    (_, y), (by_params, by_x) = packed(params, x, starts, weights)
+    rows, own = to_rows(places, x), to_rows(places, weights)
+    for weight, (_, begin, end) in zip(own, spans(places), strict=True):
+        weight[end - begin :] = 0.0
+    alone = np.zeros_like(starts)
+    alone[:, 0] = True
+    (_, y_rows), (by_params_alone, by_rows) = packed(params, rows, alone, own)
+    chex.assert_trees_all_close(
+        (y[:B], by_x[:B], by_params),
+        (
+            from_rows(places, y_rows)[:B],
+            from_rows(places, by_rows)[:B],
+            by_params_alone,
+        ),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    whole = jax.jit(mechanism.whole)(params, rows, None)
+    chex.assert_trees_all_close(y_rows, whole, rtol=1e-5, atol=1e-5)
+
+    def loss(at):
+        (_, y), _ = packed(*at, starts, weights)
+        return np.vdot(np.asarray(y, np.float64), weights)
+
+    check_slopes(loss, (params, x), (by_params, by_x))
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_documents_of_a_row_are_independent_bit_by_bit(name):
-    _, params, x, _, places, packed = case(name)
+    _, params, x, starts, weights, places, packed = case(name)
 
     def read(x):
-        return packed(params, x, make_starts(places))[0][1]
+        return np.asarray(packed(params, x, starts, weights)[0][1])[:B]
 
     before = read(x)
     for row, begin, end in spans(places):
-        after = read(x.at[row, begin:end].mul(-30.0))
+        changed = x.copy()
+        changed[row, begin:end] *= -30.0
         own = np.zeros((B, T), bool)
         own[row, begin:end] = True
-        assert (np.asarray(after) == np.asarray(before))[~own].all()
-        assert (np.asarray(after) != np.asarray(before))[own].any(axis=-1).all()
+        assert (read(changed) == before)[~own].all()
+        assert (read(changed) != before)[own].any(axis=-1).all()
 
 
 def test_mechanisms_without_packed_rows():
@@ -128,7 +160,7 @@ def test_starts_of_another_shape_or_type_are_refused(starts):
         documents.check_starts(jnp.asarray(starts), jnp.ones((B, T, D)))
     mechanism, params, x, *_ = case("gated_deltanet")
     with pytest.raises(ValueError, match="starts must be bool"):
-        mechanism.packed.whole(params, x, jnp.asarray(starts))
+        mechanism.packed.whole(params, jnp.asarray(x[:B]), jnp.asarray(starts))
 
 
 def test_positions_count_from_the_start_of_each_document():
