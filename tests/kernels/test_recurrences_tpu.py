@@ -17,6 +17,7 @@ from memjax_kernels import (
     gated_delta_rule,
     gated_slots,
     gla,
+    kda,
     linear_attention,
     ssd,
 )
@@ -53,8 +54,10 @@ OPS = {
     "ssd": (interpreted(pallas_tpu.ssd_tpu), xla(ssd), 3),
     "gla": (interpreted(pallas_tpu.gla_tpu), xla(gla), 3),
     "gated_delta_rule": (DELTA, GATED_DELTA_XLA, 4),
+    "kda": (interpreted(pallas_tpu.kda_tpu), xla(kda), 4),
     "gated_slots": (interpreted(gated_slots_tpu), xla(gated_slots), 4),
 }
+DELTA_RULES = ("gated_delta_rule", "kda")
 OF_OPS = pytest.mark.parametrize("name", OPS)
 
 
@@ -71,14 +74,14 @@ def draw(name, seed, b, t, h, key, value, dtype=jnp.float32, ways=1) -> Any:
     q, k = normal(0, b, t, h // ways, key), normal(1, b, t, h // ways, key)
     k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
     # Slots are as many as channels of a key.
-    channels = [key] * (name in ("gla", "gated_slots"))
+    channels = [key] * (name in ("gla", "kda", "gated_slots"))
     g = jax.nn.log_sigmoid(normal(3, b, t, h, *channels) + 2)
     tokens = (x.astype(dtype) for x in (q, k, normal(2, b, t, h, value)))
     memory = normal(4, b, h, key, value)
     if name == "gated_slots":
         state = GatedSlotsState(normal(6, b, h, key, key), memory)
         return *tokens, (1 - jnp.exp(g)).astype(dtype), g, state
-    rates = [jax.nn.sigmoid(normal(5, b, t, h))] * (name == "gated_delta_rule")
+    rates = [jax.nn.sigmoid(normal(5, b, t, h))] * (name in DELTA_RULES)
     return *tokens, *rates, g, memory
 
 
@@ -104,6 +107,7 @@ def both(form, reset, *arguments):
         ("ssd", 4, 32, 64),
         ("gla", 1, 128, 128),
         ("gated_delta_rule", 4, 32, 32),
+        ("kda", 2, 64, 128),
         ("gated_slots", 2, 64, 128),
     ],
 )
@@ -125,6 +129,7 @@ def test_values_and_gradients_agree_with_xla(name, heads, key, value):
         ("ssd", 4, 4, 128, (2, 1, 4)),
         # No block of one key head fills the lanes: copies of it do.
         ("gla", 12, 6, 64, (2, 2, 2)),
+        ("kda", 2, 2, 128, (2, 1, 2)),
     ],
 )
 def test_value_heads_share_key_heads(name, heads, ways, width, packing, monkeypatch):
@@ -137,7 +142,7 @@ def test_value_heads_share_key_heads(name, heads, ways, width, packing, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gla", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["gla", "gated_delta_rule", "kda"])
 def test_gates_of_minus_infinity_clear_memory_and_gradient(name, monkeypatch):
     """Two groups of packs; mild gates behind strong ones keep their digits."""
     monkeypatch.setattr(pack_blocks, "PACKS", 1)
@@ -169,7 +174,7 @@ def test_ops_without_log_gates_agree_with_xla(kernels, op, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "alike"), [(name, name == "gated_delta_rule") for name in OPS]
+    ("name", "alike"), [(name, name in DELTA_RULES) for name in OPS]
 )
 def test_bfloat16_error_is_no_larger_than_xla(name, alike):
     """Keys that are all alike leave the delta rule the hardest systems."""
@@ -246,6 +251,8 @@ def test_unsupported_reasons():
         (ssd, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         (gla, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
         (gla, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
+        (kda, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
+        (kda, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         (gated_slots, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         (gated_delta_rule, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
         (delta_rule, "v5p:2x2x1", (2, 100, 2, 128, 256), jnp.float32, (1, 1)),
@@ -256,7 +263,7 @@ def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)
     devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
     mesh = Mesh(devices, ("data", "tensor"))
-    name = op.__name__ if op in (gla, gated_slots) else "gated_delta_rule"
+    name = op.__name__ if op in (gla, kda, gated_slots) else "gated_delta_rule"
     drawn = functools.partial(draw, name, 0, *sizes, dtype)
     q, k, v, *gates, state = jax.eval_shape(drawn)
     kept = {linear_attention: 0, ssd: 1, delta_rule: 1}

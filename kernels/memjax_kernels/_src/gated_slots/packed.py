@@ -27,7 +27,7 @@ def advance(
     x: Channels, start: Float[Array, "P K MM"]
 ) -> tuple[Float[Array, "P K MM"], Float[Array, "P C MM"]]:
     """The memory after a chunk, and how much of each slot a token reads; x.v is α."""
-    left = decays(x.g, x.parts)
+    left = decays(x.g)
     compared, _ = _compare(x, start, left)
     written = diagonal_blocks(x.dot(x.k, x.cast(x.v * left.until), "tn"), x.heads)
     return left.since[:, -1:] * start + written, _softmax(compared, x.heads)
@@ -41,7 +41,7 @@ def vjp(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     heads, cast, dot = x.heads, x.cast, x.dot
-    left = decays(x.g, x.parts)
+    left = decays(x.g)
     compared, overlap = _compare(x, start, left)
     weights = _softmax(compared, heads)
     products = weights * d_weights
@@ -77,7 +77,7 @@ def vjp(
     d_start = decay + diagonal_blocks(dot(x.q, d_past, "tn"), heads)
     # All that the memory after the chunk receives, at every token.
     end = packs.sum_slots(decay * start) + packs.sum_slots(x.v * d_written)
-    return Cotangents((d_q, d_k, d_alpha, suffix_sums(sums, x.parts) + end), d_start)
+    return Cotangents((d_q, d_k, d_alpha, suffix_sums(sums) + end), d_start)
 
 
 def _compare(

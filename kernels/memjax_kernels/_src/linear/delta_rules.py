@@ -29,13 +29,14 @@ _KDA = _GATED_DELTA_RULE._replace(
     name="kda",
     gates={"beta": "B T H", "g": "B T H K"},
     step=steps.kda_step,
-    kernels=None,
+    kernels=pallas_tpu.kda_tpu,
 )
 _GDN2 = _KDA._replace(
     name="gdn2",
     gates={"erase": "B T H K", "write": "B T H V", "g": "B T H K"},
     step=steps.gdn2_step,
     advance=delta_chunks.gdn2_group,
+    kernels=None,
 )
 
 
@@ -145,7 +146,7 @@ def kda(
         state: the memory before the segment, float32; None is empty.
         reset: True empties the memory of a batch element before that token.
         chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known.
+            None is the fastest known. Kernels have chunks of 64.
         implementation: which code runs; None is the fastest that can.
 
     Returns:

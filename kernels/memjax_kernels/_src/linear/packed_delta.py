@@ -25,6 +25,7 @@ from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.common.packs.pack_products import multiply
 from memjax_kernels._src.common.packs.recurrence_kernels import (
+    Channels,
     Chunk,
     Cotangents,
     at_end,
@@ -60,11 +61,11 @@ def advance(
     x: Chunk, start: Float[Array, "P K VV"]
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
-    read, exact = _products(x)
+    read, exact = products(x)
     overlaps = _overlaps(x, read)
     # Queries above keys: the memory is loaded once.
-    large, *small = _parts(start, operand_dtype(x.k))
-    past, known = jnp.split(read(_rows(x.q, x.k), large, "nn"), 2, axis=1)
+    large, *small = parts_of(start, operand_dtype(x.k))
+    past, known = jnp.split(read(rows(x.q, x.k), large, "nn"), 2, axis=1)
     known = functools.reduce(jnp.add, [read(x.k, s, "nn") for s in small], known)
     solved = _solve(x, overlaps, known, read, exact)
     width = start.shape[-1]
@@ -80,7 +81,7 @@ def vjp(
     d_y: Float[Array, "P C VV"],
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
-    read, exact = _products(x)
+    read, exact = products(x)
     overlaps, known = _overlaps(x, read), exact(x.k, start, "nn")
     between, scores, later, inverse, target, writes = _solve(
         x, overlaps, known, read, exact
@@ -92,12 +93,12 @@ def vjp(
     d_target = x.beta(width) * d_solved
 
     # Those of queries above those of keys: their products have one second operand.
-    d_both = _rows(d_y, -d_target)
-    d_overlaps = read(d_both, writes, "nt") * _rows(between, _below(between))
-    past = _rows(x.since(of_keys), x.since(of_keys)) * read(d_both, start, "nt")
+    d_both = rows(d_y, -d_target)
+    d_overlaps = read(d_both, writes, "nt") * rows(between, _below(between))
+    past = rows(x.since(of_keys), x.since(of_keys)) * read(d_both, start, "nt")
     q_reads, k_reads = jnp.split(read(d_overlaps, x.k, "nn") + past, 2, axis=1)
     carried = x.until(of_keys) * read(writes, d_after, "nt")
-    k_writes = read(d_overlaps, _rows(x.q, x.k), "tn") + carried
+    k_writes = read(d_overlaps, rows(x.q, x.k), "tn") + carried
     decay = x.whole(width) * d_after
     d_start = decay + read(x.q, since * d_y, "tn") - exact(x.k, since * d_target, "tn")
 
@@ -116,7 +117,7 @@ def vjp(
 
 def _overlaps(x: Chunk, read: Multiply) -> Float[Array, "P rows CC"]:
     """Q K^T above K K^T, whose second operand is loaded once."""
-    return read(_rows(x.q, x.k), x.k, "nt")
+    return read(rows(x.q, x.k), x.k, "nt")
 
 
 def _solve(
@@ -130,14 +131,14 @@ def _solve(
     of_q, of_k = jnp.split(overlaps, 2, axis=1)
     between = x.between()
     later = of_k * _below(between)
-    inverse = _inverse(x.beta(later.shape[-1]) * later, read, operand_dtype(x.k))
+    inverse = inverse_of(x.beta(later.shape[-1]) * later, read, operand_dtype(x.k))
     width = known.shape[-1]
     target = x.v - x.since(width) * known
     writes = exact(inverse, x.beta(width) * target, "nn")
     return Solved(between, of_q * between, later, inverse, target, writes)
 
 
-def _rows(*parts: Array) -> Array:
+def rows(*parts: Array) -> Array:
     """One above the other."""
     return jnp.concatenate(parts, axis=1)
 
@@ -152,7 +153,7 @@ def _below(x: Float[Array, "P C CC"]) -> Float[Array, "P C CC"]:
     return jnp.where(packs.sublane(x.shape) == _other(x), 0.0, x)
 
 
-def _inverse(
+def inverse_of(
     lower: Float[Array, "P C CC"], read: Multiply, dtype: jnp.dtype
 ) -> Float[Array, "P C CC"]:
     """(I + L)⁻¹ of each head, L below the diagonal, C a power of two.
@@ -170,14 +171,14 @@ def _inverse(
         corner = jnp.where((apart >= size) & (apart < 2 * size), lower, 0.0)
         # Rows of late halves alone are not zero.
         parts = jnp.split(inverse, lower.shape[1] // size, axis=1)
-        late = _rows(*parts[1::2])
+        late = rows(*parts[1::2])
         late -= read(read(late, corner, "nn"), inverse, "nn")
         parts[1::2] = jnp.split(late, len(parts) // 2, axis=1)
-        inverse, size = _rows(*parts), 2 * size
+        inverse, size = rows(*parts), 2 * size
     if dtype == F32:
         return inverse
     coarse, _ = packs.in_bfloat16(inverse, 2)
-    both = _rows(*packs.in_bfloat16(lower, 2))
+    both = rows(*packs.in_bfloat16(lower, 2))
     wrong = ones - coarse - _sum_rows(read(both, coarse, "nn"), 2)
     return coarse + read(coarse, wrong, "nn")
 
@@ -186,9 +187,9 @@ def _invert_blocks(lower: Float[Array, "P C CC"]) -> Float[Array, "P C CC"]:
     """(I + L)⁻¹ of blocks of `BLOCK` tokens: forward substitution, in float32."""
     count, size, width = lower.shape
     own = jax.lax.div(_other(lower), jnp.int32(BLOCK))[:, :BLOCK]
-    rows = jnp.split(lower, size // BLOCK, axis=1)
+    parts = jnp.split(lower, size // BLOCK, axis=1)
     # The blocks of all heads beside each other, in as few registers as hold them.
-    kept = [jnp.where(own == i, x, 0.0) for i, x in enumerate(rows)]
+    kept = [jnp.where(own == i, x, 0.0) for i, x in enumerate(parts)]
     wide = jnp.concatenate([*functools.reduce(jnp.add, kept)], axis=1)
     lanes = math.gcd(count * width, LANES)
     blocks = jnp.split(wide, count * width // lanes, axis=1)
@@ -206,7 +207,7 @@ def _invert_blocks(lower: Float[Array, "P C CC"]) -> Float[Array, "P C CC"]:
 
     wide = jnp.concatenate([invert(block) for block in blocks], axis=1)
     inverse = jnp.stack(jnp.split(wide, count, axis=1))
-    return _rows(*(jnp.where(own == i, inverse, 0.0) for i in range(len(rows))))
+    return rows(*(jnp.where(own == i, inverse, 0.0) for i in range(len(parts))))
 
 
 def _other(x: Float[Array, "P C CC"]):
@@ -214,7 +215,7 @@ def _other(x: Float[Array, "P C CC"]):
     return packs.within(x.shape, x.shape[1])
 
 
-def _products(x: Chunk) -> tuple[Multiply, Multiply]:
+def products(x: Chunk | Channels) -> tuple[Multiply, Multiply]:
     """Products for reads in the tokens' dtype, and those for the memory.
 
     Errors of a write, and of its cotangent, grow through the solution and from chunk to
@@ -227,21 +228,21 @@ def _products(x: Chunk) -> tuple[Multiply, Multiply]:
 
     def exact(x: Array, y: Array, form: Form):
         # That of both small parts is left out.
-        xs, ys = (_parts(z, dtype) for z in (x, y))
+        xs, ys = (parts_of(z, dtype) for z in (x, y))
         if form == "tn":
             # One product over all tokens of both.
             pairs = [(a, b) for i, a in enumerate(xs) for b in ys[: 2 - i]]
             return read(
-                _rows(*(a for a, _ in pairs)), _rows(*(b for _, b in pairs)), form
+                rows(*(a for a, _ in pairs)), rows(*(b for _, b in pairs)), form
             )
         # A second operand is loaded once.
         large, *small = ys
-        found = _sum_rows(read(_rows(*xs), large, form), len(xs))
+        found = _sum_rows(read(rows(*xs), large, form), len(xs))
         return functools.reduce(jnp.add, [read(xs[0], y, form) for y in small], found)
 
     return read, exact
 
 
-def _parts(x: Array, dtype: jnp.dtype) -> list[Array]:
+def parts_of(x: Array, dtype: jnp.dtype) -> list[Array]:
     """Parts in `dtype` whose sum is x but for its last bits."""
     return [x] if x.dtype == dtype else packs.in_bfloat16(x, 2)

@@ -15,9 +15,13 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
-from memjax_kernels._src.common.packs.channels import decays, pairs, suffix_sums
+from memjax_kernels._src.common.packs.channels import (
+    all_lanes,
+    decays,
+    pairs,
+    suffix_sums,
+)
 from memjax_kernels._src.common.packs.recurrence_kernels import Channels, Cotangents
-from memjax_kernels._src.common.products import multiply
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -27,11 +31,11 @@ def advance(
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
     heads, cast, dot = x.heads, x.cast, x.dot
-    blocks, since, until = decays(x.g, x.parts)
+    blocks, since, until = decays(x.g)
     y = dot(cast(_scores(x, blocks)), block_diagonal(x.v, heads), "nn")
     y += dot(cast(x.q * since), block_diagonal(cast(start), heads), "nn")
     written = diagonal_blocks(dot(cast(x.k * until), x.v, "tn"), heads)
-    return _decay(x, start) * start + written, y
+    return all_lanes(since[:, -1:], heads, start.shape[-1]) * start + written, y
 
 
 def vjp(
@@ -42,7 +46,7 @@ def vjp(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     heads, cast, dot = x.heads, x.cast, x.dot
-    blocks, since, until = decays(x.g, x.parts)
+    blocks, since, until = decays(x.g)
     d_y, d_memory = cast(d_y), block_diagonal(cast(d_after), heads)
     d_scores = dot(d_y, block_diagonal(x.v, heads), "nt")
     d_q = since * dot(d_y, block_diagonal(cast(start), heads), "nt")
@@ -63,7 +67,7 @@ def vjp(
         sums += q * reads - k * writes
     d_v = diagonal_blocks(dot(cast(_scores(x, blocks)), d_y, "tn"), heads)
     d_v += dot(cast(x.k * until), d_memory, "nn")
-    decay = _decay(x, start) * d_after
+    decay = all_lanes(since[:, -1:], heads, start.shape[-1]) * d_after
     d_start = decay + diagonal_blocks(dot(cast(x.q * since), d_y, "tn"), heads)
 
     # All that the memory after the chunk receives, at every token.
@@ -71,7 +75,7 @@ def vjp(
     end = packs.in_parts(
         lambda part: dot(ones, block_diagonal(part, heads), "nt"), decay * start
     )
-    d_g = suffix_sums(sums, x.parts) + packs.sum_slots(x.k * d_written) + end
+    d_g = suffix_sums(sums) + packs.sum_slots(x.k * d_written) + end
     return Cotangents((d_q, d_k, d_v, d_g), d_start)
 
 
@@ -84,10 +88,3 @@ def _scores(
         product = dot(cast(x.q * f), block_diagonal(cast(x.k * f), x.heads), "nt")
         scores = jnp.where(chosen, product, scores)
     return scores
-
-
-def _decay(x: Channels, start: Float[Array, "P K VV"]) -> Float[Array, "P K VV"]:
-    """The decays over the whole chunk, in all lanes of a head."""
-    ones = jnp.ones((*x.g.shape[:2], start.shape[-1]), BF16)
-    sums = packs.in_parts(lambda part: multiply(part, ones, "tn", BF16), x.g, x.parts)
-    return jnp.exp(diagonal_blocks(sums, x.heads))

@@ -1,6 +1,6 @@
 """The linear ops on a TPU.
 
-`packed`, `packed_gla` and `packed_delta` have the equations of a chunk.
+`packed`, `packed_gla`, `packed_delta` and `packed_kda` have the equations of a chunk.
 """
 
 import functools
@@ -8,7 +8,7 @@ from typing import Any
 
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence_kernels import Op
-from memjax_kernels._src.linear import packed, packed_delta, packed_gla
+from memjax_kernels._src.linear import packed, packed_delta, packed_gla, packed_kda
 from memjax_kernels._src.linear.chunks import linear_group, scan_groups
 from memjax_kernels._src.linear.delta_chunks import delta_group
 
@@ -20,7 +20,7 @@ def _linear_in_xla(q, k, v, g, beta, state, *, chunk_size):
 
 
 def _delta_in_xla(q, k, v, g, beta, state, *, chunk_size):
-    tokens = (q, k, v, beta[..., None], g[..., None])
+    tokens = (q, k, v, beta[..., None], g[..., None] if g.ndim < q.ndim else g)
     return scan_groups(delta_group, tokens, state, None, chunk_size)
 
 
@@ -31,6 +31,7 @@ GLA = Op("gla", packed_gla.advance, packed_gla.vjp, _linear_in_xla, exact=False)
 DELTA = Op(
     "delta_rule", packed_delta.advance, packed_delta.vjp, _delta_in_xla, exact=True
 )
+KDA = DELTA._replace(name="kda", advance=packed_kda.advance, vjp=packed_kda.vjp)
 
 
 def linear_attention_tpu(q, k, v, state, reset, *, interpret: Any = False):
@@ -47,6 +48,13 @@ def gated_delta_rule_tpu(q, k, v, beta, g, state, reset, *, interpret: Any = Fal
     """`gated_delta_rule` in kernels."""
     return recurrence.recur(
         DELTA, q, k, v, g, state, reset, beta=beta, interpret=interpret
+    )
+
+
+def kda_tpu(q, k, v, beta, g, state, reset, *, interpret: Any = False):
+    """`kda` in kernels."""
+    return recurrence.recur(
+        KDA, q, k, v, g, state, reset, beta=beta, interpret=interpret
     )
 
 

@@ -85,8 +85,10 @@ def ends(row: Float[Array, "P 1 CC"], heads: int) -> list[Float[Array, "P 1 1"]]
 
 def sums(rows: Float[Array, "P M DD"], heads: int) -> list[Float[Array, "P M 1"]]:
     """The sum over each head's lanes."""
-    of = head(rows.shape, heads)
     total = functools.partial(jnp.sum, axis=-1, keepdims=True)
+    if heads == 1:
+        return [total(rows)]
+    of = head(rows.shape, heads)
     return [total(jnp.where(of == i, rows, 0.0)) for i in range(heads)]
 
 

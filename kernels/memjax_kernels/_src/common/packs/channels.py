@@ -1,21 +1,19 @@
 """Gates of channels of packed heads, and decays between tokens.
 
 `common.decays` says why decays between tokens are products over the halves of blocks of
-2, 4, 8 ... tokens: no two sums of gates are subtracted. Here the sums of all blocks are
-one product of the gates with zeros and ones.
+2, 4, 8 ... tokens: no two sums of gates are subtracted. A block is summed from its
+halves, which rotations of the rows of a register bring together.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.products import multiply
 
-F32 = jnp.float32
-BF16 = jnp.dtype(jnp.bfloat16)
-# Tokens of a block whose gates products sum: a register's rows.
+# Tokens of a block whose gates rotations sum: a register's rows.
 BLOCK = 8
 
 
@@ -34,36 +32,22 @@ class Decays(NamedTuple):
     until: Float[Array, "P C DD"]
 
 
-def decays(g: Float[Array, "P C DD"], parts: int) -> Decays:
-    """The decays of log gates, none below `gate_sums.FORGETS_ALL`.
-
-    Args:
-        g: the gates.
-        parts: in which they are summed (`packs.in_parts`).
-    """
-    count, size, width = g.shape
-    i, t = (axis((size, size)) for axis in (packs.sublane, packs.lane))
-
-    def summed(half):
-        """Masks of a block's prefix sums, and of its exclusive suffix sums."""
-        alike = (i ^ t) < half
-        return alike & (t <= i), alike & (t > i)
-
-    def chosen(half):
-        late, (up_to, behind) = (i & half) > 0, summed(half)
-        return (late & up_to) | (~late & behind)
-
-    block = min(BLOCK, size)
-    numbers = [mask.astype(F32) for mask in (chosen(2), chosen(4), *summed(block))]
-    # The gates of all packs beside each other: one product.
-    wide, ones = jnp.concatenate([*g], axis=-1), jnp.concatenate(numbers).astype(BF16)
-    sums = packs.in_parts(lambda part: multiply(ones, part, "nn", BF16), wide, parts)
-    by_pack = jnp.stack([sums[:, p * width : (p + 1) * width] for p in range(count)])
-    *found, since, until = jnp.split(by_pack, len(numbers), axis=1)
-    found.insert(0, jnp.where((packs.sublane(g.shape) & 1) > 0, g, 0.0))
-    # Sums of larger blocks, from those of their halves.
-    while block < size:
-        ups, downs = (jnp.split(x, size // block, axis=1) for x in (since, until))
+def decays(g: Float[Array, "P C DD"]) -> Decays:
+    """The decays of log gates, none below `gate_sums.FORGETS_ALL`."""
+    size = g.shape[1]
+    found, (since, until) = [], (g, jnp.zeros_like(g))
+    half = 1
+    while half < min(BLOCK, size):
+        late = (packs.sublane(g.shape) & half) > 0
+        found.append(jnp.where(late, since, until))
+        # Sums of blocks twice as large, from those of both halves.
+        total = since + until
+        other = jnp.where(late, _rotate(total, half), _rotate(total, -half))
+        since += jnp.where(late, other, 0.0)
+        until += jnp.where(late, 0.0, other)
+        half *= 2
+    while half < size:
+        ups, downs = (jnp.split(x, size // half, axis=1) for x in (since, until))
         found.append(_interleave(downs[::2], ups[1::2]))
         totals = [x[:, -1:] for x in ups]
         since = _interleave(
@@ -72,9 +56,28 @@ def decays(g: Float[Array, "P C DD"], parts: int) -> Decays:
         until = _interleave(
             [x + y for x, y in zip(downs[::2], totals[1::2], strict=True)], downs[1::2]
         )
-        block *= 2
+        half *= 2
     blocks = [jnp.exp(x) for x in found]
     return Decays([jnp.ones_like(g), *blocks], jnp.exp(since), jnp.exp(until))
+
+
+def _rotate(x: Float[Array, "P C DD"], by: int) -> Float[Array, "P C DD"]:
+    """Rows of each block of `BLOCK`, moved down and around."""
+    size = min(BLOCK, x.shape[1])
+    blocks = x.reshape(-1, size, x.shape[-1])
+    return pltpu.roll(blocks, by % size, axis=1).reshape(x.shape)
+
+
+def all_lanes(row: Float[Array, "P 1 KK"], heads: int, width: int) -> Array:
+    """Numbers of channels, in all lanes of a memory [P, K, VV] with `width` lanes."""
+    wide = jnp.broadcast_to(row, (row.shape[0], width, row.shape[-1]))
+    return packs.diagonal_blocks(jnp.swapaxes(wide, 1, 2), heads)
+
+
+def channel_sums(memory: Float[Array, "P K VV"], heads: int) -> Array:
+    """Sums over each head's lanes of a memory, as a row of channels [P, 1, KK]."""
+    by_head = jnp.split(jnp.swapaxes(memory, 1, 2), heads, axis=1)
+    return jnp.concatenate([packs.sum_slots(x) for x in by_head], axis=-1)
 
 
 def _interleave(early: list[Array], late: list[Array]) -> Array:
@@ -96,8 +99,14 @@ def pairs(scores: Float[Array, "P C CC"]) -> list[Bool[Array, "P C CC"]]:
     return [apart == 0, *of]
 
 
-def suffix_sums(x: Float[Array, "P C DD"], parts: int) -> Float[Array, "P C DD"]:
+def suffix_sums(x: Float[Array, "P C DD"]) -> Float[Array, "P C DD"]:
     """Sums over each token and those after it."""
-    shape = (x.shape[0], x.shape[1], x.shape[1])
-    after = (packs.lane(shape) >= packs.sublane(shape)).astype(BF16)
-    return packs.in_parts(lambda part: multiply(after, part, "nn", BF16), x, parts)
+    block = min(BLOCK, x.shape[1])
+    place, step = packs.sublane(x.shape) & (block - 1), 1
+    while step < block:
+        x += jnp.where(place < block - step, _rotate(x, -step), 0.0)
+        step *= 2
+    blocks = jnp.split(x, x.shape[1] // block, axis=1)
+    for i in reversed(range(len(blocks) - 1)):
+        blocks[i] += blocks[i + 1][:, :1]
+    return jnp.concatenate(blocks, axis=1)

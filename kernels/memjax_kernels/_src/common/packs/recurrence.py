@@ -61,7 +61,7 @@ class Blocks(NamedTuple):
     Attributes:
         tokens: q, k, v and gates of channels, each [B, n, C, heads D].
         columns: [B, n, groups, C, heads of a group] of the gates of heads, and behind
-            them of the rates; float32. None where gates are of channels.
+            them of the rates; float32. Without those of gates of channels.
     """
 
     tokens: tuple[Any, ...]
@@ -172,7 +172,10 @@ def _arrange(static: Static, x: Tokens) -> Blocks:
 
     tokens = flat(x.q), flat(x.k), flat(x.v)
     if x.g.ndim == x.q.ndim:
-        return Blocks((*tokens, flat(x.g)), None)
+        rates = x.beta
+        if rates is not None:
+            rates = gate_columns(rates.astype(F32), *static.packing[:2])
+        return Blocks((*tokens, flat(x.g)), rates)
     both = x.g if x.beta is None else jnp.stack([x.g, x.beta.astype(F32)], axis=-1)
     return Blocks(tokens, gate_columns(both, *static.packing[:2]))
 
@@ -189,12 +192,13 @@ def _undo(static: Static, d: Blocks, x: Tokens) -> Tokens:
 
     q, k = map(shared, d.tokens[:2])
     v = d.tokens[2].reshape(x.v.shape)
-    if d.columns is None:
-        return Tokens(q, k, v, d.tokens[3].reshape(x.g.shape), None)
-    g = gates_of_columns(d.columns[..., :number], group, heads)
+    if len(d.tokens) > 3:
+        g = d.tokens[3].reshape(x.g.shape)
+    else:
+        g = gates_of_columns(d.columns[..., :number], group, heads)
     if x.beta is None:
         return Tokens(q, k, v, g, None)
-    beta = gates_of_columns(d.columns[..., number:], group, heads)
+    beta = gates_of_columns(d.columns[..., -number:], group, heads)
     return Tokens(q, k, v, g, beta.astype(x.beta.dtype))
 
 

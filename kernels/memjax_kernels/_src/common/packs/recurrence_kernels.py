@@ -113,13 +113,17 @@ class Chunk(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """Tokens of one chunk with a gate for each channel of keys or values."""
+    """Tokens of one chunk with a gate for each channel of keys or values.
+
+    `beta` as in `Chunk`.
+    """
 
     q: Float[Array, "P C KK"]
     k: Float[Array, "P C KK"]
     v: Float[Array, "P C VV"]
     g: Float[Array, "P C GG"]
     heads: int
+    beta: Callable[[int], Float[Array, "P C DD"]]
 
     def cast(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """In the tokens' dtype, as operands of products are."""
@@ -205,12 +209,13 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
         return pack_columns.sum_lanes(part, shape, group, heads)[0]
 
     # Parts of one width are added before the sum over lanes.
-    by_width = {}
+    by_width, columns = {}, []
     for part in found.sums:
         by_width[part.shape[-1]] = by_width.get(part.shape[-1], 0.0) + part
-    d_sums = functools.reduce(jnp.add, map(column, by_width.values()))
-    d_sums = pack_decays.sum_back(d_sums)
-    columns = [raised(x.columns[:, :number], d_sums)]
+    if by_width:
+        d_sums = functools.reduce(jnp.add, map(column, by_width.values()))
+        d_sums = pack_decays.sum_back(d_sums)
+        columns.append(raised(x.columns[:, :number], d_sums))
     if found.beta is not None:
         columns.append(column(found.beta))
     d_x.columns[...] = jnp.concatenate(columns, axis=1)
@@ -220,18 +225,7 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
     group, heads, ways = static.packing
     q, k = (packs.load_shared(ref, group, heads, ways) for ref in x.tokens[:2])
     v, *gates = (packs.load(ref, group) for ref in x.tokens[2:])
-    if gates:
-        # Of -inf, sums in parts would be NaN.
-        g = jnp.maximum(gates[0], FORGETS_ALL)
-        return Channels(q, k, v, g, heads)
-    number = group * heads
-    given = x.columns[...]
-    sums = pack_decays.sum_gates(given[:, :number])
-    coarse, fine = jnp.split(sums, 2, axis=1)
-    rows = pack_decays.transpose(sums)
-    row = Sums(*(pack_decays.pack_heads(rows, i, group, heads) for i in (0, number)))
-
-    columns = coarse, fine, given[:, number:]
+    columns: list[Array] = []
 
     @functools.cache
     def in_lanes(index, width):
@@ -241,7 +235,22 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
             return in_lanes(index, lanes)[..., :width]
         return pack_columns.spread(columns[index][None], width, group, heads)
 
+    if x.columns is not None:
+        columns.append(x.columns[...])
+    beta = functools.partial(in_lanes, -1)
+    if gates:
+        # Of -inf, sums would be NaN.
+        g = jnp.maximum(gates[0], FORGETS_ALL)
+        return Channels(q, k, v, g, heads, beta)
+    number, given = group * heads, columns.pop()
+    sums = pack_decays.sum_gates(given[:, :number])
+    coarse, fine = jnp.split(sums, 2, axis=1)
+    rows = pack_decays.transpose(sums)
+    row = Sums(*(pack_decays.pack_heads(rows, i, group, heads) for i in (0, number)))
+
+    columns += [coarse, fine, given[:, number:]]
+
     def sums_in_lanes(width):
         return Sums(in_lanes(0, width), in_lanes(1, width))
 
-    return Chunk(q, k, v, heads, row, sums_in_lanes, functools.partial(in_lanes, 2))
+    return Chunk(q, k, v, heads, row, sums_in_lanes, beta)
