@@ -6,12 +6,13 @@ score others, whose tokens may differ.
 Shapes: n tokens of a document.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
-from memjax.checks import require_instance
+from memjax.checks import require_instance, short
 from memjax.data.documents.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -20,6 +21,13 @@ from memjax.data.documents.tokenizer import (
 )
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation.key_tokens import KeyTokens, digest_of
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = sorted({*range(256)} - {*_PRINTED})
+#: Bytes by the characters that GPT-2's vocabulary writes for them.
+BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + i): byte for i, byte in enumerate(_OTHERS)
+}
 
 
 def align_key_tokens(
@@ -31,8 +39,7 @@ def align_key_tokens(
 ) -> KeyTokens:
     """The same key tokens in the tokens of another tokenizer.
 
-    A token is one if all its characters are those of key tokens, as in the paper's
-    program.
+    A token is one if all its bytes are those of key tokens, as in the paper's program.
 
     Args:
         keys: of `documents`.
@@ -43,7 +50,7 @@ def align_key_tokens(
 
     Raises:
         ValueError: on other documents than those of the keys, on texts that differ, or
-            a tokenizer whose tokens are not those of the text that they decode to.
+            a tokenizer whose tokens are no parts of the text that they decode to.
     """
     require_instance("keys", keys, KeyTokens)
     if (tokenizer.digest, digest_of(documents)) != (keys.tokenizer, keys.content):
@@ -62,6 +69,7 @@ def align_key_tokens(
         covered = np.zeros(len(text) + 1, np.int64)
         for start, stop in spans[key]:
             covered[start + 1 : stop + 1] = 1
+        # Covered bytes before each.
         before = np.cumsum(covered)
         start, stop = other_spans.T
         found.append((stop > start) & (before[stop] - before[start] == stop - start))
@@ -75,24 +83,41 @@ def align_key_tokens(
 
 def _spans(
     tokenizer: Tokenizer, document: TokenisedDocument
-) -> tuple[str, Int[np.ndarray, "n 2"]]:
-    """The text, and the first and last characters of each token; none of added ones."""
+) -> tuple[bytes, Int[np.ndarray, "n 2"]]:
+    """The text, and where each token begins and ends in it; nowhere of added ones."""
     ids = np.asarray(document.tokens[:])
     added = len(first := first_tokens(tokenizer))
     added = added if np.array_equal(ids[:added], first) else 0
-    text = tokenizer.decode(ids[added:])
+    pieces = [b""] * added + [_piece(tokenizer, i) for i in ids[added:].tolist()]
+    text = b"".join(pieces)
+    read = tokenizer.decode(ids[added:])
+    # Llama 2 puts a space before a text, and takes it away again.
+    if text[:1] == b" " and _decoded(text[1:]) == read:
+        pieces[added], text = pieces[added][1:], text[1:]
+    elif _decoded(text) != read:
+        raise ValueError(
+            f"{document.name!r} is decoded to a text that is not made of its tokens, "
+            f"and cannot be aligned: {short(read)}"
+        )
+    stop = np.cumsum([len(piece) for piece in pieces])
+    return text, np.stack([stop, stop], axis=1) - [[len(p), 0] for p in pieces]
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes of a token, which may be a part of a character."""
     if isinstance(tokenizer, ByteTokenizer):
-        # Bytes after the first of a character are 10xxxxxx.
-        last = np.cumsum((ids & 0xC0) != 0x80)
-        spans = np.stack([last - 1, last], axis=1)
-    elif isinstance(tokenizer, JsonTokenizer):
-        encoded = tokenizer.backend.encode(text, add_special_tokens=False)
-        if encoded.ids != ids[added:].tolist():
-            raise ValueError(
-                f"{document.name!r} decodes to a text of other tokens, and cannot be "
-                "aligned"
-            )
-        spans = np.asarray([(0, 0)] * added + encoded.offsets, np.int64)
-    else:
-        raise ValueError(f"{tokenizer!r} does not say where its tokens are in a text")
-    return text, spans.reshape(-1, 2)
+        return bytes([token])
+    if not isinstance(tokenizer, JsonTokenizer):
+        raise ValueError(f"{tokenizer!r} does not say which bytes its tokens are")
+    written = tokenizer.backend.id_to_token(token) or ""
+    if token in tokenizer.backend.get_added_tokens_decoder():
+        return written.encode()
+    if b'"ByteLevel"' in tokenizer.serialised:
+        return bytes(BYTES[character] for character in written)
+    if re.fullmatch("<0x[0-9A-F]{2}>", written):
+        return bytes([int(written[1:-1], 16)])
+    return written.replace("\u2581", " ").encode()

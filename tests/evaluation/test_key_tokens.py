@@ -7,9 +7,11 @@ import chex
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 from memjax import evaluation
 from memjax.data import load_tokenizer
+from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.mechanisms import AttentionConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -102,24 +104,53 @@ def test_long_perplexity_is_that_of_key_tokens(find, context_length):
     )
 
 
-def test_keys_of_another_tokenizer_are_of_the_same_characters(find):
-    keys, others = find(), tokenised(PIECES)
+def llama():
+    """A tokenizer with spaces as Llama 2 has them, and bytes for other characters."""
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary += [*"▁onetw,", "▁o", "ne"]
+    ids = {piece: i for i, piece in enumerate(vocabulary)}
+    merges = [("▁", "o"), ("n", "e")]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(ids, merges, byte_fallback=True, unk_token="<unk>")
+    )
+    made.normalizer = tokenizers.normalizers.Sequence(
+        [
+            tokenizers.normalizers.Prepend("▁"),
+            tokenizers.normalizers.Replace(" ", "▁"),
+        ]
+    )
+    made.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return parse_tokenizer(made.to_str().encode(), "llama")
+
+
+@pytest.mark.parametrize("other", [PIECES, llama()])
+def test_keys_of_another_tokenizer_are_of_the_same_bytes(find, other):
+    keys, others = find(), tokenised(other)
     wanted = [np.zeros(len(key), bool) for key in keys.keys]
     wanted[0][4:8] = True  # "two," of the first text
     wanted[1][:2] = True  # both bytes of the first "é"
     keys = keys._replace(keys=tuple(wanted))
-    found = evaluation.align_key_tokens(keys, DOCUMENTS, BYTES, others, PIECES)
+    found = evaluation.align_key_tokens(keys, DOCUMENTS, BYTES, others, other)
     # Pieces whose text ends behind the marked characters, and begins in them.
     for text, first, last in ((0, 4, 8), (1, 0, 1)):
         ids = others[text].tokens
-        ends = [len(PIECES.decode(ids[: i + 1])) for i in range(len(ids))]
+        ends = [len(other.decode(ids[: i + 1])) for i in range(len(ids))]
         inside = [
             first <= start and end <= last
             for start, end in zip([0, *ends], ends, strict=False)
         ]
+        # Llama's first token is the space that is taken away.
+        inside[0] &= ends[0] > 0
         np.testing.assert_array_equal(found.keys[text], inside)
         assert any(inside)
-    back = evaluation.align_key_tokens(found, others, PIECES, DOCUMENTS, BYTES)
+    back = evaluation.align_key_tokens(found, others, other, DOCUMENTS, BYTES)
     assert not any((a & ~b).any() for a, b in zip(back.keys, keys.keys, strict=True))
     assert back.total > 0
 
