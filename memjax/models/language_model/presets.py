@@ -34,6 +34,8 @@ from memjax.models.language_model.config import Dtype, ModelConfig
 
 #: Mechanisms that are a cell in the block of `RecurrentConfig`, by name.
 RECURRENT: dict[str, Any] = {n: k for n, k in MECHANISMS.items() if n in CELLS}
+#: The other memories of Elastic Memory's paper.
+BASELINES = ("memorizing", "infini", "melodi")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +77,14 @@ class Size:
     scan_layers: bool = True
 
     def mechanism(self, name: str, **options: Any) -> MechanismConfig:
-        """The mechanism of this name in this size, `options` before the size's own."""
+        """The mechanism of this name in this size, `options` before the size's own.
+
+        "infini" is Infini-attention as Elastic Memory's paper has it.
+        """
         known = {n: k for n, k in MECHANISMS.items() if n != "hybrid"}
-        require_known("mechanism", name, tuple(known))
+        require_known("mechanism", name, (*known, "infini"))
+        if name == "infini":
+            return self._infini(**options)
         sizes = dict(
             model_dim=self.model_dim,
             num_heads=self.num_heads,
@@ -99,6 +106,20 @@ class Size:
         fields = {f.name for f in dataclasses.fields(known[name]) if f.init}
         sizes = {n: size for n, size in sizes.items() if n in fields}
         return known[name](**(sizes | self.options.get(name, {}) | options))
+
+    def _infini(self, **options: Any) -> HybridConfig:
+        """A window and Infini's memory, its reads normalised, with a gate by head."""
+        window = cast(SlidingWindowConfig, self.mechanism("sliding_window"))
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)
+        memory = dataclasses.replace(InfiniConfig(*heads, norm=True), **options)
+        return HybridConfig(window, memory, gate="head")
+
+    def with_memory(self, name: str, vocab_size: int = 32_000) -> ModelConfig:
+        """The transformer of this size with another mechanism in its memory layer."""
+        names = [self.default] * self.num_layers
+        # Layer 9 of 12, as in Elastic Memory's paper.
+        names[self.num_layers * 3 // 4 - 1] = name
+        return self.model(*names, vocab_size=vocab_size)
 
     def model(self, *names: str, vocab_size: int = 32_000) -> ModelConfig:
         """The model of this size with mechanisms of these names, one period."""
@@ -183,38 +204,29 @@ def transformer(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
     return SIZES[size].model(SIZES[size].default, vocab_size=vocab_size)
 
 
-def elastic(
-    size: str = "tiny", vocab_size: int = 32_000, mechanism: str = "elastic_memory"
-) -> ModelConfig:
-    """The same model with Elastic Memory, or another, in its memory layer.
+def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
+    """The same model with Elastic Memory in its memory layer.
 
-    The paper puts it in layer 9 of 12; the tiny model in layer 3 of 4. Elastic Memory
-    adds no parameter, so both presets of a size have equal parameters.
+    The paper puts it in layer 9 of 12; the tiny model in layer 3 of 4. No parameter
+    is added, so both presets of a size have equal parameters.
     """
     require_known("size", size, tuple(ELASTIC_SIZES))
-    sizes = ELASTIC_SIZES[size]
-    names = [sizes.default] * sizes.num_layers
-    # Layer 9 of 12, as in the paper.
-    names[sizes.num_layers * 3 // 4 - 1] = mechanism
-    return sizes.model(*names, vocab_size=vocab_size)
+    return ELASTIC_SIZES[size].with_memory("elastic_memory", vocab_size)
 
 
-def melodi(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
-    """The same model with Melodi inside of every layer."""
-    require_known("size", size, tuple(ELASTIC_SIZES))
-    return ELASTIC_SIZES[size].model("melodi", vocab_size=vocab_size)
+def elastic_baseline(
+    memory: str, size: str = "tiny", vocab_size: int = 32_000
+) -> ModelConfig:
+    """The same model with another memory of Elastic Memory's paper, where it has it.
 
-
-def infini(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
-    """The same model with Infini-attention in every layer, its reads normalised."""
+    "memorizing" is in the memory layer, "infini" and "melodi" are in all layers.
+    """
+    require_known("memory", memory, BASELINES)
     require_known("size", size, tuple(ELASTIC_SIZES))
     sizes = ELASTIC_SIZES[size]
-    model = sizes.model("sliding_window", vocab_size=vocab_size)
-    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
-    memory = InfiniConfig(*heads, norm=True)
-    window = cast(SlidingWindowConfig, model.mechanisms[0])
-    layer = HybridConfig(window, memory, gate="head")
-    return dataclasses.replace(model, mechanisms=(layer,))
+    if memory == "memorizing":
+        return sizes.with_memory(memory, vocab_size)
+    return sizes.model(memory, vocab_size=vocab_size)
 
 
 def recurrent(
@@ -246,13 +258,13 @@ class Family(NamedTuple):
 FAMILIES: dict[str, Family] = {
     "transformer": Family(transformer, SIZES),
     "elastic": Family(elastic, ELASTIC_SIZES),
-    "memorizing": Family(
-        functools.partial(elastic, mechanism="memorizing"), ELASTIC_SIZES
-    ),
-    "infini": Family(infini, ELASTIC_SIZES),
-    "melodi": Family(melodi, ELASTIC_SIZES),
     "hybrid": Family(hybrid, TRELLIS_SIZES),
-} | {
+}
+FAMILIES |= {
+    name: Family(functools.partial(elastic_baseline, name), ELASTIC_SIZES)
+    for name in BASELINES
+}
+FAMILIES |= {
     name: Family(functools.partial(recurrent, name), TRELLIS_SIZES)
     for name in RECURRENT
 }

@@ -239,9 +239,6 @@ def test_presets_have_the_mechanisms_of_their_name():
             expected = (["trellis"] * 3 + [attention]) * (depth // 4)
         elif family != "transformer":
             expected = [family] * depth
-        if family == "infini":
-            assert {m.name for m in config.layers} == {"hybrid"}
-            continue
         mechanisms = tuple(SIZES[size].mechanism(mechanism) for mechanism in expected)
         assert config.layers == mechanisms, name
 
