@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -59,11 +58,19 @@ def build_model(
     require_tensors(parameter_shapes(model_config), shapes, where)
 
     def read(path, _):
-        return jnp.asarray(get(leaf_name(path)))
+        return on_device(get(leaf_name(path)))
 
     nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(read, pure))
     nnx.update(model, state)
     return model
+
+
+def on_device(found: np.ndarray) -> jax.Array:
+    """A tensor that was read, as a parameter.
+
+    `jnp.asarray` would copy it, and later: all of a file would be held twice.
+    """
+    return jax.block_until_ready(jax.device_put(found))
 
 
 def abstract_model(config: ModelConfig) -> LanguageModel:

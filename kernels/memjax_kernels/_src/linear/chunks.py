@@ -99,12 +99,17 @@ def linear_reads(
     multiply: Multiply,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
     """`linear_group` from the decays of the gates."""
+    # A decay of the whole head scales what is read and written instead of q and k,
+    # which value heads may share.
+    shared = left.matrix is not None
+    on_keys = (lambda x, decay: x) if shared else jnp.multiply
+    on_values = jnp.multiply if shared else (lambda x, decay: x)
     # All chunks at once; only adding them to the memory has to go in order.
-    written = multiply(k * left.until, v, "tn")
+    written = multiply(on_keys(k, left.until), on_values(v, left.until), "tn")
     state, starts = carry(state, left.since[..., -1, :], written)
     inside = decays.scores(q, k, left, multiply)
-    y = multiply(inside, v, "nn")
-    return state, y + multiply(q * left.since, starts, "nn")
+    read = multiply(on_keys(q, left.since), starts, "nn")
+    return state, multiply(inside, v, "nn") + on_values(read, left.since)
 
 
 def carry(

@@ -101,9 +101,20 @@ def run(
         implementation,
         forms,
         {"pallas_tpu": reason},
-        looped=state if chunk_size is None else None,
+        looped=state if chunk_size is None and _loop_is_fast(op, sizes) else None,
     )
     return form(*tokens, state, reset)
+
+
+def _loop_is_fast(op, sizes):
+    """Whether the token loop may be faster than chunks on a CPU, as measured there.
+
+    Not for wide memories, nor for heads that share keys: their chunks are large
+    products. Gates of channels make chunks slow.
+    """
+    if "B T H K" in op.gates.values():
+        return True
+    return sizes["G"] == sizes["H"] and sizes["K"] * sizes["V"] <= 64 * 64
 
 
 def reference(op: LinearOp, *given: Any) -> tuple[Any, Any]:

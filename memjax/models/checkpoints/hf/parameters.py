@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -14,7 +13,7 @@ from memjax.models.checkpoints.hf.tensor import (
 )
 from memjax.models.checkpoints.hf.tensor_names import is_parameter, tensor_names
 from memjax.models.checkpoints.own_format import require_tensors
-from memjax.models.checkpoints.own_model import abstract_model
+from memjax.models.checkpoints.own_model import abstract_model, on_device
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.model import LanguageModel
 
@@ -79,8 +78,9 @@ def parameters_from_tensors(
             )
 
     def read(tensor, leaf):
-        found = read_parameter(tensor, lambda name: get(stored(name)), leaf.shape)
-        return jnp.asarray(found)
+        return on_device(
+            read_parameter(tensor, lambda name: get(stored(name)), leaf.shape)
+        )
 
     values = map(read, tensors_of(theirs), jax.tree.leaves(ours))
     filled = jax.tree.unflatten(jax.tree.structure(ours), values)

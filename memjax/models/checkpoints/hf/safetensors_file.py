@@ -1,7 +1,10 @@
 """One safetensors file: tensors by name, read without executing or trusting it."""
 
 import collections
+import io
+import os
 import types
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,18 @@ from memjax.config_io import parse_json, require_regular
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT_FORMATS = ("F32", "F16", "BF16")
+# Number formats as safetensors names them.
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": BFLOAT16,
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+# Bytes. jax takes an array whose address is a multiple without copying it.
+_ALIGNMENT = 64
 NO_OTHERS: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -49,16 +64,19 @@ class SafetensorsFile:
         self.path = path
         try:
             # Checks the header against the file: no gap, overlap or surplus byte.
-            self._file = safetensors.safe_open(path, "numpy")
+            opened = safetensors.safe_open(path, "numpy")
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
+        # Held open: another file may take the path before the tensors are read.
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
         # The library takes the last of two tensors with one name.
-        with path.open("rb") as file:
+        with self._at(0) as file:
             size = int.from_bytes(file.read(8), "little")
             header = read_object(file.read(size), f"{path}: header")
-        self.shapes, self.nbytes = {}, {}
-        for name in self._file.keys():
-            part = self._file.get_slice(name)
+        self.shapes, self.nbytes, self._places = {}, {}, {}
+        for name in opened.keys():
+            part = opened.get_slice(name)
             allowed = (*formats, others[name]) if name in others else formats
             if part.get_dtype() not in allowed:
                 raise ValueError(
@@ -68,6 +86,7 @@ class SafetensorsFile:
             self.shapes[name] = tuple(part.get_shape())
             first, last = header[name]["data_offsets"]
             self.nbytes[name] = last - first
+            self._places[name] = 8 + size + first, _DTYPES[part.get_dtype()]
 
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """One tensor in float32, which represents the other float formats exactly."""
@@ -80,7 +99,21 @@ class SafetensorsFile:
 
     def get_unconverted(self, name: str) -> np.ndarray:
         """One tensor in the file's number format."""
-        return self._file.get_tensor(name)
+        first, dtype = self._places[name]
+        count = self.nbytes[name]
+        # The library's own reader holds two copies more of a tensor at once.
+        space = np.empty(count + _ALIGNMENT, np.uint8)
+        start = -space.ctypes.data % _ALIGNMENT
+        raw = space[start : start + count]
+        with self._at(first) as file:
+            if file.readinto(raw.data) != count:
+                raise ValueError(f"{self.path} ended while {short(name)} was read")
+        return raw.view(dtype).reshape(self.shapes[name])
+
+    def _at(self, position: int) -> io.BufferedReader:
+        file = open(self._file, "rb", closefd=False)
+        file.seek(position)
+        return file
 
 
 def read_object(raw: bytes, what: str) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _build(
     get = source.get
     start = add_mplus(read_backbone(), config, key=jax.random.key(0)).weights
     values = [
-        jnp.asarray(tensor.from_stored(get(t.name), t.layout, leaf.shape))
+        own_model.on_device(tensor.from_stored(get(t.name), t.layout, leaf.shape))
         for t, leaf in zip(tensors, jax.tree.leaves(learned), strict=True)
     ]
     # Everything drawn with the key above is replaced by the checkpoint's values.
@@ -225,7 +225,7 @@ def _initial(source: Source, config: MPlusConfig, layers: int, rows: int) -> Ini
             f"{where}: {mplus_names.WRITTEN} must not be 0: then "
             f"{mplus_names.POOL!r} was never written, and is noise"
         )
-    pool = Frozen(jnp.asarray(get(mplus_names.POOL)))
+    pool = Frozen(own_model.on_device(get(mplus_names.POOL)))
     if not config.num_retrieved or not rows:
         return Initial(pool)
     if rows > config.store_size:
