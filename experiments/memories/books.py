@@ -2,12 +2,16 @@
 
     python -m experiments.memories.books
     python -m experiments.memories.books --window 64 --steps 2000 --run-dir runs/books64
+    python -m experiments.memories.books --window 64 --baselines --reference smollm2 \
+        --run-dir runs/table2
 
 Rows: three small models of equal parameters, trained on the same batches in the same
 order: a Transformer++ with short sliding windows; one with windows of as many bytes as
 the memory; Elastic Memory, which is the first with a compressed history in one of its
-three layers; and an n-gram of the training documents. Columns: perplexity of held-out
-documents, beyond the short window by kind; the loss difference of the memory.
+three layers; and an n-gram of the training documents. With `--baselines`, those of
+Elastic Memory's table 2 too, with as many numbers of memory. Columns: perplexity of
+held-out documents, beyond the short window by kind, and on the key tokens of a
+`--reference` (LongPPL); the loss difference of the memory.
 
 It does not show what larger models do with a memory: on prose, the 3-gram is ahead of
 the models with windows of 64.
@@ -20,7 +24,9 @@ from typing import Any
 
 import tyro
 
+import memjax
 from experiments.lab import measure, study
+from experiments.lab.backbones import located
 from experiments.lab.baselines import ORDER, NGram
 from experiments.lab.intervals import (
     format_interval,
@@ -35,6 +41,7 @@ from memjax.config_io import to_record
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
+from memjax.evaluation.losses import cut_texts
 from memjax.models import ModelConfig
 from memjax.models.language_model.presets import TINY
 from memjax.training import LoopConfig, OptimizerConfig
@@ -58,6 +65,9 @@ class Config:
         window: tokens that attention sees, and block of the memory.
         context_length: tokens of a text; an update reads one.
         test_texts: held-out texts of each document that are scored.
+        baselines: train the other memories of Elastic Memory's table 2 too.
+        reference: model that finds key tokens, "smollm2" or as `memjax.load` takes it.
+            Texts that begin or end inside of a character are left out with it.
         plan: print the missing runs, and stop.
         run_dir: of runs, results and plots.
     """
@@ -68,6 +78,8 @@ class Config:
     window: int = 8
     context_length: int = 1024
     test_texts: int = 32
+    baselines: bool = False
+    reference: str = ""
     plan: bool = False
     run_dir: Path = Path("runs/books")
 
@@ -77,28 +89,32 @@ class Config:
         return evaluation.log2_bins(self.context_length, first=self.window)
 
 
-def models(window: int) -> dict[str, ModelConfig]:
+def models(window: int, baselines: bool = False) -> dict[str, ModelConfig]:
     """The rows: windows, the shortest with no fewer bytes than the memory, the memory.
 
-    A model has three layers; the memory is in the middle one.
+    A model has three layers; the memory is in the middle one. The baselines have about
+    as many numbers of memory in the whole model, Infini-attention three quarters.
     """
+    read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
+    options = {"melodi": {"memory_tokens": 11}, "memorizing": {"queue": 64}}
 
-    def model(window: int, middle: str = "sliding_window") -> ModelConfig:
-        read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
-        size = dataclasses.replace(
-            TINY, num_layers=3, window=window, options={"elastic_memory": read}
-        )
-        names = ("sliding_window", middle, "sliding_window")
-        return size.model(*names, vocab_size=TOKENIZER.vocab_size)
+    def of(window: int, name: str = "sliding_window", **changed: Any) -> ModelConfig:
+        chosen = options | {"elastic_memory": read | changed}
+        size = dataclasses.replace(TINY, num_layers=3, window=window, options=chosen)
+        build = size.model if name in ("infini", "melodi") else size.with_memory
+        return build(name, vocab_size=TOKENIZER.vocab_size)
 
-    memory, wide = model(window, "elastic_memory"), window
-    while state_bytes(model(wide)) < state_bytes(memory):
+    memory, wide = of(window, "elastic_memory"), window
+    while state_bytes(of(wide)) < state_bytes(memory):
         wide += 1
-    return {
-        f"windows of {window}": model(window),
-        f"windows of {wide}": model(wide),
-        MEMORY: memory,
+    windows = {f"windows of {size}": of(size) for size in (window, wide)}
+    others = {
+        "Elastic Memory, uniform": of(window, "elastic_memory", sampling="uniform"),
+        "Memorizing Transformer": of(window, "memorizing"),
+        "Infini-attention": of(window, "infini"),
+        "Melodi": of(window, "melodi"),
     }
+    return windows | {MEMORY: memory} | (others if baselines else {})
 
 
 def state_bytes(model: ModelConfig) -> int:
@@ -121,33 +137,35 @@ def run_config(config: Config, model: ModelConfig, seed: int) -> run.RunConfig:
 
 def main(config: Config) -> None:
     """Trains and scores the missing runs, writes and prints."""
-    made = models(config.window)
+    made = models(config.window, config.baselines)
     if config.plan:
         minutes = config.steps * SECONDS_AN_UPDATE / 60
         study.plan([*made], config.seeds, config.run_dir, minutes)
         return
     study.use_compile_cache(config.run_dir)
-    test = test_documents(config)
+    texts = test_texts(config)
+    keys = key_tokens(config, texts) if config.reference else None
 
     def measured(name: str, seed: int, folder: Path) -> dict[str, Any]:
         settings = run_config(config, made[name], seed)
         study.train_once(folder, lambda: run.train(settings, folder))
         _, model = run.load_model(folder)
         losses = evaluation.token_losses(
-            model,
-            test,
-            context_length=config.context_length,
-            tokens_per_call=config.context_length,
-            batch_size=8,
+            model, texts, tokens_per_call=config.context_length, batch_size=8
         )
-        return {
+        found = {
             "parameters": measure.num_parameters(model),
             "state_bytes": state_bytes(settings.model),
             "texts": measure.bin_losses(losses, config.edges),
         }
+        if keys is not None:
+            kept = evaluation.keep_key_tokens(losses, keys, texts, tokenizer=TOKENIZER)
+            found["keys"] = measure.bin_losses(kept, config.edges)
+        return found
 
     def identity(name: str, seed: int) -> list[Any]:
-        return [to_record(run_config(config, made[name], seed)), config.test_texts]
+        trained = to_record(run_config(config, made[name], seed))
+        return [trained, config.test_texts, *filter(None, [config.reference])]
 
     rows = study.run_all(
         [*made], config.seeds, measured, run_dir=config.run_dir, identity=identity
@@ -157,29 +175,37 @@ def main(config: Config) -> None:
     question = "does a memory help beyond the window?"
     result = write_report(output, question, settings(config), found)
     plot(result, Path(f"{output}.png"))
+    for name, row in result["models"].items():
+        print(f"{name}: {row['perplexity']:.3f}, LongPPL {row.get('long_perplexity')}")
     for base, kinds in result["gains"].items():
         print(f"over {base}:", {k: format_interval(x, 4) for k, x in kinds.items()})
     print(f"wrote {output}.json and .png")
 
 
-def test_documents(config: Config) -> list[TokenisedDocument]:
-    """Held-out documents, each up to the texts that are scored of it."""
+def test_texts(config: Config) -> list[TokenisedDocument]:
+    """The first held-out texts of each document."""
     longest = config.test_texts * config.context_length + 1
-    return [
+    documents = [
         document._replace(tokens=document.tokens[:longest])
         for document in load_tokens(config.source, TOKENIZER, "test")
     ]
+    texts = cut_texts(documents, config.context_length)
+    cut = "\ufffd" if config.reference else None
+    return [x for x in texts if not cut or cut not in TOKENIZER.decode(x.tokens[:])]
 
 
-def count(config: Config) -> TokenLosses:
+def key_tokens(config: Config, texts: list[TokenisedDocument]) -> evaluation.KeyTokens:
+    """Key tokens of the texts, which the reference reads in its own tokens."""
+    loaded = memjax.load(located(config.reference))
+    read = evaluation.retokenise(texts, TOKENIZER, loaded.tokenizer)
+    keys = evaluation.find_key_tokens(loaded.model, read, tokenizer=loaded.tokenizer)
+    given = (read, loaded.tokenizer, texts, TOKENIZER)
+    return evaluation.align_key_tokens(keys, *given)
+
+
+def count(texts: list[TokenisedDocument], source: str) -> TokenLosses:
     """The n-gram on the same texts, each counted from its own beginning."""
-    size = config.context_length
-    texts = [
-        document._replace(tokens=document.tokens[start : start + size + 1])
-        for document in test_documents(config)
-        for start in range(0, len(document.tokens) - 1, size)
-    ]
-    train = load_tokens(config.source, TOKENIZER, "train")
+    train = load_tokens(source, TOKENIZER, "train")
     return NGram(train, ORDER, TOKENIZER.vocab_size).losses(texts)
 
 
@@ -187,6 +213,7 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Perplexities, loss differences and losses by position; means over seeds."""
     bins = len(config.edges) - 1
     binned: dict[str, list[TokenLosses]] = {}
+    on_keys: dict[str, list[TokenLosses]] = {}
     models: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = row["name"]
@@ -194,7 +221,11 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
             measure.binned_losses(row["texts"], (0, bins))
         )
         models[name] = {key: row[key] for key in ("parameters", "state_bytes")}
-    counted = measure.bin_losses(count(config), config.edges)
+        if "keys" in row:
+            kept = measure.binned_losses(row["keys"], (0, bins))
+            on_keys.setdefault(name, []).append(kept)
+    texts = test_texts(config)
+    counted = measure.bin_losses(count(texts, config.source), config.edges)
     means = {name: mean_losses(found) for name, found in binned.items()}
     means[f"{ORDER}-gram"] = measure.binned_losses(counted, (0, bins))
     kinds = sorted(set(means[MEMORY].kinds))
@@ -207,6 +238,9 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
                 for kind in kinds
             },
         }
+        if name in on_keys:
+            kept = mean_losses(on_keys[name])
+            models[name] |= {"long_perplexity": evaluation.perplexity(kept)}
 
     def saved(base: TokenLosses, memory: TokenLosses, kind: str) -> dict[str, Any]:
         """Loss difference beyond the short window."""

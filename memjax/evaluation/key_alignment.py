@@ -17,6 +17,7 @@ from memjax.data.documents.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
     Tokenizer,
+    encode_prompt,
     first_tokens,
 )
 from memjax.data.documents.tokens import TokenisedDocument
@@ -79,6 +80,27 @@ def align_key_tokens(
         content=digest_of(others),
         tokenizer=other_tokenizer.digest,
     )
+
+
+def retokenise(
+    documents: Sequence[TokenisedDocument], tokenizer: Tokenizer, other: Tokenizer
+) -> list[TokenisedDocument]:
+    """The same texts in the tokens of another tokenizer, after its first tokens.
+
+    Raises:
+        ValueError: on a text that begins or ends inside of a character.
+    """
+    found = []
+    for document in documents:
+        text, _ = _spans(tokenizer, document)
+        try:
+            ids = encode_prompt(other, text.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"documents must be whole characters, {document.name!r} is not: {error}"
+            ) from error
+        found.append(document._replace(tokens=ids, digest=""))
+    return found
 
 
 def _spans(

@@ -5,7 +5,7 @@
 p is a reference model's. The long context is all of a text before x_t, the short one
 its last K to K + stride - 1 tokens. LongPPL of any model is its perplexity on these
 tokens. Fang et al. (2024), https://arxiv.org/abs/2410.23771; α = 2, β = -2, K = 4096
-and a stride of 1024 are those of the authors' program.
+and a stride of K/4 are those of the authors' program.
 
     keys = find_key_tokens(reference, documents, tokenizer=tokenizer)
     losses = token_losses(model, documents)
@@ -75,7 +75,7 @@ def find_key_tokens(
     tokenizer: Tokenizer,
     context_length: int = 0,
     short_context: int | None = None,
-    stride: int = 1024,
+    stride: int | None = None,
     alpha: float = 2.0,
     beta: float = -2.0,
     tokens_per_call: int = 1024,
@@ -96,7 +96,8 @@ def find_key_tokens(
             not cut them.
         short_context: K, at least; None is 4096, or half of the longest text where that
             is less.
-        stride: tokens that share a short context.
+        stride: tokens that share the beginning of a short context; None is a quarter
+            of `short_context`. So many tokens of a text have their whole past in it.
         alpha: least gain by the long context, in nats.
         beta: least log-probability with the long context, in nats.
         tokens_per_call: see `token_losses`.
@@ -113,7 +114,6 @@ def find_key_tokens(
     require_instance("reference", reference, Model)
     require_instance("tokenizer", tokenizer, Tokenizer)
     require_instance("documents", documents, Sequence)
-    check_sizes(stride=stride)
     check_sizes(least=0, context_length=context_length)
     check_numbers(alpha=alpha, beta=beta)
     if reference.vocab_size < tokenizer.vocab_size:
@@ -122,6 +122,8 @@ def find_key_tokens(
             f"{tokenizer.vocab_size}: it must be the reference's own"
         )
     short = _short_context(documents, context_length, short_context)
+    stride = max(1, short // 4) if stride is None else stride
+    check_sizes(stride=stride)
     content = digest_of(documents)
     settings = (context_length, short, stride, float(alpha), float(beta))
     said = (content, tokenizer.digest, fingerprint(reference), *map(repr, settings))
@@ -182,8 +184,8 @@ def keep_key_tokens(
         raise ValueError(
             f"keys are of the tokenizer {keys.tokenizer[:12]!r}, and this one is "
             f"{tokenizer.digest[:12]!r}: align_key_tokens(keys, documents, "
-            "their tokenizer, the same documents in this one's tokens, this one) finds "
-            "the tokens of the same words"
+            "their tokenizer, the same documents in this one's tokens (`retokenise`), "
+            "this one) finds the tokens of the same words"
         )
     if digest_of(documents) != keys.content:
         raise ValueError("documents must be those of the keys, got others")

@@ -132,7 +132,8 @@ def llama():
 
 @pytest.mark.parametrize("other", [PIECES, llama()])
 def test_keys_of_another_tokenizer_are_of_the_same_bytes(find, other):
-    keys, others = find(), tokenised(other)
+    keys, others = find(), evaluation.retokenise(DOCUMENTS, BYTES, other)
+    chex.assert_trees_all_equal(others, tokenised(other))
     wanted = [np.zeros(len(key), bool) for key in keys.keys]
     wanted[0][4:8] = True  # "two," of the first text
     wanted[1][:2] = True  # both bytes of the first "é"
@@ -175,5 +176,8 @@ def test_what_cannot_be_measured_is_refused(find):
         keep()
     with pytest.raises(ValueError, match="documents must be those of the keys"):
         keep(documents=DOCUMENTS[:2])
+    inside = [DOCUMENTS[1]._replace(tokens=DOCUMENTS[1].tokens[1:])]
+    with pytest.raises(ValueError, match="whole characters, 'text 1' is not"):
+        evaluation.retokenise(inside, BYTES, PIECES)
     with pytest.raises(ValueError, match=r"losses must be \[5, 9\]"):
         keep(context_length=9)

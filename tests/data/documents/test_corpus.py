@@ -7,8 +7,8 @@ from importlib import resources
 
 import pytest
 
-from experiments.corpus import build_tokenizer
 from memjax.data.documents import sources, tokenizer
+from tests.data.documents import tokenizer_training
 
 CORPUS = resources.files("memjax.data") / "corpus"
 MANIFEST = json.loads((CORPUS / "MANIFEST.json").read_text("utf-8"))["documents"]
@@ -65,7 +65,7 @@ def test_notices_of_every_licence_ship():
 def test_shipped_tokenizer_is_trained_on_the_train_split():
     train = [d.text for d in sources.open_documents("embedded") if d.split == "train"]
     shipped = lzma.decompress((CORPUS / tokenizer.SHIPPED_FILE).read_bytes())
-    assert build_tokenizer.train_tokenizer(train, 4096) == shipped.decode("utf-8")
+    assert tokenizer_training.train_tokenizer(train, 4096) == shipped.decode("utf-8")
 
 
 def test_a_damaged_installation_is_named(monkeypatch, tmp_path):

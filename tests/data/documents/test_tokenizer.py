@@ -9,12 +9,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.corpus import build_tokenizer
 from memjax.data import Document, load_tokenizer
 from memjax.data.documents import tokenizer
 from memjax.data.documents.tokenizer import Tokenizer, encode_prompt, parse_tokenizer
 from memjax.data.documents.tokens import tokenise
 from tests import tiny
+from tests.data.documents import tokenizer_training
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SHIPPED = {name: load_tokenizer(name) for name in ("bytes", "bpe4k")}
@@ -47,7 +47,7 @@ def test_bpe_is_shorter_than_bytes_and_splits_digits():
 
 def test_a_json_file_is_read_from_its_path(tmp_path):
     file = tmp_path / "own.json"
-    file.write_text(build_tokenizer.train_tokenizer(["aaab abab"] * 20, 260))
+    file.write_text(tokenizer_training.train_tokenizer(["aaab abab"] * 20, 260))
     own = load_tokenizer(str(file))
     assert own.decode(own.encode("ab aab")) == "ab aab"
     assert 256 <= own.vocab_size <= 260
@@ -55,7 +55,7 @@ def test_a_json_file_is_read_from_its_path(tmp_path):
 
 def test_a_folder_or_a_repository_of_the_hub_has_a_tokenizer(tmp_path, monkeypatch):
     file = tmp_path / "tokenizer.json"
-    file.write_text(build_tokenizer.train_tokenizer(["aaab abab"] * 20, 260))
+    file.write_text(tokenizer_training.train_tokenizer(["aaab abab"] * 20, 260))
     asked = []
 
     def download(repository, name, revision):
@@ -96,7 +96,7 @@ def test_prompt_begins_with_the_tokenizers_first_tokens(sides):
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
-    content = json.loads(build_tokenizer.train_tokenizer(["ab"], 256))
+    content = json.loads(tokenizer_training.train_tokenizer(["ab"], 256))
     content["truncation"] = {
         "direction": "Right",
         "max_length": 2,
@@ -110,7 +110,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
 
 def test_tokenizer_has_an_id_for_every_byte():
     with pytest.raises(ValueError, match="vocab_size=255"):
-        build_tokenizer.train_tokenizer(["ab"], 255)
+        tokenizer_training.train_tokenizer(["ab"], 255)
 
 
 def test_unknown_name_gets_its_near_match():

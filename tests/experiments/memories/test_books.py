@@ -52,3 +52,13 @@ def test_wide_windows_have_the_bytes_and_batches_of_the_memory():
     assert wide >= memory > wide - token
     found = [books.run_config(TINY, model, 42) for model in made.values()]
     assert all((run.data, run.seed) == (found[0].data, 42) for run in found)
+
+
+def test_baselines_have_the_bytes_of_the_memory():
+    """Those of Infini-attention are fixed by its heads."""
+    made = books.models(64, baselines=True)
+    assert [*made][:3] == [*books.models(64)]
+    memory = books.state_bytes(made[books.MEMORY])
+    found = {name: books.state_bytes(model) / memory for name, model in made.items()}
+    assert found["Elastic Memory, uniform"] == found["Memorizing Transformer"] == 1
+    assert 1 <= found["Melodi"] < 1.01 and 0.94 < found["Infini-attention"] < 1
