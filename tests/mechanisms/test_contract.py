@@ -41,7 +41,6 @@ from memjax.mechanisms import (
 )
 from memjax.mechanisms.hybrid import HybridParams
 from memjax.mechanisms.mixers.kda import published_style
-from memjax.training.optimizer import decays
 from tests import light
 
 B, T, D = 2, 12, 16
@@ -242,23 +241,6 @@ def assert_close(a, b, tolerance=1e-5):
 
 def test_every_mechanism_has_a_row():
     assert {config.name for config in CONFIGS.values()} == {*MECHANISMS}
-
-
-def test_each_parameter_is_known_to_decay_or_not():
-    """By its role: a bias may be a matrix."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}
-    for config in CONFIGS.values():
-        params = jax.eval_shape(config.build().init_params, jax.random.key(0))
-        for path, _ in jax.tree_util.tree_leaves_with_path(params):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[decays(name)].add(name.rpartition("/")[2])
-    decayed = "query key value output query_key filters value_filters gate read rate "
-    decayed += "weight target narrow widen forget weights slots keys values "
-    decayed += "selection pace write gate_narrow input_gate recurrent_gate mixing"
-    kept = "norm bias query_bias key_bias scale shift log_rate bound skip amount decay "
-    kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "
-    kept += "recurrent_bias mixing_bias summary_prompt"
-    assert found == {True: set(decayed.split()), False: set(kept.split())}
 
 
 def test_apply_equals_steps(case, stepped):

@@ -23,6 +23,7 @@ from memjax.training.optimizer import (
     with_rates,
 )
 from tests import tiny
+from tests.mechanisms.test_contract import CONFIGS
 
 CONFIG = OptimizerConfig()
 
@@ -200,3 +201,20 @@ def test_rates_are_of_whole_path_parts():
     updates, _ = transform.update(params, transform.init(params), params)
     expected = {"position": jnp.zeros(1), "repositioned": -jnp.ones(1)}
     chex.assert_trees_all_equal(updates, expected)
+
+
+def test_each_parameter_is_known_to_decay_or_not():
+    """By its role: a bias may be a matrix."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for config in CONFIGS.values():
+        params = jax.eval_shape(config.build().init_params, jax.random.key(0))
+        for path, _ in jax.tree_util.tree_leaves_with_path(params):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[decays(name)].add(name.rpartition("/")[2])
+    decayed = "query key value output query_key filters value_filters gate read rate "
+    decayed += "weight target narrow widen forget weights slots keys values "
+    decayed += "selection pace write gate_narrow input_gate recurrent_gate mixing"
+    kept = "norm bias query_bias key_bias scale shift log_rate bound skip amount decay "
+    kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "
+    kept += "recurrent_bias mixing_bias summary_prompt"
+    assert found == {True: set(decayed.split()), False: set(kept.split())}
