@@ -1,5 +1,6 @@
-"""A program for four pretended devices: published hybrids on meshes, as JSON."""
+"""A program for eight pretended devices: layers of hybrids on meshes, as JSON."""
 
+import dataclasses
 import json
 
 import jax
@@ -15,20 +16,20 @@ from tests.models.published import config
 
 B, T = 4, 12
 MESHES = {
-    "fsdp": MeshConfig(fsdp=2, tensor=2),
-    "sequence": MeshConfig(data=2, sequence=2),
+    "all": MeshConfig(fsdp=2, tensor=2, sequence=2),
     # More devices than heads of keys.
-    "heads": MeshConfig(tensor=4),
+    "heads": MeshConfig(data=2, tensor=4),
 }
 
 
-def main(*names: str) -> None:
-    """By model and mesh: how far loss, gradients and memory are from one device's."""
-    print(json.dumps({name: _run(name) for name in names}))
-
-
-def _run(name):
-    sizes = config(name)
+def main() -> None:
+    """By mesh: how far loss, gradients and memories are from one device's."""
+    # Gated DeltaNet, attention and Mamba-2 in one program: most of a program is not
+    # its layers.
+    qwen, mamba = config("qwen3_5_text"), config("mamba2")
+    sizes = dataclasses.replace(
+        qwen, mechanisms=(*qwen.layers, mamba.layers[0]), num_layers=3
+    )
 
     def make():
         fresh = LanguageModel(sizes, key=jax.random.key(0))
@@ -50,9 +51,10 @@ def _run(name):
         return jax.value_and_grad(loss)(params), read
 
     alone = jax.device_get(run(params))
-    return {
+    found = {
         mesh: _on_mesh(run, params, sizes, at, alone) for mesh, at in MESHES.items()
     }
+    print(json.dumps(found))
 
 
 def _on_mesh(run, params, sizes, config, alone):
@@ -62,19 +64,20 @@ def _on_mesh(run, params, sizes, config, alone):
         result = run(divided)
     numbers = [map(np.float64, jax.tree.leaves(x)) for x in (alone, result)]
     pairs = zip(*numbers, strict=True)
-    mechanism = divided["blocks"][0]["mechanism"]
-    memory = getattr(mechanism, "memory", mechanism)
     _, (state, _) = result
-    held = getattr(state[0], "memory", state[0])
-    held = getattr(held, "memory", held)
     return {
         "difference": max(
             float(abs(a - b).max() / abs(a).max()) for a, b in pairs if a.any()
         ),
-        "weight": _held(memory.query_key.weight),
-        "change": _held(memory.query_key.up),
-        "value": _held(memory.value.weight),
-        "memory": _held(held),
+        "layers": [
+            {
+                "weight": _held(divided["blocks"][i]["mechanism"].query_key.weight),
+                "change": _held(divided["blocks"][i]["mechanism"].query_key.up),
+                "value": _held(divided["blocks"][i]["mechanism"].value.weight),
+                "memory": _held(state[i].memory),
+            }
+            for i in (0, 2)
+        ],
     }
 
 

@@ -1,7 +1,8 @@
 """transformers' models with recurrent layers, tiny and random, and their numbers.
 
 Key heads are fewer than value heads, widths of keys and values differ, every multiplier
-is other than 1, and so are the choices that would not show at their defaults.
+is other than 1, and so are the choices that would not show at their defaults. There is
+a layer of each kind and no more: a layer is most of what a family costs to compile.
 """
 
 from typing import Any
@@ -12,7 +13,8 @@ import transformers
 
 IDS: dict[str, Any] = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 ROPE: dict[str, Any] = dict(rope_type="default", rope_theta=1000.0)
-MODEL = IDS | dict(vocab_size=48, hidden_size=24, num_hidden_layers=4)
+MODEL = IDS | dict(vocab_size=48, hidden_size=24, num_hidden_layers=2)
+KINDS = ["linear_attention", "full_attention"]
 ATTENTION = MODEL | dict(
     intermediate_size=40,
     num_attention_heads=4,
@@ -25,6 +27,7 @@ DELTA = ATTENTION | dict(
     linear_value_head_dim=10,
     linear_num_key_heads=2,
     linear_num_value_heads=4,
+    layer_types=KINDS,
 )
 QWEN = DELTA | dict(
     head_dim=16, rope_parameters=ROPE | dict(partial_rotary_factor=0.25)
@@ -47,7 +50,6 @@ MAMBA = ATTENTION | dict(
 FALCON = dict(
     mamba_d_ssm=48,
     rope_parameters=ROPE,
-    num_hidden_layers=2,
     lm_head_multiplier=0.7,
     embedding_multiplier=2.5,
     mlp_multipliers=[0.8, 1.3],
@@ -62,15 +64,13 @@ GRANITE = MAMBA | dict(
     num_local_experts=0,
     num_experts_per_tok=0,
     shared_intermediate_size=40,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
-    num_hidden_layers=3,
+    layer_types=KINDS,
     embedding_multiplier=3.0,
     logits_scaling=1.7,
     residual_multiplier=0.4,
     attention_multiplier=0.2,
 )
 SCAN = MODEL | dict(state_size=6, layer_norm_epsilon=1e-3, time_step_rank=5)
-SCAN |= dict(num_hidden_layers=3)
 #: Family and variant -> model_type and sizes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", QWEN),
@@ -81,13 +81,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         MODEL
         | dict(num_heads=4, head_dim=12, state_size=10, n_groups=2, chunk_size=8)
         # The limit above alone: transformers' steps have none at all.
-        | dict(layer_norm_epsilon=1e-3, num_hidden_layers=3),
+        | dict(layer_norm_epsilon=1e-3),
     ),
     "mamba2_limits": (
         "mamba2",
         MODEL
         | dict(num_heads=4, head_dim=12, state_size=10, n_groups=2, chunk_size=8)
-        | dict(layer_norm_epsilon=1e-3, num_hidden_layers=2, use_conv_bias=False)
+        | dict(layer_norm_epsilon=1e-3, num_hidden_layers=1, use_conv_bias=False)
         | dict(time_step_limit=(0.02, 1.5)),
     ),
     "granite": ("granitemoehybrid", GRANITE),
@@ -98,18 +98,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": (
         "bamba",
         MAMBA
-        | dict(num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=3)
-        | dict(attn_layer_indices=[1])
+        | dict(num_attention_heads=3, num_key_value_heads=1, attn_layer_indices=[1])
         | dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
     ),
     "falcon_h1": ("falcon_h1", MAMBA | FALCON | dict(mamba_rms_norm=False)),
     "falcon_h1_norm": (
         "falcon_h1",
-        MAMBA | FALCON | dict(mamba_rms_norm=True, mamba_norm_before_gate=True),
+        MAMBA
+        | FALCON
+        | dict(mamba_rms_norm=True, mamba_norm_before_gate=True, num_hidden_layers=1),
     ),
     "falcon_h1_gate": (
         "falcon_h1",
-        MAMBA | FALCON | dict(mamba_rms_norm=True, mamba_norm_before_gate=False),
+        MAMBA
+        | FALCON
+        | dict(mamba_rms_norm=True, mamba_norm_before_gate=False, num_hidden_layers=1),
     ),
     "qwen3_next": ("qwen3_next", QWEN | EXPERTS | dict(mlp_only_layers=[1])),
     "qwen3_5_moe": (
@@ -141,20 +144,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         ATTENTION
         | dict(intermediate_size=48, norm_eps=1e-3, block_multiple_of=8)
         | dict(rope_parameters=ROPE)
-        | dict(layer_types=["conv", "conv", "full_attention", "conv"]),
+        | dict(layer_types=["conv", "full_attention"]),
     ),
     "mamba": ("mamba", SCAN | dict(use_bias=True)),
-    "mamba_plain": ("mamba", SCAN | dict(use_conv_bias=False, time_step_rank="auto")),
+    "mamba_plain": (
+        "mamba",
+        SCAN
+        | dict(use_conv_bias=False, time_step_rank="auto")
+        | dict(num_hidden_layers=1),
+    ),
     "falcon_mamba": ("falcon_mamba", SCAN | dict(mixer_rms_eps=1e-2)),
     "recurrent_gemma": (
         "recurrent_gemma",
         MODEL
         | dict(lru_width=48, intermediate_size=80, num_attention_heads=3)
         | dict(num_key_value_heads=1, attention_window_size=5, rms_norm_eps=1e-3)
+        | dict(num_hidden_layers=3)
         | dict(logits_soft_cap=4.0)
         | dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
     ),
 }
+
+
+#: Parts of one length, which one program reads.
+CUTS = (7, 14)
 
 
 def build(family: str, tied: bool):
@@ -198,7 +211,7 @@ def numbers(model) -> dict[str, np.ndarray]:
     torch.manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (2, 21))
     found = {"tokens": tokens, "logits": model(tokens, use_cache=False).logits}
-    for count in (7, 16):
+    for count in CUTS:
         out = model(tokens[:, :count], use_cache=True)
         names = ("past_key_values", "cache_params")
         caches = [cache for name in names if (cache := getattr(out, name, None))]

@@ -1,7 +1,7 @@
 """Compares a model with recurrent layers to recorded or computed numbers of its family.
 
 A record has tokens [2, 21], their logits, 16 tokens that follow those of the first row,
-and memories and inputs of convolutions after 7 and 16 tokens, in transformers' layouts:
+and memories and inputs of convolutions after some of them, in transformers' layouts:
 `state7.0.memory` is layer 0's. Those of flash-linear-attention are its own numbers, of
 its kernels interpreted on a CPU, with memories in the layout here: slots' keys beside
 their values, and RetNet's turned back by as many positions as there are tokens.

@@ -29,6 +29,9 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch", reason="needs torch")
     transformers = pytest.importorskip("transformers", reason="needs transformers")
 
+# Its threads would wait for each other most of the time.
+torch.set_num_threads(1)
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
