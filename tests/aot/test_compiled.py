@@ -2,13 +2,15 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 
 import pytest
 
 from memjax.aot import compile as compile_step
 from memjax.aot import libtpu
-from memjax.aot.compile import Request, compiled
+from memjax.aot.compile import Compiled, Request, compiled
+from memjax.aot.cycles.count import PROGRAM
 from memjax.aot.report import report
 from memjax.aot.steps import build, device_bytes
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
@@ -25,7 +27,7 @@ from memjax.training.finetune.stage import SampleConfig
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("all_platforms"),
+    pytest.mark.usefixtures("all_platforms", "uncached"),
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason="compiling for a TPU takes libtpu (pip install libtpu)",
@@ -76,6 +78,20 @@ def finetuning(memory):
     return FinetuneRun(stage, backbone, "bytes", "", "")
 
 
+@pytest.fixture(name="compile_here")
+def _compile_here(tmp_path):
+    """As `compiled`, in this process: to start another takes seconds."""
+
+    def here(request):
+        record = json.loads(json.dumps(compile_step._record(request)))
+        request = compile_step._read(record)
+        facts = compile_step._facts(request, tmp_path)
+        text = "" if "exhausted" in facts else (tmp_path / PROGRAM).read_text()
+        return Compiled(facts, text, None)
+
+    return here
+
+
 def check(found):
     """A report that agrees with itself and with the compiler's own sums."""
     assert found["fits"] and found["devices"] == 4
@@ -86,9 +102,9 @@ def check(found):
 
 
 @pytest.mark.parametrize("family", ["elastic", "trellis", "lattice"])
-def test_a_training_step_of_each_recurrent_system(family):
+def test_a_training_step_of_each_recurrent_system(family, compile_here):
     request = Request(training(family), "train", CHIPS)
-    made = compiled(request, cycles=False)
+    made = compile_here(request)
     check(report(request, made))
     # Its kernels are inside.
     assert "tpu_custom_call" in made.text or family == "elastic"
@@ -99,9 +115,9 @@ def test_a_training_step_of_each_recurrent_system(family):
 
 
 @pytest.mark.parametrize("memory", ["hmt", "mplus"])
-def test_a_training_step_of_each_system_around_a_backbone(memory):
+def test_a_training_step_of_each_system_around_a_backbone(memory, compile_here):
     request = Request(finetuning(memory), "train", CHIPS)
-    check(report(request, compiled(request, cycles=False)))
+    check(report(request, compile_here(request)))
 
 
 def test_cycles_of_a_training_step_are_counted():
@@ -114,12 +130,12 @@ def test_cycles_of_a_training_step_are_counted():
 
 
 @pytest.mark.parametrize("what", ["evaluate", "prefill", "decode"])
-def test_steps_that_read(what):
+def test_steps_that_read(what, compile_here):
     request = Request(training("transformer"), what, CHIPS)
-    check(report(request, compiled(request, cycles=False)))
+    check(report(request, compile_here(request)))
 
 
-def test_store_on_the_host_takes_no_device_memory():
+def test_store_on_the_host_takes_no_device_memory(compile_here):
     run = finetuning("mplus")
     stage = run.config
     assert isinstance(stage, MPlusStage)
@@ -132,7 +148,7 @@ def test_store_on_the_host_takes_no_device_memory():
         placed = dataclasses.replace(stage, memory=memory)
         return dataclasses.replace(run, config=placed)
 
-    there = compiled(Request(stored("host"), "decode", CHIPS), cycles=False).facts
+    there = compile_here(Request(stored("host"), "decode", CHIPS)).facts
     mesh = make_mesh(MESH, libtpu.devices_of(CHIPS))
     here = build(stored("device"), "decode", mesh).parts
     size = device_bytes(here["memory"]) - there["arguments"]["memory"]
@@ -140,20 +156,20 @@ def test_store_on_the_host_takes_no_device_memory():
     assert there["argument_bytes"] < size
 
 
-def test_needed_memory_of_a_step_that_is_too_large():
+def test_needed_memory_of_a_step_that_is_too_large(compile_here):
     # 17 million tokens: the compiler refuses before it schedules anything. Rows of few
     # tokens would take longer to read than the step to compile.
     run = training("transformer", rows=2**12, context=2**12)
     request = Request(run, "train", CHIPS)
-    found = report(request, compiled(request, cycles=False))
+    found = report(request, compile_here(request))
     assert not found["fits"] and found["memory"]["largest"] == "temporaries"
     assert found["memory"]["total"] > found["memory"]["capacity"] > 15 * 2**30
 
 
-def test_slices_exchange_only_gradients():
+def test_slices_exchange_only_gradients(compile_here):
     run = training("transformer", rows=8)
     run = dataclasses.replace(run, mesh=MeshConfig(fsdp=4, slices=2))
-    made = compiled(Request(run, "train", CHIPS, slices=2), cycles=False)
+    made = compile_here(Request(run, "train", CHIPS, slices=2))
     found = report(Request(run, "train", CHIPS, slices=2), made)
     assert found["devices"] == 8
     # Each transfer is the outer part of an all-reduce; nothing else leaves a slice.
@@ -180,11 +196,10 @@ def test_an_unknown_topology_is_refused():
         ({"slices": 2}, "mesh.slices=1 must be 2"),
     ],
 )
-def test_steps_that_cannot_be_compiled_are_refused(changes, message, tmp_path):
-    """In this process: to start another takes seconds."""
+def test_steps_that_cannot_be_compiled_are_refused(changes, message, compile_here):
     request = Request(training("transformer"), "train", CHIPS)
     with pytest.raises(ValueError, match=message):
-        compile_step._facts(dataclasses.replace(request, **changes), tmp_path)
+        compile_here(dataclasses.replace(request, **changes))
 
 
 @pytest.mark.parametrize(("slices", "data"), [(1, 1), (2, 2)])
