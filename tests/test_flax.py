@@ -27,7 +27,6 @@ from memjax.models import (
     ReReadWindow,
     add_hmt,
     add_mplus,
-    add_rmt,
 )
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.mplus.config import MPlusConfig
@@ -46,7 +45,8 @@ CONFIGS: dict[str, MechanismConfig] = {
     "gated_deltanet": GatedDeltaNetConfig(**BLOCK),
     "trellis": TrellisConfig(**BLOCK, slots=4),
 }
-MODELS = ("language model", "hmt", "rmt", "mplus", "reread")
+#: Of each class: RMT is that of HMT.
+MODELS = ("language model", "hmt", "mplus", "reread")
 
 
 def rows(names, fast):
@@ -103,8 +103,6 @@ def model(name: str) -> Any:
         case "hmt":
             config = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
             return add_hmt(language_model("attention"), config, rngs=nnx.Rngs(1))
-        case "rmt":
-            return add_rmt(language_model("attention"), 4, rngs=nnx.Rngs(1))
         case "reread":
             return ReReadWindow(language_model("attention"), reread=3, segment=4)
         case _:
@@ -162,28 +160,41 @@ def arrays(model):
     return {name(path): np.array(leaf) for path, leaf in named}
 
 
-# Others have gradients of all their parameters in the contract of mechanisms.
-@pytest.mark.parametrize(
-    "name", rows(("attention", "trellis", "hybrid"), ("attention",))
-)
+# Others have gradients of all their parameters in the contract of mechanisms; Trellis
+# is in the language model below.
+@pytest.mark.parametrize("name", rows(("attention", "hybrid"), ("attention",)))
 def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
     layer = Layer(CONFIGS[name], rngs=nnx.Rngs(0))
     losses, stayed = train(layer, layer.memory.init_state(B), x, jnp.roll(x, 1, 1))
     assert losses[0] > losses[1] > losses[2] and not stayed
 
 
+# Gradients of the others are in their own tests.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_flaxs_optimizer_trains_every_model(name, tokens):
+@pytest.mark.parametrize("name", ["language model", "hmt"])
+def test_flaxs_optimizer_trains_a_model(name, tokens):
     whole = model(name)
     losses, stayed = train(whole, whole.init_state(B), tokens, jnp.roll(tokens, -1, 1))
     assert losses[0] > losses[2]
-    # Logits alone teach neither a retriever nor, at first, the A of an adapter.
-    assert all(n.startswith(("query", "key", "encoder_query")) for n in stayed), stayed
+    # Logits alone teach no retriever.
+    assert all(n.startswith(("query", "key")) for n in stayed), stayed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sliding_window", "elastic_memory", "trellis"])
+@pytest.mark.parametrize("name", MODELS)
+def test_flaxs_optimizer_updates_every_parameter_of_a_model(name):
+    whole = model(name)
+    before, optimizer = (
+        arrays(whole),
+        nnx.Optimizer(whole, optax.sgd(1.0), wrt=nnx.Param),
+    )
+    optimizer.update(whole, jax.tree.map(jnp.ones_like, nnx.state(whole, nnx.Param)))
+    after = arrays(whole)
+    assert all(np.allclose(after[name], before[name] - 1) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["elastic_memory", "trellis"])
 def test_a_layer_is_split_merged_and_printed(name, x):
     layer = Layer(CONFIGS[name], rngs=nnx.Rngs(0))
     state = layer.memory.init_state(B)

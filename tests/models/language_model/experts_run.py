@@ -1,4 +1,4 @@
-"""A program for four pretended devices: a mixture of experts on meshes, as JSON."""
+"""A program for eight pretended devices: a mixture of experts on meshes, as JSON."""
 
 import json
 import re
@@ -33,9 +33,8 @@ CONFIG = ModelConfig(
     dtype="float32",
 )
 MESHES = {
-    "tensor": MeshConfig(tensor=4),
-    "fsdp": MeshConfig(fsdp=2, tensor=2),
-    "sequence": MeshConfig(data=2, sequence=2),
+    "tensor": MeshConfig(data=2, tensor=4),
+    "all": MeshConfig(fsdp=2, tensor=2, sequence=2),
 }
 
 
