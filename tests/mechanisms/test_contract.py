@@ -85,7 +85,7 @@ CONFIGS: dict[str, MechanismConfig] = {
         sampling="exponential",
         positions="stream",
     ),
-    "melodi": MelodiConfig(**HEADS, block=4, memory_tokens=3),
+    "melodi": MelodiConfig(**HEADS, block=4, memory_tokens=2),
     "melodi_long": MelodiConfig(
         **HEADS, block=3, memory_tokens=2, long_tokens=2, long_blocks=2
     ),
