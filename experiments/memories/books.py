@@ -198,7 +198,10 @@ def key_tokens(config: Config, texts: list[TokenisedDocument]) -> evaluation.Key
     """Key tokens of the texts, which the reference reads in its own tokens."""
     loaded = memjax.load(located(config.reference))
     read = evaluation.retokenise(texts, TOKENIZER, loaded.tokenizer)
-    keys = evaluation.find_key_tokens(loaded.model, read, tokenizer=loaded.tokenizer)
+    # Of two blocks, as Elastic Memory's 4,096 tokens are.
+    keys = evaluation.find_key_tokens(
+        loaded.model, read, tokenizer=loaded.tokenizer, short_context=2 * config.window
+    )
     given = (read, loaded.tokenizer, texts, TOKENIZER)
     return evaluation.align_key_tokens(keys, *given)
 
