@@ -1,8 +1,9 @@
 """Stands in for the tools of a platform in the commands of "On a pod".
 
 What runs a command on all hosts (`gcloud ... ssh`, `xpk`, `srun`) runs it here in two
-processes, which find each other as Slurm's do, unless it `HAS_RUN`. Other tools
-only write down how they were called. `memjax` is the real program, at a small size.
+processes, or `HOSTS`, which find each other as Slurm's do, unless it `HAS_RUN`. Other
+tools only write down how they were called. `memjax` is the real program, at a small
+size.
 """
 
 import os
@@ -62,10 +63,11 @@ def _value(words: Sequence[str], flag: str) -> str | None:
 
 def _on_all_hosts(command: Sequence[str]) -> int:
     """Runs a command in a process for each host; the first exit code that is not 0."""
+    count = int(os.environ.get("HOSTS", HOSTS))
     shared = {
         "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_NTASKS": str(HOSTS),
-        "SLURM_STEP_NUM_TASKS": str(HOSTS),
+        "SLURM_NTASKS": str(count),
+        "SLURM_STEP_NUM_TASKS": str(count),
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={DEVICES}",
@@ -77,7 +79,7 @@ def _on_all_hosts(command: Sequence[str]) -> int:
             | shared
             | {"SLURM_PROCID": str(host), "SLURM_LOCALID": str(host)},
         )
-        for host in range(HOSTS)
+        for host in range(count)
     ]
     return next(filter(None, [host.wait() for host in hosts]), 0)
 

@@ -2,12 +2,14 @@
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.buckets import stores
+from tests.cli import commands
 from tests.docs import platform_tools
 
 ROOT = Path(__file__).parents[2]
@@ -17,8 +19,10 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL)
 TRAINED = re.compile(r'--command "(memjax train .*?)"')
 
 
-#: The block whose `memjax train` is that of TPU VMs.
-XPK = 4
+#: Blocks that do not run whole: `memjax aot` without slices, as it is with them, and
+#: `memjax train` of TPU VMs once more.
+AOT, XPK = 0, 4
+SLICES, SLURM = 3, 5
 
 
 @pytest.fixture(name="gs", scope="module")
@@ -41,18 +45,36 @@ def run(block, folder, gs, **environment):
     return done.stdout + done.stderr, Path(tools["CALLS"]).read_text().splitlines()
 
 
+def run_here(command):
+    """What `memjax` prints, called in this process: to start another takes seconds."""
+    words = shlex.split(command)[1:]
+    code, out, err = commands.run(*platform_tools.small(words, platform_tools.DEVICES))
+    assert code == 0, err
+    return "\n".join([out, *err])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", sorted({*range(len(BLOCKS))} - {XPK}))
-def test_commands_run(number, tmp_path, gs):
-    block = BLOCKS[number]
-    printed, calls = run(block, tmp_path, gs)
+@pytest.mark.parametrize("number", sorted({*range(len(BLOCKS))} - {AOT, XPK}))
+def test_commands_run(number, tmp_path, gs, monkeypatch):
+    here = re.findall("^memjax .*", BLOCKS[number], re.M)
+    block = re.sub("^memjax .*\n", "", BLOCKS[number], flags=re.M)
+    # Slurm's hosts find each other in `tests/training/test_pods.py`.
+    hosts = 1 if number == SLURM else platform_tools.HOSTS
+    printed, calls = run(block, tmp_path, gs, HOSTS=str(hosts))
+    monkeypatch.chdir(tmp_path)
+    printed, calls = printed + "".join(map(run_here, here)), calls + here
     trained = [call for call in calls if call.startswith("memjax train")]
     # Of several hosts the first one prints.
-    alone = "--distributed" not in block and "srun" not in block
-    runs = len(trained) if alone else len(trained) / 2
+    runs = len(trained) / (hosts if "--distributed" in block else 1)
     assert printed.count("finished at step 2, state saved") == runs
     asked = [call for call in calls if call.startswith("memjax aot")]
     assert printed.count("memory a device") == len(asked)
+
+
+def test_a_step_of_one_slice_is_compiled_as_that_of_two():
+    [slices] = re.findall("memjax aot .*", BLOCKS[SLICES])
+    [alone] = re.findall("memjax aot .*", BLOCKS[AOT])
+    assert alone == slices.replace("--slices 2 --mesh.slices 2 ", "")
 
 
 @pytest.mark.slow

@@ -57,9 +57,10 @@ TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
 near = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
 
 
-def build(make=add_mplus, **changes):
+def build(make=add_mplus, num_layers=L, **changes):
     config, key = dataclasses.replace(CONFIG, **changes), jax.random.key(0)
-    return tiny.drawn(lambda: make(LanguageModel(SIZES, key=key), config, key=key))
+    sizes = dataclasses.replace(SIZES, num_layers=num_layers)
+    return tiny.drawn(lambda: make(LanguageModel(sizes, key=key), config, key=key))
 
 
 @functools.cache
@@ -236,11 +237,21 @@ def test_small_store_equals_learned_retrieval():
 # The law of models.
 
 
+@functools.cache
+def one_layer():
+    """Layers are told apart above."""
+    return build(num_layers=1)
+
+
+def call(state, tokens):
+    return verb("__call__", state, tokens, model=one_layer())
+
+
 @pytest.fixture(name="steps", scope="module")
 def _steps():
-    states, logits = [shared().init_state(B)], []
+    states, logits = [one_layer().init_state(B)], []
     for t in range(T):
-        state, y = verb("__call__", states[-1], TOKENS[:, t : t + 1])
+        state, y = call(states[-1], TOKENS[:, t : t + 1])
         states.append(state)
         logits.append(y)
     return states, jnp.concatenate(logits, axis=1)
@@ -249,10 +260,10 @@ def _steps():
 @pytest.mark.slow
 def test_call_equals_single_tokens(steps):
     states, logits = steps
-    close(verb("__call__", states[0], TOKENS), (states[-1], logits))
+    close(call(states[0], TOKENS), (states[-1], logits))
     size = C + 1
     for t in range(T - size + 1):
-        result = verb("__call__", states[t], TOKENS[:, t : t + size])
+        result = call(states[t], TOKENS[:, t : t + size])
         close(result, (states[t + size], logits[:, t : t + size]))
 
 
@@ -261,7 +272,7 @@ def test_call_equals_read(steps):
     """No token chooses for another, so that it is the same who else num_queries."""
     states, logits = steps
     assert states[6 * C].length.tolist() == [0] * B
-    _, read = verb("read", states[6 * C], TOKENS[:, 6 * C :])
+    _, read = verb("read", states[6 * C], TOKENS[:, 6 * C :], model=one_layer())
     close(read, logits[:, 6 * C :])
 
 
@@ -270,24 +281,24 @@ def test_causality_and_dropped_rows(steps):
     states, logits = steps
     for at in (C + 1, T - 3):
         changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
-        _, other = verb("__call__", states[0], changed)
+        _, other = call(states[0], changed)
         near(other[:, :at], logits[:, :at])
         assert np.abs(other - logits).max(axis=-1)[:, [at, T - 1]].min() > 1e-5
     # The store alone tells the last tokens something.
     store = states[-2].store
     layers = tuple(x._replace(rows=x.rows[:, ::-1]) for x in store.layers)
     moved = states[-2]._replace(store=store._replace(layers=layers))
-    _, other = verb("__call__", moved, TOKENS[:, -1:])
+    _, other = call(moved, TOKENS[:, -1:])
     assert np.abs(other - logits[:, -1:]).max(axis=(1, 2)).min() > 1e-5
 
 
 @pytest.mark.slow
 def test_batch_elements_may_have_different_lengths(steps):
     states, logits = steps
-    state = verb("reset", states[-C - 2], jnp.array([True, False]))
+    state = one_layer().reset(states[-C - 2], jnp.array([True, False]))
     tokens = TOKENS[:, -C - 1 :]
-    after, y = verb("__call__", state, tokens)
-    _, fresh = verb("__call__", states[0], tokens)
+    after, y = call(state, tokens)
+    _, fresh = call(states[0], tokens)
     close(y[0], fresh[0])
     close(y[1], logits[1, -C - 1 :])
     assert after.num_valid.tolist() == [K, N]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ CONFIG = MPlusConfig(
 @functools.cache
 def model():
     return tiny.drawn(
-        lambda: add_mplus(tiny.make_llama(), CONFIG, key=jax.random.key(1))
+        # Layers among others are in `test_official.py` and `test_mplus.py`.
+        lambda: add_mplus(tiny.make_llama(num_layers=1), CONFIG, key=jax.random.key(1))
     )
 
 
@@ -77,14 +79,14 @@ def test_empty_rows_are_replaced_first(num_valid):
     assert num_valid < 6 or {*range(rows - num_valid, rows)} <= {*kept.ravel().tolist()}
 
 
-NEW = jnp.zeros((B, 2, K, 16), jnp.float32)
+NEW = jnp.zeros((B, 1, K, 16), jnp.float32)
 
 
 @pytest.mark.parametrize(
     "rows", [[1, 0], [1, 1], [2, 4], [-1, 2]], ids=["falling", "twice", "beyond", "-1"]
 )
 def test_row_indices_must_be_distinct_and_rising(rows):
-    given = jnp.broadcast_to(jnp.array(rows), (B, 2, K))
+    given = jnp.broadcast_to(jnp.array(rows), (B, 1, K))
     state = model().init_state(B)
     with pytest.raises(ValueError, match=r"dropped must be .* in rising .*\[0, 4\)"):
         model().update(state, NEW, given)
@@ -199,9 +201,8 @@ def test_invalid_lengths_are_refused(lengths):
 def test_memory_dtype_follows_the_backbone(tmp_path):
     """So that a decoded token copies no cache, and a store is as large as its rows."""
     key = jax.random.key(1)
-    low = tiny.drawn(
-        lambda: add_mplus(tiny.make_llama(dtype="bfloat16"), CONFIG, key=key)
-    )
+    sizes: Any = dict(dtype="bfloat16", num_layers=1)
+    low = tiny.drawn(lambda: add_mplus(tiny.make_llama(**sizes), CONFIG, key=key))
     state = low.inject(low.init_state(B), tiny.tokens(1, B, 6 * C))
     assert state.store is not None
     found = [state.pool, *state.cache.keys, *state.cache.values]
