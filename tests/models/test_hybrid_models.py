@@ -251,14 +251,14 @@ def test_the_teacher_of_a_layer_reads_what_the_layer_does():
     olmo, tokens = model("olmo_hybrid"), tiny.tokens(1, 1, 6)
 
     @jax.jit
-    def both(tokens):
+    def inputs(tokens):
         found = run_teacher(olmo, olmo.config, tokens, (1, 3))
         h = olmo.embed(tokens)
         for block, state in zip(olmo.blocks[:3], olmo.init_state(1)[:3], strict=True):
             _, h = block(state, h)
         return found[3].x, h
 
-    tiny.assert_close(*both(tokens))
+    tiny.assert_close(*inputs(tokens))
     with pytest.raises(ValueError, match="layers of one style, got 2"):
         two = tuple(BlockStyle(norm_outputs=flag) for flag in (False, True))
         both = tiny.LLAMA.mechanisms * 2
