@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 class _Open(NamedTuple):
     """Loop state of decoding, without the memory."""
 
-    logits: Float[Array, "B V"]
+    features: Float[Array, "B E"]  # behind the last token
     key: PRNGKeyArray
     drawn: Int[Array, ""]  # tokens so far, of those that have not ended
     done: Bool[Array, " B"]
@@ -131,7 +131,7 @@ def generate(
     state = model.reserve(state, min(needed, tokens.shape[1] + RESERVED))
     ends = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     sizes = (tokens_per_call, least_per_call)
-    state, logits = _read_prompt(
+    state, features = _read_prompt(
         model, state, tokens, np.asarray(ends), sizes, donate, progress
     )
     seen = None
@@ -139,10 +139,10 @@ def generate(
         read = _read_tokens(tokens, ends, known, model.vocab_size)
         seen = Seen.of(sampling, read)
     if samples > 1:
-        state, logits, seen = jax.tree.map(
-            lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, logits, seen)
+        state, features, seen = jax.tree.map(
+            lambda leaf: jnp.repeat(leaf, samples, axis=0), (state, features, seen)
         )
-    open_ = _Open(logits, key, jnp.int32(0), jnp.zeros(len(logits), bool), seen)
+    open_ = _Open(features, key, jnp.int32(0), jnp.zeros(len(features), bool), seen)
     settings = Settings.of(sampling, vocab_size)
     return _draw_all(
         model, state, open_, settings, max_new_tokens, jnp.int32(stop), stop_when
@@ -202,13 +202,12 @@ def read_text(
 
 
 def _read_prompt(model, state, tokens, ends, sizes, donate, progress=None):
-    """The memory after the prompts, and the logits of their next tokens."""
+    """The memory after the prompts, and the features behind their last tokens."""
     most, least = sizes
     # Split, so that parameters are arguments of the programs.
     graph, params = nnx.split(model)
     batch, longest = tokens.shape
-    logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
-    state, logits = commit_state(params, (state, logits))
+    state, features = commit_state(params, state), jnp.zeros((batch, 0))
     # One call at a time: memory does not grow with the prompt.
     for start in range(0, longest, most):
         count = np.clip(ends - start, 0, most).astype(np.int32)
@@ -225,12 +224,15 @@ def _read_prompt(model, state, tokens, ends, sizes, donate, progress=None):
         lengths = None if whole else jnp.asarray(count)
         # From the second call on the state is one that this function made.
         read = _read[donate or start > 0]
-        state, logits = read(graph, params, state, logits, jnp.asarray(part), lengths)
+        state, new = read(graph, params, state, jnp.asarray(part), lengths)
+        # But of a prompt that ended in an earlier call.
+        goes_on = count[:, None] > 0
+        features = new if goes_on.all() else jnp.where(goes_on, new, features)
         if progress is not None:
             # A call returns before it is computed.
-            jax.block_until_ready(logits)
+            jax.block_until_ready(features)
             progress(min(start + most, longest), longest)
-    return state, logits
+    return state, features
 
 
 def _known_tokens(model, name, tokens):
@@ -294,17 +296,15 @@ def _padded(length: int, longest: int, least: int) -> int:
     return 1 if longest == 1 else max(least, 1 << (length - 1).bit_length())
 
 
-def _read_call(graph, params, state, logits, tokens, lengths):
-    """The memory after the tokens, and the logits behind the last of them."""
+def _read_call(graph, params, state, tokens, lengths):
+    """The memory after the tokens, and the features behind the last of them."""
     model = nnx.merge(graph, params)
     if lengths is None:
         state, features = model.features(state, tokens)
-        return state, model.logits(features[:, -1])
+        return state, features[:, -1]
     state, features = model.features(state, tokens, lengths=lengths)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    # Logits of the other positions are of no use, and are the widest product.
-    new = model.logits(jnp.take_along_axis(features, last, axis=1)[:, 0])
-    return state, jnp.where(lengths[:, None] > 0, new, logits)
+    return state, jnp.take_along_axis(features, last, axis=1)[:, 0]
 
 
 def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, count):
@@ -316,8 +316,9 @@ def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, coun
         i, state, open_, (tokens, log_probs, live) = loop
         alive = ~open_.done
         key = jax.random.fold_in(open_.key, open_.drawn)
-        token = draw(open_.logits, key, settings, open_.seen)
-        scores = jax.nn.log_softmax(open_.logits, axis=-1)
+        logits = model.logits(open_.features)
+        token = draw(logits, key, settings, open_.seen)
+        scores = jax.nn.log_softmax(logits, axis=-1)
         log_prob = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
         rows = (jnp.where(alive, token, 0), jnp.where(alive, log_prob, 0.0), alive)
         kept = jax.tree.map(
@@ -328,7 +329,7 @@ def _draw_tokens(graph, size, ragged, params, state, open_, settings, stop, coun
         reads = dict(lengths=alive.astype(jnp.int32)) if ragged else {}
         state, features = model.features(state, rows[0][:, None], **reads)
         open_ = _Open(
-            model.logits(features[:, -1]),
+            features[:, -1],
             open_.key,
             open_.drawn + 1,
             open_.done | jnp.isin(token, stop),
