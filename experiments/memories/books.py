@@ -92,8 +92,7 @@ class Config:
 def models(window: int, baselines: bool = False) -> dict[str, ModelConfig]:
     """The rows: windows, the shortest with no fewer bytes than the memory, the memory.
 
-    A model has three layers; the memory is in the middle one. The baselines have about
-    as many numbers of memory in the whole model, Infini-attention three quarters.
+    A model has three layers; the memory is in the middle one.
     """
     read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
     options = {"melodi": {"memory_tokens": 11}, "memorizing": {"queue": 64}}
