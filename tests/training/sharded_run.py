@@ -26,7 +26,6 @@ from memjax.mechanisms import (
     AttentionConfig,
     DeltaNetConfig,
     ElasticMemoryConfig,
-    GSAConfig,
     HybridConfig,
     LatticeConfig,
     LinearAttentionConfig,
@@ -65,8 +64,8 @@ MODEL = ModelConfig(
 HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim=4)
 BLOCK: dict[str, Any] = dict(model_dim=16, num_heads=8, key_dim=4, value_dim=4)
 WINDOW = SlidingWindowConfig(**HEADS, window=8)
-#: Mechanisms with divided sequences. Other linear ones join their memories as linear
-#: attention does; `mechanisms/layers/divided_run.py` has them.
+#: Mechanisms with divided sequences. Other linear ones, and slots, join their memories
+#: as linear attention does; `mechanisms/layers/divided_run.py` has them.
 MECHANISMS: dict[str, MechanismConfig] = {
     "attention": AttentionConfig(**HEADS, capacity=32),
     "window": WINDOW,
@@ -74,7 +73,6 @@ MECHANISMS: dict[str, MechanismConfig] = {
     "elastic": ElasticMemoryConfig(**HEADS, block=8, order=4),
     "beside": HybridConfig(WINDOW, DeltaNetConfig(32, 8, 4, 4)),
     "linear_attention": LinearAttentionConfig(**BLOCK),
-    "gsa": GSAConfig(**BLOCK, slots=4),
     "ttt_linear": TTTLinearConfig(**BLOCK, chunk_size=4),
     "trellis": TrellisConfig(**BLOCK, slots=4, chunk_size=4),
     "lattice": LatticeConfig(16, num_heads=8, slots=4, value_dim=4, chunk_size=4),

@@ -34,8 +34,8 @@ MECHANISMS = {
     "gated_deltanet": GatedDeltaNetConfig(**SIZES),
     "gsa": GSAConfig(**SIZES, slots=4),
 }
-# With a sum and with slots: all share the convolution that ends of segments meet.
-ENDS = (MECHANISMS["linear_attention"], MECHANISMS["gsa"])
+# All share the convolution that ends of segments meet.
+ENDS = MECHANISMS["gsa"]
 # Two blocks a device.
 ELASTIC_SIZES = ElasticMemoryConfig(
     model_dim=12,
@@ -90,7 +90,7 @@ def in_block(config, mesh):
         "segment": (jax.grad(loss_of, (0, 1, 2), has_aux=True), (params, before, x)),
         "packed": (mechanism.packed.whole, (params, x, starts)),
     }
-    if config in ENDS:
+    if config == ENDS:
         programs |= {
             # Two tokens a device, where the convolution needs three.
             "short": (mechanism.apply, (params, before, x[:, : 2 * WAYS])),
@@ -100,7 +100,7 @@ def in_block(config, mesh):
 
 
 def elastic(name, mesh):
-    """`differences` of Elastic Memory, from nothing and from a state."""
+    """`differences` of Elastic Memory from a state; of its first form, from nothing."""
     config = dataclasses.replace(ELASTIC_SIZES, **ELASTIC[name])
     mechanism = config.build()
     params = jax.jit(mechanism.init_params)(jax.random.key(0))
@@ -122,12 +122,10 @@ def elastic(name, mesh):
         # Integers of the state have no gradient.
         return by_params, by_x, after
 
-    programs = {
-        "segment": (jax.grad(of_empty, (0, 1), has_aux=True), (params, x)),
-        "later": (later, (params, before, x)),
-    }
+    programs = {"later": (later, (params, before, x))}
     if name == "elastic":
         programs |= {
+            "segment": (jax.grad(of_empty, (0, 1), has_aux=True), (params, x)),
             "open": (mechanism.apply, (params, opened, x)),
             "odd": (mechanism.apply, (params, before, x[:, :-1])),
         }

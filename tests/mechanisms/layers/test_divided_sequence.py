@@ -35,4 +35,4 @@ def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", divided_run.ELASTIC)
 def test_only_coefficients_are_sent(found, name):
-    assert found[name]["segment"]["gathered"] == COEFFICIENTS
+    assert found[name]["later"]["gathered"] == COEFFICIENTS
