@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import zlib
 
 import jax
+from jax._src import compilation_cache
 from jax._src.interpreters import mlir
 
 platform_dependent = jax.lax.platform_dependent
@@ -38,6 +40,10 @@ def lighten() -> None:
     if hasattr(mlir, "make_ir_context"):
         mlir.make_ir_context = functools.cache(mlir.make_ir_context)
     trace_cpu_alone()
+    # Programs are kept for minutes: small files are not worth the time.
+    if not any(getattr(compilation_cache, x, None) for x in ("zstd", "zstandard")):
+        fast = functools.partial(zlib.compress, level=1)
+        compilation_cache.compress_executable = fast
     # Tracing makes many objects that live as long as a test.
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
