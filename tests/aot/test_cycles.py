@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.bundles import Shares, read_schedule, read_use
 from memjax.aot.cycles.count import PROGRAM, count
 from memjax.aot.cycles.program import read_program
+from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig, MemorizingConfig
 
 SNIPPETS = Path(__file__).parent / "snippets"
 # A grid of 24 steps, in it a region for the first step of an axis and a loop of 7,
@@ -122,3 +124,12 @@ def test_a_kernel_takes_as_long_as_the_bytes_that_it_says_it_moves(folder):
         parts = count(folder, bytes_per_cycle=speed).parts
         (kernel,) = (x for x in parts if x.operation.name == "kernel.1")
         assert kernel.cycles == expected and kernel.scheduled == (expected == 3)
+
+
+def test_attention_inside_of_blocks_is_that_of_rows_as_long():
+    heads = (128, 2, 2, 64)
+    inside = shares([MemorizingConfig(*heads, block=512)], 2048)
+    assert inside == shares([AttentionConfig(*heads)], 512) != {}
+    for kind in (ElasticMemoryConfig, MemorizingConfig):
+        # No kernel takes blocks of half a vector's lanes.
+        assert shares([kind(*heads, block=64)], 2048) == {}

@@ -38,13 +38,17 @@ def _of_mechanism(mechanism, time, ways):
     if mechanism.attention is not mechanism:
         return {}
     heads = max(1, mechanism.num_heads // ways)
-    if mechanism.plain_attention is None:
-        return _of_splash(
-            on_tpu.memory_kernel(heads, mechanism.block, mechanism.samples)[0]
-        )
+    block = mechanism.tokens_per_call
+    if mechanism.plain_attention is None and block % blocks.LANES:
+        # No kernel takes such a block.
+        return {}
+    if mechanism.name == "elastic_memory":
+        return _of_splash(on_tpu.memory_kernel(heads, block, mechanism.samples)[0])
     # A window as long as the row is full attention.
-    window = mechanism.tokens_per_call
-    window = window if window and window < time else None
+    window = block if block and block < time else None
+    if mechanism.plain_attention is None:
+        # Full attention inside of each block.
+        time, window = block, None
     return _of_splash(on_tpu.kernel(heads, time, window)) | _of_ours(time, window)
 
 
