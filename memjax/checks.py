@@ -62,7 +62,7 @@ def _cut(text: str) -> str:
 #: of memory, without a message.
 LARGEST = {
     "num_layers": 1024,
-    "order": 4096,  # of HiPPO, whose matrix is order by order
+    "order": 8640,  # of HiPPO, whose matrix is order by order; the paper's largest
     "memory_tokens": 2**20,
     "bank_blocks": 2**16,
     "window": 2**24,

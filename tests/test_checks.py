@@ -1,5 +1,6 @@
 """Sizes that no computer has are refused, and messages have an end."""
 
+import jax
 import pytest
 
 from memjax.checks import check_sizes, listed, require_known, short
@@ -50,3 +51,11 @@ def test_values_and_lists_of_names_are_cut():
     with pytest.raises(ValueError) as refused:
         require_known("name", "x" * 10**6, ("a",))
     assert len(str(refused.value)) < 300
+
+
+def test_the_largest_memory_of_elastic_memory_is_no_absurd_size():
+    """Its table 3 has 16x, order 8,640."""
+    state = jax.eval_shape(
+        lambda: ElasticMemoryConfig(16, 2, 1, 8, order=8640).build().init_state(1)
+    )
+    assert state.keys.shape == (1, 1, 8640, 8)
