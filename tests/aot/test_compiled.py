@@ -2,15 +2,12 @@
 
 import dataclasses
 import importlib.util
-import json
 import re
 
 import pytest
 
-from memjax.aot import compile as compile_step
 from memjax.aot import libtpu
-from memjax.aot.compile import Compiled, Request, compiled
-from memjax.aot.cycles.count import PROGRAM
+from memjax.aot.compile import Request, compiled
 from memjax.aot.report import report
 from memjax.aot.steps import build, device_bytes
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig
@@ -24,10 +21,11 @@ from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import FinetuneRun
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
+from tests.aot.in_process import _in_process as _in_process
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("all_platforms", "uncached"),
+    pytest.mark.usefixtures("in_process"),
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason="compiling for a TPU takes libtpu (pip install libtpu)",
@@ -78,20 +76,6 @@ def finetuning(memory):
     return FinetuneRun(stage, backbone, "bytes", "", "")
 
 
-@pytest.fixture(name="compile_here")
-def _compile_here(tmp_path):
-    """As `compiled`, in this process: to start another takes seconds."""
-
-    def here(request):
-        record = json.loads(json.dumps(compile_step._record(request)))
-        request = compile_step._read(record)
-        facts = compile_step._facts(request, tmp_path)
-        text = "" if "exhausted" in facts else (tmp_path / PROGRAM).read_text()
-        return Compiled(facts, text, None)
-
-    return here
-
-
 def check(found):
     """A report that agrees with itself and with the compiler's own sums."""
     assert found["fits"] and found["devices"] == 4
@@ -102,9 +86,9 @@ def check(found):
 
 
 @pytest.mark.parametrize("family", ["elastic", "trellis", "lattice"])
-def test_a_training_step_of_each_recurrent_system(family, compile_here):
+def test_a_training_step_of_each_recurrent_system(family):
     request = Request(training(family), "train", CHIPS)
-    made = compile_here(request)
+    made = compiled(request, cycles=False)
     check(report(request, made))
     # Its kernels are inside.
     assert "tpu_custom_call" in made.text or family == "elastic"
@@ -115,9 +99,9 @@ def test_a_training_step_of_each_recurrent_system(family, compile_here):
 
 
 @pytest.mark.parametrize("memory", ["hmt", "mplus"])
-def test_a_training_step_of_each_system_around_a_backbone(memory, compile_here):
+def test_a_training_step_of_each_system_around_a_backbone(memory):
     request = Request(finetuning(memory), "train", CHIPS)
-    check(report(request, compile_here(request)))
+    check(report(request, compiled(request, cycles=False)))
 
 
 def test_cycles_of_a_training_step_are_counted():
@@ -130,12 +114,12 @@ def test_cycles_of_a_training_step_are_counted():
 
 
 @pytest.mark.parametrize("what", ["evaluate", "prefill", "decode"])
-def test_steps_that_read(what, compile_here):
+def test_steps_that_read(what):
     request = Request(training("transformer"), what, CHIPS)
-    check(report(request, compile_here(request)))
+    check(report(request, compiled(request, cycles=False)))
 
 
-def test_store_on_the_host_takes_no_device_memory(compile_here):
+def test_store_on_the_host_takes_no_device_memory():
     run = finetuning("mplus")
     stage = run.config
     assert isinstance(stage, MPlusStage)
@@ -148,7 +132,7 @@ def test_store_on_the_host_takes_no_device_memory(compile_here):
         placed = dataclasses.replace(stage, memory=memory)
         return dataclasses.replace(run, config=placed)
 
-    there = compile_here(Request(stored("host"), "decode", CHIPS)).facts
+    there = compiled(Request(stored("host"), "decode", CHIPS), cycles=False).facts
     mesh = make_mesh(MESH, libtpu.devices_of(CHIPS))
     here = build(stored("device"), "decode", mesh).parts
     size = device_bytes(here["memory"]) - there["arguments"]["memory"]
@@ -156,20 +140,20 @@ def test_store_on_the_host_takes_no_device_memory(compile_here):
     assert there["argument_bytes"] < size
 
 
-def test_needed_memory_of_a_step_that_is_too_large(compile_here):
+def test_needed_memory_of_a_step_that_is_too_large():
     # 17 million tokens: the compiler refuses before it schedules anything. Rows of few
     # tokens would take longer to read than the step to compile.
     run = training("transformer", rows=2**12, context=2**12)
     request = Request(run, "train", CHIPS)
-    found = report(request, compile_here(request))
+    found = report(request, compiled(request, cycles=False))
     assert not found["fits"] and found["memory"]["largest"] == "temporaries"
     assert found["memory"]["total"] > found["memory"]["capacity"] > 15 * 2**30
 
 
-def test_slices_exchange_only_gradients(compile_here):
+def test_slices_exchange_only_gradients():
     run = training("transformer", rows=8)
     run = dataclasses.replace(run, mesh=MeshConfig(fsdp=4, slices=2))
-    made = compile_here(Request(run, "train", CHIPS, slices=2))
+    made = compiled(Request(run, "train", CHIPS, slices=2), cycles=False)
     found = report(Request(run, "train", CHIPS, slices=2), made)
     assert found["devices"] == 8
     # Each transfer is the outer part of an all-reduce; nothing else leaves a slice.
@@ -196,10 +180,10 @@ def test_an_unknown_topology_is_refused():
         ({"slices": 2}, "mesh.slices=1 must be 2"),
     ],
 )
-def test_steps_that_cannot_be_compiled_are_refused(changes, message, compile_here):
+def test_steps_that_cannot_be_compiled_are_refused(changes, message):
     request = Request(training("transformer"), "train", CHIPS)
     with pytest.raises(ValueError, match=message):
-        compile_here(dataclasses.replace(request, **changes))
+        compiled(dataclasses.replace(request, **changes), cycles=False)
 
 
 @pytest.mark.parametrize(("slices", "data"), [(1, 1), (2, 2)])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.aot.in_process import _in_process as _in_process
 from tests.buckets import stores
 from tests.cli import commands
 from tests.docs import platform_tools
@@ -54,6 +55,7 @@ def run_here(command):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("number", sorted({*range(len(BLOCKS))} - {AOT, XPK}))
 def test_commands_run(number, tmp_path, gs, monkeypatch):
     here = re.findall("^memjax .*", BLOCKS[number], re.M)
