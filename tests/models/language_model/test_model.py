@@ -73,11 +73,10 @@ def test_a_segment_equals_its_tokens_one_by_one(whole):
     close((state, jnp.concatenate(logits, axis=1)), whole)
 
 
-@pytest.mark.parametrize("split", [4, 6])
-def test_split_invariance(whole, split):
+def test_split_invariance(whole):
     model = build()
-    state, first = run(model, model.init_state(B), TOKENS[:, :split])
-    state, second = run(model, state, TOKENS[:, split:])
+    state, first = run(model, model.init_state(B), TOKENS[:, : T // 2])
+    state, second = run(model, state, TOKENS[:, T // 2 :])
     close((state, jnp.concatenate([first, second], axis=1)), whole)
 
 
@@ -92,16 +91,16 @@ def test_causality_and_independent_rows(whole):
 
 def test_reset_clears_the_rows_of_its_mask(whole):
     model = build()
-    state, _ = run(model, model.init_state(B), TOKENS[:, :4])
+    state, _ = run(model, model.init_state(B), TOKENS[:, :5])
     state = model.reset(state, jnp.array([True, False]))
     chex.assert_trees_all_equal(
         jax.tree.map(lambda leaf: leaf[0], state),
         jax.tree.map(lambda leaf: leaf[0], model.init_state(B)),
     )
-    _, logits = run(model, state, TOKENS[:, 4:])
-    _, fresh = run(model, model.init_state(B), TOKENS[:, 4:])
+    _, logits = run(model, state, TOKENS[:, 5:])
+    _, fresh = run(model, model.init_state(B), TOKENS[:, 5:])
     close(logits[0], fresh[0])
-    close(logits[1], whole[1][1, 4:])
+    close(logits[1], whole[1][1, 5:])
 
 
 def test_traces_once():

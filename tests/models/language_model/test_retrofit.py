@@ -37,9 +37,9 @@ KEY = jax.random.key(1)
 @functools.cache
 def fitted(name: MemoryName, **options):
     return add_memory(
-        tiny.llama(),
+        tiny.llama(num_layers=1),
         memory=name,
-        layers=(1,),
+        layers=(0,),
         window=WINDOW,
         sinks=SINKS,
         options=MemoryOptions(**options),
@@ -75,7 +75,7 @@ def read(model, tokens, cuts=()):
 )
 def test_initial_hybrid_equals_windows(name):
     tokens = tiny.tokens(0, 2, LENGTH)
-    windowed = limit_attention(tiny.llama(), WINDOW, SINKS)
+    windowed = limit_attention(tiny.llama(num_layers=1), WINDOW, SINKS)
     expected = read(windowed, tokens)[1]
     tiny.assert_close(read(fitted(name), tokens)[1], expected)
     # And differs from it where the memory has a part, beyond the window alone.
