@@ -190,6 +190,8 @@ INTENDED = {
     "cell/rate": P("fsdp", "tensor"),
     "cell/target": P("fsdp", "tensor"),
     "cell/forget": P("fsdp", "tensor"),
+    "cell/write": P("fsdp", "tensor"),
+    "cell/log_rate": P(None),
     "cell/narrow": P("fsdp", None),
     "cell/widen": P(None, "tensor"),
     "cell/keys": P("tensor"),
