@@ -1,7 +1,7 @@
 """Stands in for the tools of a platform in the commands of "On a pod".
 
-What runs a command on all hosts (`gcloud ... ssh`, `xpk`, `srun`) runs it here in two
-processes, or `HOSTS`, which find each other as Slurm's do, unless it `HAS_RUN`. Other
+What runs a command on all hosts (`gcloud ... ssh`, `xpk`, `srun`) runs it here on one,
+which Slurm names, unless it `HAS_RUN`; `tests/training/test_pods.py` has several. Other
 tools only write down how they were called. `memjax` is the real program, at a small
 size.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 TOOLS = ("gcloud", "xpk", "srun", "sbatch", "scontrol", "git", "pip")
 TOOLS += ("xprof", "memjax")
-HOSTS, DEVICES = 2, 2
+DEVICES = 2
 #: Of `memjax train`: instead of a preset's own.
 SMALL = """
     --data.context-length 32 --data.batch-size 4 --data.validation-texts 1
@@ -39,14 +39,14 @@ def install(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def small(arguments: Sequence[str], devices: int) -> list[str]:
+def small(arguments: Sequence[str]) -> list[str]:
     """The arguments of a `memjax` of a pod, for a few devices and a tiny preset."""
     words = list(arguments)
     if words[0] in ("train", "aot"):
         # The one that compiles fastest: models are tested elsewhere.
         words[1] = "transformer-tiny"
     # The smallest topology has four chips, in each of its slices.
-    fsdp = 4 if words[0] == "aot" else devices
+    fsdp = 4 if words[0] == "aot" else DEVICES
     for flag, value in {"--mesh.fsdp": str(fsdp), "--topology": "v5e:2x2"}.items():
         if flag in words:
             words[words.index(flag) + 1] = value
@@ -61,27 +61,19 @@ def _value(words: Sequence[str], flag: str) -> str | None:
     return words[words.index(flag) + 1] if flag in words else None
 
 
-def _on_all_hosts(command: Sequence[str]) -> int:
-    """Runs a command in a process for each host; the first exit code that is not 0."""
-    count = int(os.environ.get("HOSTS", HOSTS))
-    shared = {
+def _on_a_host(command: Sequence[str]) -> int:
+    """Runs a command on the only host of a job of Slurm: its exit code."""
+    job = {
         "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_NTASKS": str(count),
-        "SLURM_STEP_NUM_TASKS": str(count),
+        "SLURM_NTASKS": "1",
+        "SLURM_STEP_NUM_TASKS": "1",
         "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={DEVICES}",
     }
-    hosts = [
-        subprocess.Popen(
-            command,
-            env=os.environ
-            | shared
-            | {"SLURM_PROCID": str(host), "SLURM_LOCALID": str(host)},
-        )
-        for host in range(count)
-    ]
-    return next(filter(None, [host.wait() for host in hosts]), 0)
+    return subprocess.call(command, env=os.environ | job)
 
 
 def main(tool: str, arguments: Sequence[str]) -> int:
@@ -92,19 +84,18 @@ def main(tool: str, arguments: Sequence[str]) -> int:
         case "gcloud" | "xpk" if command := _value(arguments, "--command"):
             if command == os.environ.get("HAS_RUN"):
                 return 0
-            return _on_all_hosts(["bash", "-euc", command])
+            return _on_a_host(["bash", "-euc", command])
         case "srun":
             # Its own options come first.
             command = [x for x in arguments if not x.startswith("--kill-on-bad-exit")]
-            return _on_all_hosts(command)
+            return _on_a_host(command)
         case "sbatch":
             return subprocess.call(["bash", *arguments])
         case "git":
             Path(arguments[-1]).mkdir(exist_ok=True)
             return 0
         case "memjax":
-            hosts = int(os.environ.get("SLURM_NTASKS", "1"))
-            words = small(arguments, hosts * DEVICES)
+            words = small(arguments)
             return subprocess.call([sys.executable, "-m", "memjax.cli.entry", *words])
     return 0
 
