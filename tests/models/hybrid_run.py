@@ -40,44 +40,49 @@ def main() -> None:
     starts = jnp.zeros((B, T), bool).at[:, 5].set(True)
 
     @jax.jit
-    def run(params):
-        def loss(params):
-            model = nnx.merge(graph, params)
-            packed = model.encode_packed(model.embed(tokens), starts)
-            return (jax.nn.log_softmax(model.logits(packed)) ** 2).mean()
-
+    @jax.value_and_grad
+    def learn(params):
         model = nnx.merge(graph, params)
-        read = model.read(model.init_state(B, T), model.embed(tokens))
-        return jax.value_and_grad(loss)(params), read
+        packed = model.encode_packed(model.embed(tokens), starts)
+        return (jax.nn.log_softmax(model.logits(packed)) ** 2).mean()
 
-    alone = jax.device_get(run(params))
-    found = {
-        mesh: _on_mesh(run, params, sizes, at, alone) for mesh, at in MESHES.items()
-    }
+    @jax.jit
+    def read(params):
+        model = nnx.merge(graph, params)
+        return model.read(model.init_state(B, T), model.embed(tokens))
+
+    alone = jax.device_get((learn(params), read(params)))
+    found = {}
+    for name, size in MESHES.items():
+        mesh = sharding.make_mesh(size)
+        with jax.set_mesh(mesh):
+            divided = jax.device_put(params, sharding.shardings(mesh, params, sizes))
+            found[name] = _layers(divided) | _difference(alone[0], learn(divided))
+            # To read on a divided sequence is tested by mechanism.
+            if size.sequence == 1:
+                state, y = read(divided)
+                found[f"{name}, read"] = _difference(alone[1], (state, y))
+                found[name]["memory"] = [_held(state[i].memory) for i in (0, 2)]
     print(json.dumps(found))
 
 
-def _on_mesh(run, params, sizes, config, alone):
-    mesh = sharding.make_mesh(config)
-    with jax.set_mesh(mesh):
-        divided = jax.device_put(params, sharding.shardings(mesh, params, sizes))
-        result = run(divided)
-    numbers = [map(np.float64, jax.tree.leaves(x)) for x in (alone, result)]
+def _difference(alone, found):
+    numbers = [map(np.float64, jax.tree.leaves(x)) for x in (alone, found)]
     pairs = zip(*numbers, strict=True)
-    _, (state, _) = result
     return {
         "difference": max(
             float(abs(a - b).max() / abs(a).max()) for a, b in pairs if a.any()
-        ),
-        "layers": [
-            {
-                "weight": _held(divided["blocks"][i]["mechanism"].query_key.weight),
-                "change": _held(divided["blocks"][i]["mechanism"].query_key.up),
-                "value": _held(divided["blocks"][i]["mechanism"].value.weight),
-                "memory": _held(state[i].memory),
-            }
-            for i in (0, 2)
-        ],
+        )
+    }
+
+
+def _layers(divided):
+    """How the parameters of the two recurrent layers are divided."""
+    layers = [divided["blocks"][i]["mechanism"] for i in (0, 2)]
+    return {
+        "weight": [_held(layer.query_key.weight) for layer in layers],
+        "change": [_held(layer.query_key.up) for layer in layers],
+        "value": [_held(layer.value.weight) for layer in layers],
     }
 
 

@@ -161,17 +161,17 @@ def test_only_attention_alone_is_limited_or_compressed():
 def test_eight_devices_read_and_train_as_one_does(with_devices):
     process = Process(hybrid_run.main, environment=with_devices(8))
     found = json.loads(process.require_end().splitlines()[-1])
-    for mesh in hybrid_run.MESHES:
-        assert found[mesh]["difference"] < 1e-4, mesh
-        for held in found[mesh]["layers"]:
-            # Two heads of queries and keys do not divide among four devices, which all
-            # have them; four of values and of memories do. LoRA's changes are
-            # everywhere.
-            divided = mesh == "all"
-            assert held["weight"] == ([2, 1, 2, 1] if divided else [1] * 4)
-            assert held["value"] == ([2, 2, 1] if divided else [1, 4, 1])
-            assert held["memory"] == [2, 2 if divided else 4, 1, 1]
-            assert held["change"] == [1] * 4
+    assert {name: run["difference"] < 1e-4 for name, run in found.items()} == (
+        dict.fromkeys(("all", "heads", "heads, read"), True)
+    )
+    # Two heads of queries and keys do not divide among four devices, which all have
+    # them; four of values and of memories do. LoRA's changes are everywhere.
+    divided, heads = found["all"], found["heads"]
+    assert divided["weight"] == [[2, 1, 2, 1]] * 2
+    assert divided["value"] == [[2, 2, 1]] * 2
+    assert heads["weight"] == [[1] * 4] * 2 and heads["value"] == [[1, 4, 1]] * 2
+    assert heads["memory"] == [[2, 4, 1, 1]] * 2
+    assert divided["change"] == heads["change"] == [[1] * 4] * 2
 
 
 @pytest.mark.slow
