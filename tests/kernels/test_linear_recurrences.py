@@ -239,7 +239,11 @@ def test_defaults_are_empty_memory_and_fastest_form(name):
     found = jax.jit(op)(*tokens)
     close(found, numpy_loop(name, *tokens, empty))
     same(found, forward(name, SLOW)(*given))
-    same(with_gradients(name, None, given[:-1]), with_gradients(name, FAST, given[:-1]))
+    close(
+        with_gradients(name, None, given[:-1]),
+        with_gradients(name, SMALL, given[:-1]),
+        2e-5,
+    )
 
 
 @pytest.mark.slow
