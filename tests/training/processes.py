@@ -128,7 +128,8 @@ def toy(run_dir: Path, options: dict[str, Any]) -> Process:
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["memjax.training.pretrain"])
+    # TensorBoard's writer imports torch where it is installed.
+    context.set_forkserver_preload(["memjax.training.pretrain", "tensorboardX"])
     return context
 
 

@@ -115,7 +115,8 @@ def command(
     words = ["train", "transformer-tiny", "--run-dir", str(run_dir), *more]
     words += ["--data.context-length", "32", "--model.num-layers", "1"]
     words += ["--data.batch-size", "2"]
-    words += ["--loop.save-every", "5", "--loop.log-every", "1"]
+    # TensorBoard takes a second to import.
+    words += ["--loop.save-every", "5", "--loop.log-every", "1", "--loop.writers"]
     common = {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_NODELIST": "localhost",
