@@ -120,7 +120,7 @@ def test_values_and_gradients_agree_with_xla(
     name, heads, ways, key, value, packing, monkeypatch
 ):
     """Gates of minus infinity clear memory and gradient."""
-    monkeypatch.setattr(pack_blocks, "PACKS", 4 if ways == 2 else 2)
+    monkeypatch.setattr(pack_blocks, "RECURRENCE_PACKS", 4 if ways == 2 else 2)
     arguments = list(draw(name, 0, 2, 130, heads, key, value, ways=ways))
     assert recurrence._pack(arguments[0], arguments[2]) == packing
     kernels, chunks, place = OPS[name]

@@ -131,7 +131,7 @@ def _solve(
     of_q, of_k = jnp.split(overlaps, 2, axis=1)
     between = x.between()
     later = of_k * _below(between)
-    inverse = inverse_of(x.beta(later.shape[-1]) * later, read, operand_dtype(x.k))
+    inverse = inverse_of(x.beta(later.shape[-1]) * later, x.heads, operand_dtype(x.k))
     width = known.shape[-1]
     target = x.v - x.since(width) * known
     writes = exact(inverse, x.beta(width) * target, "nn")
@@ -154,7 +154,7 @@ def _below(x: Float[Array, "P C CC"]) -> Float[Array, "P C CC"]:
 
 
 def inverse_of(
-    lower: Float[Array, "P C CC"], read: Multiply, dtype: jnp.dtype
+    lower: Float[Array, "P C CC"], heads: int, dtype: jnp.dtype
 ) -> Float[Array, "P C CC"]:
     """(I + L)⁻¹ of each head, L below the diagonal, C a power of two.
 
@@ -163,6 +163,12 @@ def inverse_of(
     found in bfloat16, and a step of Newton's method, T + T (I - (I + L) T), squares
     what is wrong with it.
     """
+    if heads * lower.shape[1] < LANES and len(lower) % 2 == 0:
+        # Two packs beside each other fill the lanes, and products of both are one.
+        joined = jnp.concatenate(jnp.split(lower, 2), axis=2)
+        found = inverse_of(joined, 2 * heads, dtype)
+        return jnp.concatenate(jnp.split(found, 2, axis=2))
+    read = functools.partial(multiply, dtype=dtype, heads=heads)
     # Its highest bit is the size of the block that is too small for both tokens.
     apart = packs.sublane(lower.shape) ^ _other(lower)
     ones = (apart == 0).astype(F32)
@@ -172,15 +178,15 @@ def inverse_of(
         # Rows of late halves alone are not zero.
         parts = jnp.split(inverse, lower.shape[1] // size, axis=1)
         late = rows(*parts[1::2])
-        late -= read(read(late, corner, "nn"), inverse, "nn")
+        late -= read(read(late, corner, form="nn"), inverse, form="nn")
         parts[1::2] = jnp.split(late, len(parts) // 2, axis=1)
         inverse, size = rows(*parts), 2 * size
     if dtype == F32:
         return inverse
     coarse, _ = packs.in_bfloat16(inverse, 2)
     both = rows(*packs.in_bfloat16(lower, 2))
-    wrong = ones - coarse - _sum_rows(read(both, coarse, "nn"), 2)
-    return coarse + read(coarse, wrong, "nn")
+    wrong = ones - coarse - _sum_rows(read(both, coarse, form="nn"), 2)
+    return coarse + read(coarse, wrong, form="nn")
 
 
 def _invert_blocks(lower: Float[Array, "P C CC"]) -> Float[Array, "P C CC"]:
@@ -235,6 +241,10 @@ def products(x: Chunk | Channels) -> tuple[Multiply, Multiply]:
             return read(
                 rows(*(a for a, _ in pairs)), rows(*(b for _, b in pairs)), form
             )
+        if len(ys) == 2 and heads == 1 and 2 * x.shape[-1] <= LANES and form == "nn":
+            # Both parts of the second operand fill the unit's rows.
+            wide = jnp.concatenate([xs[0], xs[0]], axis=2)
+            return read(wide, rows(*ys), form) + read(xs[1], ys[0], form)
         # A second operand is loaded once.
         large, *small = ys
         found = _sum_rows(read(rows(*xs), large, form), len(xs))

@@ -25,6 +25,8 @@ PARAMS = pltpu.CompilerParams(
 BLOCK_BYTES = 40 << 20
 # Packs of one program, at most: more of them hide more latency.
 PACKS = 8
+# Those of a recurrence, in which most of a chunk is one chain of small products.
+RECURRENCE_PACKS = 16
 # Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
 # pack in these.
 ROWS, LANES = 16, 128
@@ -53,8 +55,8 @@ def group_size(packs: int, pack_bytes: int) -> int:
 
 
 def group_sizes(packs: int, pack_bytes: int) -> list[int]:
-    """All numbers of packs that a program may have, the largest first."""
-    return divisors(packs, min(PACKS, BLOCK_BYTES // pack_bytes))
+    """All numbers of packs that a recurrence's program may have, the largest first."""
+    return divisors(packs, min(RECURRENCE_PACKS, BLOCK_BYTES // pack_bytes))
 
 
 def divisor(number: int, most: int) -> int:

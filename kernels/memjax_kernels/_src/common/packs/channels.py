@@ -35,17 +35,19 @@ class Decays(NamedTuple):
 def decays(g: Float[Array, "P C DD"]) -> Decays:
     """The decays of log gates, none below `gate_sums.FORGETS_ALL`."""
     size = g.shape[1]
-    found, (since, until) = [], (g, jnp.zeros_like(g))
-    half = 1
-    while half < min(BLOCK, size):
-        late = (packs.sublane(g.shape) & half) > 0
-        found.append(jnp.where(late, since, until))
+    # All registers of a pack have the same rows of blocks.
+    rows = packs.sublane((1, min(BLOCK, size), g.shape[2]))
+    since = g.reshape(-1, *rows.shape[1:])
+    found, until, half = [], jnp.zeros_like(since), 1
+    while half < rows.shape[1]:
+        late = (rows & half) > 0
+        found.append(jnp.where(late, since, until).reshape(g.shape))
         # Sums of blocks twice as large, from those of both halves.
         total = since + until
-        other = jnp.where(late, _rotate(total, half), _rotate(total, -half))
-        since += jnp.where(late, other, 0.0)
-        until += jnp.where(late, 0.0, other)
+        since += jnp.where(late, _rotate(total, half), 0.0)
+        until += jnp.where(late, 0.0, _rotate(total, -half))
         half *= 2
+    since, until = since.reshape(g.shape), until.reshape(g.shape)
     while half < size:
         ups, downs = (jnp.split(x, size // half, axis=1) for x in (since, until))
         found.append(_interleave(downs[::2], ups[1::2]))
@@ -61,11 +63,9 @@ def decays(g: Float[Array, "P C DD"]) -> Decays:
     return Decays([jnp.ones_like(g), *blocks], jnp.exp(since), jnp.exp(until))
 
 
-def _rotate(x: Float[Array, "P C DD"], by: int) -> Float[Array, "P C DD"]:
-    """Rows of each block of `BLOCK`, moved down and around."""
-    size = min(BLOCK, x.shape[1])
-    blocks = x.reshape(-1, size, x.shape[-1])
-    return pltpu.roll(blocks, by % size, axis=1).reshape(x.shape)
+def _rotate(blocks: Float[Array, "N R DD"], by: int) -> Float[Array, "N R DD"]:
+    """Rows of each block, moved down and around."""
+    return pltpu.roll(blocks, by % blocks.shape[1], axis=1)
 
 
 def all_lanes(row: Float[Array, "P 1 KK"], heads: int, width: int) -> Array:
@@ -101,12 +101,13 @@ def pairs(scores: Float[Array, "P C CC"]) -> list[Bool[Array, "P C CC"]]:
 
 def suffix_sums(x: Float[Array, "P C DD"]) -> Float[Array, "P C DD"]:
     """Sums over each token and those after it."""
-    block = min(BLOCK, x.shape[1])
-    place, step = packs.sublane(x.shape) & (block - 1), 1
+    block, step = min(BLOCK, x.shape[1]), 1
+    place = packs.sublane((1, block, x.shape[2]))
+    within = x.reshape(-1, block, x.shape[2])
     while step < block:
-        x += jnp.where(place < block - step, _rotate(x, -step), 0.0)
+        within += jnp.where(place < block - step, _rotate(within, -step), 0.0)
         step *= 2
-    blocks = jnp.split(x, x.shape[1] // block, axis=1)
+    blocks = jnp.split(within.reshape(x.shape), x.shape[1] // block, axis=1)
     for i in reversed(range(len(blocks) - 1)):
         blocks[i] += blocks[i + 1][:, :1]
     return jnp.concatenate(blocks, axis=1)
