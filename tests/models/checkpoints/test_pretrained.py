@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import struct
 from typing import Any
 
@@ -346,6 +347,33 @@ def test_malformed_headers_are_refused(tmp_path):
     path.write_bytes(b"\xff" * 40)
     with pytest.raises(ValueError, match="not a safetensors file"):
         SafetensorsFile(path)
+
+
+def test_an_open_file_is_read_whole_without_a_position_of_its_own(
+    tmp_path, monkeypatch
+):
+    """Threads and forks share a descriptor's position."""
+    path, tensors = tmp_path / SINGLE, {n: np.arange(5.0, dtype="f4") for n in "ab"}
+    safetensors.save_file(tensors | {"none": np.ones((0, 3), "f4")}, path)
+    opened, whole = SafetensorsFile(path), os.preadv
+    (tmp_path / "other").write_bytes(bytes(path.stat().st_size))
+    path.rename(tmp_path / "first")
+    (tmp_path / "other").rename(path)
+
+    def short_read(file, buffers, place):
+        """As of a tensor above 2 GiB."""
+        return whole(file, [buffers[0][:7]], place)
+
+    monkeypatch.setattr(os, "preadv", short_read)
+    os.lseek(opened._file, 3, os.SEEK_SET)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(opened.get(name), tensor)
+    assert opened.get("none").shape == (0, 3)
+    assert os.lseek(opened._file, 0, os.SEEK_CUR) == 3
+    os.truncate(tmp_path / "first", (tmp_path / "first").stat().st_size - 1)
+    np.testing.assert_array_equal(opened.get("a"), tensors["a"])
+    with pytest.raises(ValueError, match="ended while 'b' was read"):
+        opened.get("b")
 
 
 @pytest.fixture(name="sharded")

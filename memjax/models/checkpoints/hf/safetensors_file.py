@@ -1,7 +1,6 @@
 """One safetensors file: tensors by name, read without executing or trusting it."""
 
 import collections
-import io
 import os
 import types
 import weakref
@@ -71,9 +70,8 @@ class SafetensorsFile:
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         # The library takes the last of two tensors with one name.
-        with self._at(0) as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = read_object(file.read(size), f"{path}: header")
+        size = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        header = read_object(os.pread(self._file, size, 8), f"{path}: header")
         self.shapes, self.nbytes, self._places = {}, {}, {}
         for name in opened.keys():
             part = opened.get_slice(name)
@@ -105,15 +103,15 @@ class SafetensorsFile:
         space = np.empty(count + _ALIGNMENT, np.uint8)
         start = -space.ctypes.data % _ALIGNMENT
         raw = space[start : start + count]
-        with self._at(first) as file:
-            if file.readinto(raw.data) != count:
+        done = 0
+        # By places: threads and forks share the descriptor's own position. A call
+        # reads at most 2 GiB.
+        while done < count:
+            found = os.preadv(self._file, [raw[done:].data], first + done)
+            if not found:
                 raise ValueError(f"{self.path} ended while {short(name)} was read")
+            done += found
         return raw.view(dtype).reshape(self.shapes[name])
-
-    def _at(self, position: int) -> io.BufferedReader:
-        file = open(self._file, "rb", closefd=False)
-        file.seek(position)
-        return file
 
 
 def read_object(raw: bytes, what: str) -> dict[str, Any]:
