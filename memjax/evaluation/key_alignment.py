@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from memjax.checks import require_instance, short
+from memjax.checks import require_all, require_instance, short
 from memjax.data.documents.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -54,10 +54,16 @@ def align_key_tokens(
             a tokenizer whose tokens are no parts of the text that they decode to.
     """
     require_instance("keys", keys, KeyTokens)
+    require_instance("tokenizer", tokenizer, Tokenizer)
+    require_instance("other_tokenizer", other_tokenizer, Tokenizer)
+    require_all("documents", documents, TokenisedDocument)
+    require_all("others", others, TokenisedDocument)
     if (tokenizer.digest, digest_of(documents)) != (keys.tokenizer, keys.content):
         raise ValueError("documents and tokenizer must be those of the keys")
     if len(others) != len(documents):
-        raise ValueError(f"others must be {len(documents)}, got {len(others)}")
+        raise ValueError(
+            f"others must be the {len(documents)} texts of documents, got {len(others)}"
+        )
     found = []
     for key, document, other in zip(keys.keys, documents, others, strict=True):
         text, spans = _spans(tokenizer, document)
@@ -88,8 +94,12 @@ def retokenise(
     """The same texts in the tokens of another tokenizer, after its first tokens.
 
     Raises:
-        ValueError: on a text that begins or ends inside of a character.
+        ValueError: on a text that begins or ends inside of a character, or a tokenizer
+            whose tokens are no parts of the text that they decode to.
     """
+    require_all("documents", documents, TokenisedDocument)
+    require_instance("tokenizer", tokenizer, Tokenizer)
+    require_instance("other", other, Tokenizer)
     found = []
     for document in documents:
         text, _ = _spans(tokenizer, document)

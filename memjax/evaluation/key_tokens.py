@@ -15,6 +15,7 @@ Shapes: R texts, T targets, n tokens of a document.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from memjax.buckets.writing import replaced
-from memjax.checks import check_numbers, check_sizes, require_instance
+from memjax.checks import check_numbers, check_sizes, require_all, require_instance
 from memjax.data.documents.token_file import tokens_digest
 from memjax.data.documents.tokenizer import Tokenizer
 from memjax.data.documents.tokens import TokenisedDocument, default_cache_dir
@@ -85,8 +86,8 @@ def find_key_tokens(
 ) -> KeyTokens:
     """Finds the tokens that the reference predicts by the long context alone.
 
-    They are stored by documents, reference and settings, and found once. Tokens with no
-    more than `short_context` before them are no key tokens.
+    They are stored by documents, reference and settings, and found once. The first
+    K + `stride` tokens of a text are no key tokens: both contexts are all before them.
 
     Args:
         reference: a model that uses contexts as long as the texts.
@@ -94,11 +95,11 @@ def find_key_tokens(
         tokenizer: that of the reference, which the documents are tokens of.
         context_length: maximum tokens of the texts that documents are cut into; 0 does
             not cut them.
-        short_context: K, at least; None is 4096, or half of the longest text where that
-            is less.
-        stride: tokens that share the beginning of a short context; None is a quarter
-            of `short_context`. So many tokens of a text have their whole past in it.
-        alpha: least gain by the long context, in nats.
+        short_context: K, the fewest tokens of a short context; None is 4096, or half of
+            the longest text where that is less.
+        stride: neighbouring tokens whose short contexts begin at the same token; None
+            is a quarter of K.
+        alpha: least gain in log-probability by the long context, in nats.
         beta: least log-probability with the long context, in nats.
         tokens_per_call: see `token_losses`.
         batch_size: texts per batch.
@@ -109,13 +110,16 @@ def find_key_tokens(
     Raises:
         ValueError: if no document has `context_length` tokens, or more than
             `short_context`; if the reference has fewer ids than the tokenizer, or
-            cannot hold a text; on a size out of range.
+            cannot hold a text; on a size or threshold out of range.
     """
     require_instance("reference", reference, Model)
     require_instance("tokenizer", tokenizer, Tokenizer)
-    require_instance("documents", documents, Sequence)
+    require_all("documents", documents, TokenisedDocument)
     check_sizes(least=0, context_length=context_length)
     check_numbers(alpha=alpha, beta=beta)
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if math.isnan(value):
+            raise ValueError(f"{name} must be a number, got {value}")
     if reference.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"reference has {reference.vocab_size} ids and tokenizer "
@@ -179,7 +183,11 @@ def keep_key_tokens(
     require_instance("losses", losses, TokenLosses)
     require_instance("keys", keys, KeyTokens)
     require_instance("tokenizer", tokenizer, Tokenizer)
-    check_sizes(least=least)
+    require_all("documents", documents, TokenisedDocument)
+    # Not by `check_sizes`, of which `least` is the bound.
+    require_instance("least", least, int)
+    if least < 1:
+        raise ValueError(f"least must be at least 1, got {least}")
     if tokenizer.digest != keys.tokenizer:
         raise ValueError(
             f"keys are of the tokenizer {keys.tokenizer[:12]!r}, and this one is "
@@ -214,7 +222,9 @@ def keep_key_tokens(
 
 def _short_context(documents, context_length, asked):
     """K, which the longest text must exceed."""
-    longest = max((len(document.tokens) for document in documents), default=0)
+    if not documents:
+        raise ValueError("documents must have at least one, got none")
+    longest = max(len(document.tokens) for document in documents)
     if longest < max(context_length, 2):
         raise ValueError(
             f"context_length={context_length} is longer than every document: the "

@@ -163,6 +163,8 @@ def test_what_cannot_be_measured_is_refused(find):
         find(short_context=21)
     with pytest.raises(ValueError, match="reference has 256 ids and tokenizer 4096"):
         find(tokenizer=PIECES)
+    with pytest.raises(ValueError, match="alpha must be a number, got nan"):
+        find(alpha=float("nan"))
     keys = find()
     losses = evaluation.token_losses(MODEL, DOCUMENTS, **CALLS)
 
@@ -174,6 +176,8 @@ def test_what_cannot_be_measured_is_refused(find):
         keep(tokenizer=PIECES)
     with pytest.raises(ValueError, match="least=100 key tokens are needed, got"):
         keep()
+    with pytest.raises(ValueError, match="least must be at least 1, got 0"):
+        keep(least=0)
     with pytest.raises(ValueError, match="documents must be those of the keys"):
         keep(documents=DOCUMENTS[:2])
     inside = [DOCUMENTS[1]._replace(tokens=DOCUMENTS[1].tokens[1:])]

@@ -71,3 +71,5 @@ def test_a_layer_is_the_published_one(kind):
 def test_ranks_are_refused_by_name():
     with pytest.raises(ValueError, match="decay_rank must be at least 1, got 0"):
         KDAConfig(D, H, K, V, decay_rank=0)
+    with pytest.raises(ValueError, match="key_dim must be at least 1, got 0"):
+        published_style(0, V)

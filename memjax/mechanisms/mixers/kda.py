@@ -107,7 +107,12 @@ class GDN2Config(KDAConfig):
 
 
 def published_style(key_dim: int, value_dim: int) -> RecurrentStyle:
-    """The published block: values are convolved, the output gate has low rank."""
+    """The published block, as `style=`: convolved values, an output gate of low rank.
+
+    Raises:
+        ValueError: on a width below 1.
+    """
+    check_sizes(key_dim=key_dim, value_dim=value_dim)
     return RecurrentStyle(
         conv_value=True,
         query_scale=key_dim**-0.5,
