@@ -142,6 +142,8 @@ def test_transformers_takes_the_export(name):
     transformers = pytest.importorskip(
         "transformers", reason="needs the optional package transformers"
     )
+    # Its threads would wait for each other most of the time.
+    torch.set_num_threads(1)
     model, golden = family(name)
     record = to_hf_config(model.config)
     config = transformers.AutoConfig.for_model(**record)

@@ -49,7 +49,6 @@ def gradient_of(kernel, saves, remat=True):
         ("causal_attention_forward", "input", 2),
         ("causal_attention_forward", "attention", 1),
         ("causal_attention_forward", "products", 1),
-        ("splash_mha_fwd", "input", 2),
         ("splash_mha_fwd", "attention", 1),
         ("splash_mha_fwd", "products", 1),
         ("delta_rule_forward", "attention", 2),

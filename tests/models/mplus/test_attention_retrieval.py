@@ -220,8 +220,8 @@ def test_read_retrieves_top_rows(told):
 @pytest.mark.slow
 def test_small_store_equals_learned_retrieval():
     """With no choice left: the same rows, order, positions and attention."""
-    by_attention = build(num_retrieved=M)
-    learned = build(num_retrieved=M, retrieval="learned", key_dim=3)
+    by_attention = build(num_layers=1, num_retrieved=M)
+    learned = build(num_layers=1, num_retrieved=M, retrieval="learned", key_dim=3)
     question, logits = TOKENS[:, :5], []
     for model in (by_attention, learned):
         state = model.init_state(B)
