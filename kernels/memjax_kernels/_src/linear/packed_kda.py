@@ -67,7 +67,7 @@ def advance(
     """The memory after a chunk, and its reads."""
     read, exact = products(x)
     given = x.q, x.k, x.g, start
-    found = _each_pack(functools.partial(_compare, x), *given)
+    found = _each_pair(functools.partial(_compare, x), *given)
     _, _, writes = _solve(x, found.later, found.known)
 
     def finish(k, g, start, found, writes):
@@ -77,7 +77,7 @@ def advance(
         y = read(found.scores, writes, "nn") + found.past
         return whole * start + written, y
 
-    return _each_pack(finish, *given[1:], found, writes)
+    return _each_pair(finish, *given[1:], found, writes)
 
 
 def vjp(
@@ -96,12 +96,12 @@ def vjp(
         d_writes = read(found.scores, d_y, "tn") + exact(k * until, d_after, "nn")
         return found, d_writes
 
-    found, d_writes = _each_pack(before, *given)
+    found, d_writes = _each_pair(before, *given)
     inverse, target, writes = _solve(x, found.later, found.known)
     d_solved = exact(inverse, d_writes, "tn")
     d_target = x.beta(start.shape[-1]) * d_solved
     finish = functools.partial(_finish, x, read, exact)
-    d_q, d_k, d_g, d_start = _each_pack(finish, *given, writes, d_target)
+    d_q, d_k, d_g, d_start = _each_pair(finish, *given, writes, d_target)
     return Cotangents(
         (d_q, d_k, d_target, d_g),
         d_start,
@@ -110,11 +110,12 @@ def vjp(
     )
 
 
-def _each_pack(function: Callable[..., Any], *given: Any) -> Any:
-    """The function of one pack after the other: fewer values are there at once."""
+def _each_pair(function: Callable[..., Any], *given: Any) -> Any:
+    """The function of two packs after the other: fewer values are there at once."""
     leaves, tree = jax.tree.flatten(given)
-    by_pack = zip(*(jnp.split(x, len(x)) for x in leaves), strict=True)
-    found = [function(*jax.tree.unflatten(tree, one)) for one in by_pack]
+    size = 2 - len(leaves[0]) % 2
+    pairs_of = zip(*(jnp.split(x, len(x) // size) for x in leaves), strict=True)
+    found = [function(*jax.tree.unflatten(tree, pair)) for pair in pairs_of]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
