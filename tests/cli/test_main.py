@@ -190,7 +190,7 @@ def test_data_lists_documents_with_their_tokens(texts, monkeypatch):
         (["train"], ["--run-dir", "elastic-tiny", "transformer-400m"]),
         (
             ["train", "elastic-tiny"],
-            ["--model.mechanisms.2.order", "--loop.steps", "--mesh.fsdp"],
+            ["mechanisms.2.order", "N, coefficients", "--loop.steps", "--mesh.fsdp"],
         ),
         (["eval"], ["--split", "--context-length", "--sampling"]),
         (["generate"], ["--prompt", "--temperature", "--top-p"]),

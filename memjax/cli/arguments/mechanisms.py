@@ -3,6 +3,7 @@
 import dataclasses
 import typing
 
+import docstring_parser
 from tyro.constructors import (
     ConstructorRegistry,
     StructConstructorSpec,
@@ -25,11 +26,23 @@ def _fields_of_the_default(info: StructTypeInfo) -> StructConstructorSpec | None
         return None
     kind = type(info.default)
     hints = typing.get_type_hints(kind)
+    said = _attributes(kind)
     return StructConstructorSpec(
         instantiate=kind,
         fields=tuple(
-            StructFieldSpec(f.name, hints[f.name], getattr(info.default, f.name))
+            StructFieldSpec(
+                f.name, hints[f.name], getattr(info.default, f.name), said.get(f.name)
+            )
             for f in dataclasses.fields(kind)
             if f.init
         ),
     )
+
+
+def _attributes(kind: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each attribute."""
+    return {
+        attribute.arg_name: attribute.description or ""
+        for base in reversed(kind.__mro__)
+        for attribute in docstring_parser.parse(base.__doc__ or "").params
+    }
