@@ -1,57 +1,55 @@
 """Kernels on a mesh: each device runs its batch elements and heads."""
 
+import functools
 import math
 import re
-import subprocess
-import sys
 
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import memjax_kernels
-from memjax_kernels._src.common import partition
-
-ON_FOUR_DEVICES = """
-import functools
-import jax, jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType
 import memjax_kernels
 from memjax_kernels._src.common import implementations, partition
 from memjax_kernels._src.lattice import _CHUNKWISE as lattice_forms
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
 from memjax_kernels._src.trellis import _CHUNKWISE as trellis_forms
 from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu
+from tests.training.processes import Process
 
-assert jax.device_count() == 4
-mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-implementations.needs = lambda platform: ""
-for forms, kernel in (trellis_forms, trellis_tpu), (lattice_forms, lattice_tpu):
-    form = functools.partial(kernel, interpret=pltpu.InterpretParams())
-    forms["pallas_tpu"] = partition.chunkwise(form)
 
-keys = jax.random.split(jax.random.key(0), 5)
-q, k, v, a = (jax.random.normal(key, (2, 9, 2, 8)) / 3 for key in keys[:4])
-gamma = jax.nn.sigmoid(jax.random.normal(keys[4], (2, 9, 2)))
-ops = {
-    "trellis": lambda **o: memjax_kernels.trellis(
-        q, k, v, a, gamma, -gamma, chunk_size=4, **o
-    ),
-    "lattice": lambda **o: memjax_kernels.lattice(q, k, v, gamma, chunk_size=4, **o),
-}
-for name, op in ops.items():
-    wanted = op(implementation="xla")
-    with jax.set_mesh(mesh):
-        got = jax.jit(functools.partial(op, implementation="pallas_tpu"))()
-    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
-    assert all(jnp.allclose(x, y, atol=1e-5) for x, y in pairs), name
-    shards = got[1].sharding.shard_shape(got[1].shape)
-    assert shards == (1, 9, 1, 8), (name, shards)
-"""
+def on_four_devices():
+    """Interpreted kernels, divided by rows and heads, equal the forms of XLA."""
+    assert jax.device_count() == 4
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    implementations.needs = lambda platform: ""
+    for forms, kernel in (trellis_forms, trellis_tpu), (lattice_forms, lattice_tpu):
+        form = functools.partial(kernel, interpret=pltpu.InterpretParams())
+        forms["pallas_tpu"] = partition.chunkwise(form)
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, a = (jax.random.normal(key, (2, 9, 2, 8)) / 3 for key in keys[:4])
+    gamma = jax.nn.sigmoid(jax.random.normal(keys[4], (2, 9, 2)))
+    ops = {
+        "trellis": lambda **o: memjax_kernels.trellis(
+            q, k, v, a, gamma, -gamma, chunk_size=4, **o
+        ),
+        "lattice": lambda **o: memjax_kernels.lattice(
+            q, k, v, gamma, chunk_size=4, **o
+        ),
+    }
+    for name, op in ops.items():
+        wanted = jax.jit(functools.partial(op, implementation="xla"))()
+        with jax.set_mesh(mesh):
+            got = jax.jit(functools.partial(op, implementation="pallas_tpu"))()
+        pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
+        assert all(np.allclose(x, y, atol=1e-5) for x, y in pairs), name
+        shards = got[1].sharding.shard_shape(got[1].shape)
+        assert shards == (1, 9, 1, 8), (name, shards)
 
 
 def test_shared_array_stays_shared_on_a_mesh():
@@ -67,13 +65,7 @@ def test_shared_array_stays_shared_on_a_mesh():
 
 @pytest.mark.slow
 def test_each_device_computes_its_share(with_devices):
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ON_FOUR_DEVICES],
-        capture_output=True,
-        text=True,
-        env=with_devices(4),
-    )
-    assert done.returncode == 0, done.stderr
+    Process(on_four_devices, environment=with_devices(4)).require_end()
 
 
 @pytest.fixture(scope="module", name="pod")
