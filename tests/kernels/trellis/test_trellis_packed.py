@@ -104,25 +104,35 @@ def test_packed_chunk_and_gradient_equal_unpacked(drawn):
         tokens = TrellisTokens(k, v, alpha, *gamma, *g)
         return one_chunk.advance(q, tokens, memory, options)
 
-    primals = (q, k, v, alpha, gamma, g, *memory)
-    (after, y), pull = jax.vjp(slots_last, *primals)
-    x = packed.Chunk(*map(paired, (q, k, v, alpha)))
-    first = gates_of(heads, gamma[0], g[0])
-    gates = first, (first if shared else gates_of(heads, gamma[1], g[1]))
-    keys, values = map(paired, memory)
-    ready = packed.prepare(x, gates, options)
-    new, read = packed.advance(x, ready, gates, keys, values, options)
-    close(jax.tree.map(split, (new, read)), (after, y), 1e-5)
-    found = packed_gradient.vjp(
-        x,
-        ready,
-        gates,
-        keys,
-        values,
-        (paired(d_after[0]), paired(d_after[1])),
-        paired(d_y),
-        options,
-    )
+    @jax.jit
+    def unpacked(*primals):
+        values, pull = jax.vjp(slots_last, *primals)
+        return values, pull((d_after, d_y))
+
+    @jax.jit
+    def in_packs(q, k, v, alpha, gamma, g, *memory):
+        x = packed.Chunk(*map(paired, (q, k, v, alpha)))
+        first = gates_of(heads, gamma[0], g[0])
+        gates = first, (first if shared else gates_of(heads, gamma[1], g[1]))
+        keys, values = map(paired, memory)
+        ready = packed.prepare(x, gates, options)
+        new, read = packed.advance(x, ready, gates, keys, values, options)
+        found = packed_gradient.vjp(
+            x,
+            ready,
+            gates,
+            keys,
+            values,
+            (paired(d_after[0]), paired(d_after[1])),
+            paired(d_y),
+            options,
+        )
+        return jax.tree.map(split, (new, read)), (
+            *map(split, found.x),
+            tokens(found.gamma),
+            from_sums(tokens(found.total)),
+            *(split(found.keys), split(found.values)),
+        )
 
     def tokens(parts):
         return jnp.stack([split(part)[:, 0] for part in parts])
@@ -131,13 +141,11 @@ def test_packed_chunk_and_gradient_equal_unpacked(drawn):
     def from_sums(d):
         return jnp.flip(jnp.cumsum(jnp.flip(d, -1), -1), -1)
 
-    actual = (
-        *map(split, found.x),
-        tokens(found.gamma),
-        from_sums(tokens(found.total)),
-        *(split(found.keys), split(found.values)),
-    )
-    for mine, theirs in zip(actual, pull((d_after, d_y)), strict=True):
+    primals = (q, k, v, alpha, gamma, g, *memory)
+    values, gradients = unpacked(*primals)
+    found, actual = in_packs(*primals)
+    close(found, values, 1e-5)
+    for mine, theirs in zip(actual, gradients, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=3e-5 * (1 + np.abs(theirs).max()))
 
 
