@@ -23,7 +23,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 
 import tyro
 
@@ -47,16 +46,13 @@ Figures = Mapping[str, Figure]
 
 def declared() -> tuple[dict[str, Table], dict[str, Figure]]:
     """Tables and plots that the modules below `experiments` declare, by name."""
-    found = [value for module in _modules() for value in vars(module).values()]
+    walked = pkgutil.walk_packages(experiments.__path__, "experiments.")
+    names = (x.name for x in walked if not x.name.endswith("__main__"))
+    modules = map(importlib.import_module, names)
+    found = [value for module in modules for value in vars(module).values()]
     tables = {x.name: x for x in found if isinstance(x, Table)}
     figures = {n: x for x in found if isinstance(x, Figure) for n in x.names}
     return tables, figures
-
-
-def _modules() -> Iterator[ModuleType]:
-    for info in pkgutil.walk_packages(experiments.__path__, "experiments."):
-        if not info.name.endswith("__main__"):
-            yield importlib.import_module(info.name)
 
 
 def documents(root: Path) -> list[Path]:
@@ -142,7 +138,9 @@ def _markdown(table: Table, folder: Path) -> str:
     content = table.content()
     columns = zip(*content.rows, strict=True)
     lines = ["| " + " | ".join(row) + " |" for row in (content.header, *content.rows)]
-    lines.insert(1, "".join("|--:" if _numeric(c) else "|---" for c in columns) + "|")
+    # Columns of numbers alone are aligned to the right.
+    numeric = (all(re.match(r"[-+\d]|$", cell) for cell in c) for c in columns)
+    lines.insert(1, "".join("|--:" if x else "|---" for x in numeric) + "|")
     sources = []
     for name in table.sources:
         report = load(name)
@@ -151,11 +149,6 @@ def _markdown(table: Table, folder: Path) -> str:
         sources.append(f"[{name}.json]({link}): " + ", ".join(facts))
     below = "; ".join([*sources, *content.notes])
     return "\n".join(lines) + f"\n\n<sub>{below}</sub>\n"
-
-
-def _numeric(cells: Iterable[str]) -> bool:
-    """Whether a column holds numbers alone, which are aligned to the right."""
-    return all(re.match(r"[-+\d]|$", cell) for cell in cells)
 
 
 def draw(figures: Figures, folder: Path = RESULTS) -> None:

@@ -112,10 +112,6 @@ def _reread(model: LanguageModel, setup: Setup) -> ReReadWindow:
     return ReReadWindow(model, reread=setup.window, segment=setup.window)
 
 
-def _wide_shared(model: LanguageModel, setup: Setup) -> LanguageModel:
-    return wide_window(model, setup, "key_value")
-
-
 def _segments(setup: Setup, updates: int, **changes: Any) -> SegmentStage:
     """Samples of whole windows, `updates` times; adapters in all layers."""
     stage = SegmentStage(
@@ -134,13 +130,13 @@ def _segments(setup: Setup, updates: int, **changes: Any) -> SegmentStage:
 
 def _tune_full(setup: Setup) -> Stages:
     """Full attention, of which the sample is a window."""
-    whole = dict(memory="window", window=setup.context, depth=1)
-    return _segments(setup, setup.updates, **whole).stages()
+    sample = dict(memory="window", window=setup.context, depth=1)
+    return _segments(setup, setup.updates, **sample).stages()
 
 
 def _tune_reread(setup: Setup) -> Stages:
-    again = dict(memory="reread", reread=setup.window)
-    return _segments(setup, setup.updates, **again).stages()
+    stage = _segments(setup, setup.updates, memory="reread", reread=setup.window)
+    return stage.stages()
 
 
 def _tune_hmt(setup: Setup) -> Stages:
@@ -301,7 +297,9 @@ ROWS: dict[str, Row] = {
     "full-tuned": Row("full attention", full_attention, _tune_full, cost=1.5),
     "window-tuned": Row("window", stages=lambda s: tune_hybrid(s, "none")),
     "wide-tuned": Row("wide window", stages=lambda s: tune_hybrid(s, "none", "query")),
-    "wide-shared": Row("wide window of a third, not tuned", _wide_shared),
+    "wide-shared": Row(
+        "wide window of a third, not tuned", lambda m, s: wide_window(m, s, "key_value")
+    ),
     "wide-shared-tuned": Row(
         "wide window of a third", stages=lambda s: tune_hybrid(s, "none", "key_value")
     ),

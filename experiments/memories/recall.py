@@ -19,7 +19,7 @@ by counted 4-grams.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -62,12 +62,11 @@ MODELS: dict[str, str] = {
 }
 
 
-def _mechanisms(task: mqar.Task) -> Models:
-    return {name: mqar.model(task, mechanism) for name, mechanism in MODELS.items()}
+BASELINES = ("DeltaNet", "TTT")
 
 
-def _baselines(task: mqar.Task) -> Models:
-    return {name: mqar.model(task, MODELS[name]) for name in ("DeltaNet", "TTT")}
+def _models(task: mqar.Task, names: Iterable[str] = tuple(MODELS)) -> Models:
+    return {name: mqar.model(task, MODELS[name]) for name in names}
 
 
 def _trellis(task: mqar.Task) -> Models:
@@ -90,7 +89,7 @@ def _trellis(task: mqar.Task) -> Models:
     for name, slots in (("m / 2", mechanism.slots // 2), ("2 m", mechanism.slots * 2)):
         changed = dataclasses.replace(mechanism, slots=slots)
         made[name] = dataclasses.replace(default, mechanisms=(changed,))
-    return _baselines(task) | {"Trellis": default} | made
+    return _models(task, BASELINES) | {"Trellis": default} | made
 
 
 def _lattice(task: mqar.Task) -> Models:
@@ -102,7 +101,7 @@ def _lattice(task: mqar.Task) -> Models:
         "ENC": dict(variant="enc"),
         "SIM": dict(variant="sim"),
     } | {f"C = {size}": dict(chunk_size=size) for size in (4, 16, 64)}
-    return _baselines(task) | {
+    return _models(task, BASELINES) | {
         name: mqar.model(task, "lattice", **{"chunk_size": 1} | options)
         for name, options in variants.items()
     }
@@ -139,7 +138,7 @@ STUDIES = {
     "recall": Study(
         "how much does each memory recall, and over what distance, in as many bytes?",
         "DeltaNet",
-        _mechanisms,
+        _models,
         (3e-3, 1e-2),
     ),
     "trellis_ablation": Study(

@@ -22,7 +22,6 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -298,7 +297,9 @@ def retention(result: dict[str, Any]) -> Rows:
         for distance, row in zip(after, method["after"], strict=True):
             cells[f"after {distance} tokens"] = _share(row)
         for distance, row in zip(after, method["gain"], strict=True):
-            cells[f"M+ ahead by, after {distance}"] = _difference(row)
+            interval = "{mean:+.2f} ({low:+.2f} to {high:+.2f})"
+            words = interval.format(**row) if row else ""
+            cells[f"M+ ahead by, after {distance}"] = words
         yield cells
         yield from map(models.recipe_text, method["recipes"])
 
@@ -311,11 +312,6 @@ def _share(row: dict[str, Any]) -> str:
     if not row["questions"]:
         return "beyond its positions"
     return "{accuracy:.2f} ({low:.2f} to {high:.2f})".format(**row)
-
-
-def _difference(found: Mapping[str, float] | None) -> str:
-    """A difference with both ends of its interval."""
-    return "{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**found) if found else ""
 
 
 if __name__ == "__main__":
