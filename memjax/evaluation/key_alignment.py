@@ -131,8 +131,9 @@ def _spans(
             f"{document.name!r} is decoded to a text that is not made of its tokens, "
             f"and cannot be aligned: {short(read)}"
         )
-    stop = np.cumsum([len(piece) for piece in pieces])
-    return text, np.stack([stop, stop], axis=1) - [[len(p), 0] for p in pieces]
+    lengths = np.array([len(piece) for piece in pieces], np.int64)
+    stop = np.cumsum(lengths)
+    return text, np.stack([stop - lengths, stop], axis=1)
 
 
 def _decoded(text: bytes) -> str:
@@ -148,7 +149,8 @@ def _piece(tokenizer: Tokenizer, token: int) -> bytes:
     written = tokenizer.backend.id_to_token(token) or ""
     if token in tokenizer.backend.get_added_tokens_decoder():
         return written.encode()
-    if b'"ByteLevel"' in tokenizer.serialised:
+    # Other characters are in no byte's writing: the library takes such tokens as text.
+    if b'"ByteLevel"' in tokenizer.serialised and BYTES.keys() >= {*written}:
         return bytes(BYTES[character] for character in written)
     if re.fullmatch("<0x[0-9A-F]{2}>", written):
         return bytes([int(written[1:-1], 16)])

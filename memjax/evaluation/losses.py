@@ -168,7 +168,7 @@ def cut_texts(
 def text_starts(document: TokenisedDocument, context_length: int) -> range:
     """Where each text of a document begins; the step is its greatest length."""
     length = len(document.tokens)
-    return range(0, length - 1, context_length or length)
+    return range(0, length - 1, context_length or max(length, 1))
 
 
 def _segment(

@@ -30,7 +30,7 @@ CONFIG = ModelConfig(
     remat=False,
 )
 MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
-TEXTS = ("one two, one two, one.", "é né, né", "x")
+TEXTS = ("one two, one two, one.", "é né, né", "x", "")
 K, STRIDE, ALPHA, BETA = 5, 3, 0.001, -5.6
 SETTINGS: dict[str, Any] = dict(short_context=K, stride=STRIDE, alpha=ALPHA, beta=BETA)
 CALLS: dict[str, Any] = dict(tokens_per_call=8, batch_size=2)
@@ -156,8 +156,20 @@ def test_keys_of_another_tokenizer_are_of_the_same_bytes(find, other):
     assert back.total > 0
 
 
+def test_tokens_that_no_bytes_are_written_as_are_read_as_text():
+    """As the library reads them: GPT-2's bytes have no space."""
+    ids = {"a": 0, "b c": 1, "Ġ": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = parse_tokenizer(made.to_str().encode(), "spaces")
+    text = DOCUMENTS[0]._replace(tokens=(pieces := np.array([0, 2, 1], np.int32)))
+    (found,) = evaluation.retokenise([text], tokenizer, BYTES)
+    np.testing.assert_array_equal(found.tokens, BYTES.encode("a b c"))
+    assert tokenizer.decode(pieces) == "a b c"
+
+
 def test_what_cannot_be_measured_is_refused(find):
-    with pytest.raises(ValueError, match="longest of 3 has 22 tokens"):
+    with pytest.raises(ValueError, match="longest of 4 has 22 tokens"):
         find(context_length=23)
     with pytest.raises(ValueError, match="short_context must be below the 21 tokens"):
         find(short_context=21)
