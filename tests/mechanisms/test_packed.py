@@ -177,10 +177,10 @@ def test_kernel_of_a_tpu_sees_a_document_alone(window, monkeypatch):
     if window is not None:
         config = SlidingWindowConfig(**sizes, window=window)
     mechanism = build(config)
-    params = mechanism.init_params(jax.random.key(0))
+    params = jax.jit(mechanism.init_params)(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (1, 256, D)).astype(jnp.bfloat16)
     starts = jnp.zeros((1, 256), bool).at[0, jnp.asarray([70, 200])].set(True)
-    expected = mechanism.packed.whole(params, x, starts)
+    expected = jax.jit(mechanism.packed.whole)(params, x, starts)
     # The branch for TPUs, its kernels interpreted.
     monkeypatch.setattr(
         jax.lax,
@@ -188,7 +188,7 @@ def test_kernel_of_a_tpu_sees_a_document_alone(window, monkeypatch):
         lambda *args, tpu=None, default, **_: (tpu or default)(*args),
     )
     interpret_attention(monkeypatch)
-    found = mechanism.packed.whole(params, x, starts)
+    found = jax.jit(lambda *given: mechanism.packed.whole(*given))(params, x, starts)
     chex.assert_trees_all_close(
         found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.05, atol=0.05
     )
