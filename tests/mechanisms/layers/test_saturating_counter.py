@@ -11,7 +11,7 @@ from memjax.mechanisms.layers.saturating_counter import LAST
 def test_a_memory_is_finite_after_any_number_of_tokens():
     """At 2**31 the count was negative, and the memory NaN."""
     mechanism = ElasticMemoryConfig(16, 2, 1, 8, block=4, order=6).build()
-    params = mechanism.init_params(jax.random.key(0))
+    params = jax.jit(mechanism.init_params)(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (1, 12, 16))
     state = mechanism.init_state(1)._replace(length=jnp.array([LAST - 4]))
     apply = jax.jit(mechanism.apply)
@@ -24,8 +24,9 @@ def test_a_memory_is_finite_after_any_number_of_tokens():
 def test_attention_beyond_its_capacity_stays_nan():
     """A count that ran over would be a position of the cache again."""
     mechanism = AttentionConfig(16, 2, 1, 8, capacity=8).build()
-    params = mechanism.init_params(jax.random.key(0))
+    params = jax.jit(mechanism.init_params)(jax.random.key(0))
     state = mechanism.init_state(1)._replace(length=jnp.array([2**31 - 2]))
+    step = jax.jit(mechanism.step)
     for _ in range(2):
-        state, y = mechanism.step(params, state, jnp.ones((1, 16)))
+        state, y = step(params, state, jnp.ones((1, 16)))
         assert np.isnan(y).all() and state.length > 8
