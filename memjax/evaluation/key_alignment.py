@@ -40,7 +40,7 @@ def align_key_tokens(
 ) -> KeyTokens:
     """The same key tokens in the tokens of another tokenizer.
 
-    A token is one if all its bytes are those of key tokens, as in the paper's program.
+    A token is one if all its bytes are in key tokens, as in the paper's program.
 
     Args:
         keys: of `documents`.
@@ -91,7 +91,7 @@ def align_key_tokens(
 def retokenise(
     documents: Sequence[TokenisedDocument], tokenizer: Tokenizer, other: Tokenizer
 ) -> list[TokenisedDocument]:
-    """The same texts in the tokens of another tokenizer, after its first tokens.
+    """The same texts in the tokens of `other`, behind those that it begins a text with.
 
     Raises:
         ValueError: on a text that begins or ends inside of a character, or a tokenizer

@@ -48,8 +48,8 @@ class KeyTokens(NamedTuple):
     Attributes:
         keys: [n] of each document, True at its key tokens.
         documents: their names.
-        content: a digest of the tokens of all.
-        tokenizer: the digest of the one that they are tokens of.
+        content: a digest of the tokens of all documents.
+        tokenizer: the digest of the tokenizer whose tokens they are.
     """
 
     keys: tuple[Bool[np.ndarray, " _"], ...]

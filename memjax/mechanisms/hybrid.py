@@ -12,7 +12,7 @@ and value. φ are linear maps of each head; φ_q and φ_k are followed by the no
 cell needs, and reads are bounded: r / √(1 + mean r²).
 
 α is initialised to 0, so that the layer equals the window. With `gate="head"`, α is 1
-and w is 0: of the memory of `cells/infini.py` that makes Infini-attention.
+and w is 0: with the memory of `cells/infini.py` that is Infini-attention.
 
 A memory has a head for each query head, or for each key-value head, shared by the
 queries of its group as keys and values are: a third of the bytes for groups of three.
@@ -74,8 +74,9 @@ class HybridConfig(MechanismDefaults):
             the width that its gates read, is that of all keys and values of a token,
             2 G K. The memories of Infini and Elastic read the heads as they are, and
             have their sizes.
-        gate: "token" is m_t above, which starts at the window; "head" is σ(β), a number
-            for each head, which starts at a half.
+        gate: the memory's share: "token" is α σ(w x_t + β) with learned α, w and β,
+            which starts at 0; "head" is σ(β), a number for each head, which starts at
+            a half.
     """
 
     name: ClassVar[str] = "hybrid"

@@ -1,7 +1,7 @@
 """Delta rules with a decay for each key channel: KDA and Gated DeltaNet-2.
 
-Kimi delta attention (KDA): Gated DeltaNet, whose gate is of a head, with one of each
-channel.
+Kimi delta attention (KDA): Gated DeltaNet with a gate for each key channel, not one
+for each head.
 
     g_t = -exp(log A) softplus(W₂ W₁ x + b)        S = diag(exp(g_t)) S_{t-1}
     S_t = S + β_t k_t (v_t - Sᵀ k_t)ᵀ              y_t = S_tᵀ q_t
@@ -100,7 +100,7 @@ class KDAConfig(DeltaRuleConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GDN2Config(KDAConfig):
-    """Sizes of a layer of Gated DeltaNet-2; see `KDAConfig`. `max_rate` is e's."""
+    """Sizes of a layer of Gated DeltaNet-2; see `KDAConfig`. `max_rate` bounds e."""
 
     name: ClassVar[str] = "gdn2"
     channel_rates: ClassVar[bool] = True
@@ -122,7 +122,7 @@ def published_style(key_dim: int, value_dim: int) -> RecurrentStyle:
 
 
 class KDAParams(NamedTuple):
-    """Learned gates; `rate` is e's and `write` w's of GDN-2, which KDA lacks."""
+    """Learned gates: `rate` makes β, or e of GDN-2; `write` makes w, GDN-2 alone."""
 
     rate: Float[Array, "D H *K"]
     narrow: Float[Array, "D R"]

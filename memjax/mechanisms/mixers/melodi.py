@@ -16,8 +16,9 @@ without the feed-forward. Numbers in memory and mixture, and parameters, are tho
 Song et al., tables 1 to 3: 2 N D and N D + (L + N) N, besides the N numbers of a.
 
 Melodi's long-term layer is one layer of this kind, so a mechanism can be it: with
-`long_tokens`, the mixture has so many rows more, and norm(mix) of these joins a queue
-of the last blocks' at the end of a block. All queries see the queue, without positions:
+`long_tokens`, the mixture has that many more rows. At the end of a block norm(mix) of
+those rows joins a queue, which holds the rows of the last `long_blocks` blocks. All
+queries see the queue, without positions:
 
     y ← y + σ(b) (attention to the queue - y)            b: [H, K]
 
@@ -60,6 +61,7 @@ class MelodiConfig(HeadsConfig, MechanismDefaults):
         long_tokens: tokens that a block adds to the long-term memory; 0 is a short-term
             layer. Melodi has 64 in its middle layer.
         long_blocks: blocks whose tokens the long-term memory holds.
+
     The block counter saturates at 2**30.
     """
 

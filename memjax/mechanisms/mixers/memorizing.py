@@ -45,8 +45,9 @@ class MemorizingConfig(HeadsConfig, MechanismDefaults):
         block: L, tokens with attention to each other; Elastic Memory's 2048.
         queue: N, tokens before the block that queries see; 540 keeps as many numbers
             as Elastic Memory's 1x memory does.
-        top_k: tokens of the queue that a query of a head sees, those of the largest
-            scores, and all of equal ones; None is the whole queue.
+        top_k: tokens of the queue that a query of a head sees: those of the largest
+            scores, and any that equal the least of these; None is the whole queue.
+
     The token counter saturates at 2**30.
     """
 

@@ -217,7 +217,7 @@ def elastic(size: str = "tiny", vocab_size: int = 32_000) -> ModelConfig:
 def elastic_baseline(
     memory: str, size: str = "tiny", vocab_size: int = 32_000
 ) -> ModelConfig:
-    """The same model with another memory of Elastic Memory's paper, where it has it.
+    """The same model with another memory of Elastic Memory's paper, in its layers.
 
     "memorizing" is in the memory layer, "infini" and "melodi" are in all layers.
     """
