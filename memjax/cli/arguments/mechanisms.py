@@ -42,7 +42,7 @@ def _fields_of_the_default(info: StructTypeInfo) -> StructConstructorSpec | None
 def _attributes(kind: type) -> dict[str, str]:
     """What the docstrings of a class and its bases say of each attribute."""
     return {
-        attribute.arg_name: attribute.description or ""
+        attribute.arg_name: " ".join((attribute.description or "").split())
         for base in reversed(kind.__mro__)
         for attribute in docstring_parser.parse(base.__doc__ or "").params
     }
