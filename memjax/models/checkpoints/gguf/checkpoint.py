@@ -111,7 +111,7 @@ class GGUFCheckpoint:
         if wide > 2 * stored:
             logger.warning(
                 "%s: quantized weights of %.0f MB take %.0f MB in float32; half of it "
-                'with param_dtype="bfloat16"',
+                'with param_dtype="bfloat16", or `--dtype bfloat16` of a command',
                 *(self.path, stored / 1e6, wide / 1e6),
             )
 
