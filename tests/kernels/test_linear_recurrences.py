@@ -224,6 +224,17 @@ def test_bfloat16_tokens_have_float32_memory(name, how):
     assert error(y, expected) <= 5e-3
 
 
+@pytest.mark.parametrize("name", ["ssd", "gsa"])
+def test_reset_at_the_start_empties_even_a_memory_of_nan(name):
+    *tokens, state = draw(name)
+    starts = np.zeros((B, len(tokens[0][0])), bool)
+    starts[:, 0] = True
+    spoilt = jax.tree.map(lambda x: np.full_like(x, np.nan), state)
+    empty = jax.tree.map(np.zeros_like, state)
+    run = forward(name, FAST)
+    close(run(*tokens, spoilt, starts), run(*tokens, empty, starts))
+
+
 @pytest.mark.slow
 @every_case
 def test_defaults_are_empty_memory_and_fastest_form(name):

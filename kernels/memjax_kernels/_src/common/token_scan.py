@@ -36,7 +36,7 @@ def scan_tokens(
         token, is_reset = item
         # The reset comes before the token, which is the first of its document.
         if is_reset is not None:
-            state = jax.tree.map(lambda s: _zeros_where(is_reset, s), state)
+            state = jax.tree.map(lambda s: zeros_where(is_reset, s), state)
         return step(*token, state)
 
     time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))
@@ -47,6 +47,6 @@ def scan_tokens(
     return state, jnp.moveaxis(y, 0, 1)
 
 
-def _zeros_where(elements, state):
+def zeros_where(elements, state):
     """Zeros for the batch elements that are named, [B]."""
     return jnp.where(elements.reshape(-1, *(1,) * (state.ndim - 1)), 0.0, state)

@@ -8,12 +8,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jaxtyping import Array, PyTree
 
 from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import recurrence
-from memjax_kernels._src.common.token_scan import scan_tokens
+from memjax_kernels._src.common.token_scan import scan_tokens, zeros_where
 from memjax_kernels._src.linear.chunks import scan_groups
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
@@ -89,6 +90,9 @@ def run(
             reason = f"its chunks have {recurrence.CHUNK_SIZE} tokens, not {chunk_size}"
     if state is None:
         state = op.init_state(*(sizes[letter] for letter in op.sizes))
+    elif reset is not None:
+        # A decay of 0 would leave NaN of a memory that is not finite.
+        state = jax.tree.map(functools.partial(zeros_where, reset[:, 0]), state)
     in_chunks = functools.partial(chunked, op, chunk_size or op.chunk_size)
     forms = {
         "xla": share(in_chunks, ways),
