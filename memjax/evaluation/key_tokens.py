@@ -28,7 +28,7 @@ from memjax.checks import check_numbers, check_sizes, require_all, require_insta
 from memjax.data.documents.token_file import tokens_digest
 from memjax.data.documents.tokenizer import Tokenizer
 from memjax.data.documents.tokens import TokenisedDocument, default_cache_dir
-from memjax.evaluation.leaked_targets import mask_losses
+from memjax.evaluation.leaked_targets import drop_leaked_targets, mask_losses
 from memjax.evaluation.losses import (
     TokenLosses,
     cut_texts,
@@ -139,9 +139,11 @@ def find_key_tokens(
             tokens_per_call=tokens_per_call, batch_size=batch_size, progress=progress
         )
         texts = cut_texts(documents, context_length)
-        full = token_losses(reference, texts, **calls).nll
+        losses = token_losses(reference, texts, **calls)
+        predicted = drop_leaked_targets(reference, losses).mask > 0
+        full = losses.nll
         gain = _short_losses(reference, texts, short, stride, calls) - full
-        by_text = (gain > alpha) & (-full > beta)
+        by_text = (gain > alpha) & (-full > beta) & predicted
         file.parent.mkdir(parents=True, exist_ok=True)
         with replaced(file) as stream:
             flat = np.concatenate(_by_document(by_text, documents, context_length))

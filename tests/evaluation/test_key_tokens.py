@@ -14,7 +14,9 @@ from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import parse_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.mechanisms import AttentionConfig
-from memjax.models import LanguageModel, ModelConfig
+from memjax.models import LanguageModel, ModelConfig, add_hmt
+from memjax.models.loss import scored_mask
+from tests import tiny
 
 # The module, whose function the tests count calls of.
 key_tokens = importlib.import_module("memjax.evaluation.key_tokens")
@@ -154,6 +156,20 @@ def test_keys_of_another_tokenizer_are_of_the_same_bytes(find, other):
     back = evaluation.align_key_tokens(found, others, other, DOCUMENTS, BYTES)
     assert not any((a & ~b).any() for a, b in zip(back.keys, keys.keys, strict=True))
     assert back.total > 0
+
+
+def test_no_target_that_the_reference_has_seen_is_a_key(tmp_path):
+    model = add_hmt(MODEL, tiny.HMT, key=jax.random.key(1))
+    every: dict[str, Any] = (
+        SETTINGS | CALLS | dict(alpha=-1e9, beta=-1e9, cache_dir=tmp_path)
+    )
+    found = evaluation.find_key_tokens(model, DOCUMENTS, tokenizer=BYTES, **every)
+    longest = max(map(len, found.keys))
+    seen = np.asarray(scored_mask(longest, model.window, model.first_scored)) == 0
+    for key in found.keys:
+        # A target is the token behind its position.
+        assert not (key[1:] & seen[: max(len(key) - 1, 0)]).any()
+    assert seen.any() and found.total
 
 
 def test_tokens_that_no_bytes_are_written_as_are_read_as_text():

@@ -63,7 +63,7 @@ class SafetensorsFile:
         self.path = path
         try:
             # Checks the header against the file: no gap, overlap or surplus byte.
-            opened = safetensors.safe_open(path, "numpy")
+            safetensors.safe_open(path, "numpy")
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
         # Held open: another file may take the path before the tensors are read.
@@ -73,18 +73,18 @@ class SafetensorsFile:
         size = int.from_bytes(os.pread(self._file, 8, 0), "little")
         header = read_object(os.pread(self._file, size, 8), f"{path}: header")
         self.shapes, self.nbytes, self._places = {}, {}, {}
-        for name in opened.keys():
-            part = opened.get_slice(name)
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items()):
             allowed = (*formats, others[name]) if name in others else formats
-            if part.get_dtype() not in allowed:
+            if entry["dtype"] not in allowed:
                 raise ValueError(
                     f"{path}: tensor {short(name)} has the number format "
-                    f"{part.get_dtype()}, expected one of {allowed}"
+                    f"{entry['dtype']}, expected one of {allowed}"
                 )
-            self.shapes[name] = tuple(part.get_shape())
-            first, last = header[name]["data_offsets"]
+            self.shapes[name] = tuple(entry["shape"])
+            first, last = entry["data_offsets"]
             self.nbytes[name] = last - first
-            self._places[name] = 8 + size + first, _DTYPES[part.get_dtype()]
+            self._places[name] = 8 + size + first, _DTYPES[entry["dtype"]]
 
     def get(self, name: str) -> Float32[np.ndarray, "..."]:
         """One tensor in float32, which represents the other float formats exactly."""
