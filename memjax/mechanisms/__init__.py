@@ -29,6 +29,7 @@ from memjax.mechanisms.linear_attention import (
 from memjax.mechanisms.mamba2 import Mamba2Config as Mamba2Config
 from memjax.mechanisms.mixers.kda import GDN2Config as GDN2Config
 from memjax.mechanisms.mixers.kda import KDAConfig as KDAConfig
+from memjax.mechanisms.mixers.kda import kda_style as kda_style
 from memjax.mechanisms.mixers.mamba import MambaConfig as MambaConfig
 from memjax.mechanisms.mixers.melodi import MelodiConfig as MelodiConfig
 from memjax.mechanisms.mixers.memorizing import MemorizingConfig as MemorizingConfig

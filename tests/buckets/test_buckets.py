@@ -123,7 +123,8 @@ def test_a_store_that_never_answers_is_waited_for_in_one_line(
         for _ in range(2):
             with pytest.raises(OSError, match="no answer within .*try again later"):
                 bucket.write("a", b"x")
-    [record] = caplog.records
+    # gcsfs looks for credentials, and says so in a process's first test of it.
+    [record] = [r for r in caplog.records if r.name.startswith("memjax")]
     assert f"cannot write {url}/a yet" in record.getMessage()
 
 

@@ -38,9 +38,9 @@ from memjax.mechanisms import (
     SlidingWindowConfig,
     TrellisConfig,
     TTTLinearConfig,
+    kda_style,
 )
 from memjax.mechanisms.hybrid import HybridParams
-from memjax.mechanisms.mixers.kda import published_style
 from tests import light
 
 B, T, D = 2, 12, 16
@@ -125,7 +125,7 @@ CONFIGS: dict[str, MechanismConfig] = {
             num_key_heads=1, conv_value=True, query_scale=0.5, gate="silu"
         ),
     ),
-    "kda": KDAConfig(**BLOCK, style=published_style(4, 6)),
+    "kda": KDAConfig(**BLOCK, style=kda_style(4, 6)),
     "gdn2": GDN2Config(**BLOCK, decay_rank=3),
     "mamba2_published": PUBLISHED_MAMBA2,
     "parallel": ParallelConfig(

@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from memjax.mechanisms import GDN2Config, KDAConfig
-from memjax.mechanisms.mixers.kda import published_style
+from memjax.mechanisms import GDN2Config, KDAConfig, kda_style
 
 D, H, K, V, T = 8, 2, 4, 6, 5
 
@@ -55,7 +54,7 @@ def layer(p, x):
 
 @pytest.mark.parametrize("kind", [KDAConfig, GDN2Config])
 def test_a_layer_is_the_published_one(kind):
-    config = kind(D, H, K, V, max_rate=2.0, style=published_style(K, V))
+    config = kind(D, H, K, V, max_rate=2.0, style=kda_style(K, V))
     mechanism = config.build()
     params = mechanism.init_params(jax.random.key(0))
     # Biases start at 0, and would hide that they are left out.
@@ -72,4 +71,4 @@ def test_ranks_are_refused_by_name():
     with pytest.raises(ValueError, match="decay_rank must be at least 1, got 0"):
         KDAConfig(D, H, K, V, decay_rank=0)
     with pytest.raises(ValueError, match="key_dim must be at least 1, got 0"):
-        published_style(0, V)
+        kda_style(0, V)

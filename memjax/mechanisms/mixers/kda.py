@@ -16,7 +16,7 @@ in the place of β.
 
 Its equation and layer are those of https://github.com/NVlabs/GatedDeltaNet-2.
 
-`published_style` has the block that both have around the memory.
+`kda_style` has the block that both have around the memory.
 
 Shapes: B batch, T time, D model, H heads, G of keys, K key, V value, R rank.
 """
@@ -106,7 +106,7 @@ class GDN2Config(KDAConfig):
     channel_rates: ClassVar[bool] = True
 
 
-def published_style(key_dim: int, value_dim: int) -> RecurrentStyle:
+def kda_style(key_dim: int, value_dim: int) -> RecurrentStyle:
     """The published block, as `style=`: convolved values, an output gate of low rank.
 
     Raises:
