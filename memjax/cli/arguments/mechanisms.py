@@ -40,7 +40,7 @@ def _fields_of_the_default(info: StructTypeInfo) -> StructConstructorSpec | None
 
 
 def _attributes(kind: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each attribute."""
+    """Descriptions of attributes, from the docstrings of a class and its bases."""
     return {
         attribute.arg_name: " ".join((attribute.description or "").split())
         for base in reversed(kind.__mro__)

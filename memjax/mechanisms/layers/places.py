@@ -1,11 +1,13 @@
-"""Shifts of tokens, by another position in each batch element.
+"""Tokens as rows, and their shifts by another position in each batch element.
 
-Shapes: B batch, T time.
+Shapes: B batch, T time, G key-value heads, K head width, J = G K channels.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
+
+from memjax.mechanisms.layers.heads import HeadsConfig
 
 
 def lay_out(
@@ -36,3 +38,16 @@ def take(
         return jax.lax.dynamic_slice_in_dim(row, at, length, 0)
 
     return jax.vmap(slice_)(jnp.pad(tokens, pad), places)
+
+
+def token_rows(x: Float[Array, "B T G K"]) -> Float32[Array, "B T J"]:
+    """The heads of a token in one row, in float32."""
+    return x.reshape(*x.shape[:2], -1).astype(jnp.float32)
+
+
+def token_heads(
+    config: HeadsConfig, rows: Float[Array, "*B J"], dtype: jnp.dtype
+) -> Float[Array, "*B G K"]:
+    """Undoes `token_rows`, in the dtype of attention."""
+    heads = (config.num_kv_heads, config.head_dim)
+    return rows.reshape(*rows.shape[:-1], *heads).astype(dtype)

@@ -42,6 +42,7 @@ from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import places, projections
 from memjax.mechanisms.layers.heads import HeadsConfig, mean_keys
 from memjax.mechanisms.layers.norms import rms_norm
+from memjax.mechanisms.layers.places import token_heads, token_rows
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
@@ -130,7 +131,7 @@ class MelodiParams(NamedTuple):
 
 
 class MelodiMemory(NamedTuple):
-    """What blocks hand on, in float32."""
+    """The memory that a block leaves to the next, in float32."""
 
     tokens: Float[Array, "B N D"]  # m
     mixed: Float[Array, "B P D"]  # the mixture of the open block's tokens so far
@@ -198,9 +199,12 @@ def step(
     token, place = x[:, None], state.open_length
     q, k, v = projections.qkv_projection(config, params.attention, token)
     # The token sees itself, so it is written before it attends.
-    keys = places.lay_out(config.block, place, state.keys, _rows(k))
-    values = places.lay_out(config.block, place, state.values, _rows(v))
-    block = (_split(config, keys, x.dtype), _split(config, values, x.dtype))
+    keys = places.lay_out(config.block, place, state.keys, token_rows(k))
+    values = places.lay_out(config.block, place, state.values, token_rows(v))
+    block = (
+        token_heads(config, keys, x.dtype),
+        token_heads(config, values, x.dtype),
+    )
     y = _attend(config, params, state.memory, q, *block, place)
     y = projections.output_projection(params.attention, y, token)
     weights = params.mixing[place][:, None]
@@ -238,11 +242,14 @@ def apply(
 
 
 def _read(config, blocks, params, state, x):
-    """`apply`, in so many blocks."""
+    """`apply` in the given number of blocks."""
     t, size, place = x.shape[1], blocks * config.block, state.open_length
     q, k, v = projections.qkv_projection(config, params.attention, x)
     lay_out = functools.partial(places.lay_out, size, place)
-    keys, values = lay_out(state.keys, _rows(k)), lay_out(state.values, _rows(v))
+    keys, values = (
+        lay_out(state.keys, token_rows(k)),
+        lay_out(state.values, token_rows(v)),
+    )
 
     def behind(tokens):
         """Tokens of this call alone: those before were answered."""
@@ -269,7 +276,7 @@ def _read(config, blocks, params, state, x):
         return _end(config, memory, params, k, v, complete), y
 
     tokens = (by_blocks(behind(leaf).astype(x.dtype)) for leaf in (x, q))
-    block = (by_blocks(_split(config, leaf, x.dtype)) for leaf in (keys, values))
+    block = (by_blocks(token_heads(config, leaf, x.dtype)) for leaf in (keys, values))
     memory, y = jax.lax.scan(
         read_block, state.memory, (*tokens, by_blocks(is_new), complete, *block)
     )
@@ -310,7 +317,8 @@ def _attend(
         return y
 
     key, value = (
-        _split(config, leaf, q.dtype) for leaf in (memory.long_keys, memory.long_values)
+        token_heads(config, leaf, q.dtype)
+        for leaf in (memory.long_keys, memory.long_values)
     )
     slots = jnp.arange(config.queue, dtype=jnp.int32)
     back = config.long_blocks - slots // config.long_tokens
@@ -373,19 +381,8 @@ def _end(
 
 def _queued(queue, new):
     """The queue with the new tokens at its end, without as many of the oldest."""
-    return jnp.concatenate([queue[:, new.shape[1] :], _rows(new)], axis=1)
+    return jnp.concatenate([queue[:, new.shape[1] :], token_rows(new)], axis=1)
 
 
 def _norm(x):
     return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), EPSILON)
-
-
-def _rows(x):
-    """Heads [B, T, G, K] as one row a token, in float32."""
-    return x.reshape(*x.shape[:2], -1).astype(jnp.float32)
-
-
-def _split(config, rows, dtype):
-    """Undoes `_rows`, in the dtype of attention."""
-    heads = (config.num_kv_heads, config.head_dim)
-    return rows.reshape(*rows.shape[:-1], *heads).astype(dtype)

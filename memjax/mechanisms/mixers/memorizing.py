@@ -32,6 +32,7 @@ from memjax.mechanisms.base import Mechanism, axes, check_input
 from memjax.mechanisms.config import MechanismDefaults
 from memjax.mechanisms.layers import places, projections
 from memjax.mechanisms.layers.heads import HeadsConfig, mean_keys
+from memjax.mechanisms.layers.places import token_heads, token_rows
 from memjax.mechanisms.layers.projections import AttentionParams
 from memjax.mechanisms.layers.saturating_counter import advanced
 from memjax.mechanisms.layers.softmax import dot_product_attention as attend
@@ -147,11 +148,11 @@ def step(
     place = state.open_length
     # The token sees itself, so it is written before it attends.
     keys, values = (
-        places.lay_out(kept.shape[1], config.queue + place, kept, _rows(new))
+        places.lay_out(kept.shape[1], config.queue + place, kept, token_rows(new))
         for kept, new in ((state.keys, k), (state.values, v))
     )
     key, value = (
-        _split(config, leaf[:, config.queue :], q.dtype) for leaf in (keys, values)
+        token_heads(config, leaf[:, config.queue :], q.dtype) for leaf in (keys, values)
     )
     slots = jnp.arange(config.block, dtype=jnp.int32)
     local = attend.masked_with_mass(
@@ -161,7 +162,7 @@ def step(
         (slots[None] <= place[:, None])[:, None],
     )[0]
     key, value = (
-        _split(config, leaf[:, None, : config.queue], q.dtype)
+        token_heads(config, leaf[:, None, : config.queue], q.dtype)
         for leaf in (keys, values)
     )
     before = state.length[:, None]
@@ -198,12 +199,15 @@ def apply(
 
 
 def _read(config, blocks, params, state, q, k, v):
-    """`apply` between the projections, in so many blocks."""
+    """`apply` between the projections, in the given number of blocks."""
     t, size = q.shape[1], blocks * config.block
     lay_out = functools.partial(
         places.lay_out, config.queue + size, config.queue + state.open_length
     )
-    keys, values = lay_out(state.keys, _rows(k)), lay_out(state.values, _rows(v))
+    keys, values = (
+        lay_out(state.keys, token_rows(k)),
+        lay_out(state.values, token_rows(v)),
+    )
     # Open tokens were answered by the calls that read them.
     nothing = jnp.zeros_like(q[:, :0], jnp.float32)
     queries = places.lay_out(size, state.open_length, nothing, q)
@@ -218,13 +222,13 @@ def _read(config, blocks, params, state, q, k, v):
 
     queries = by_blocks(queries.astype(q.dtype))
     key, value = (
-        _split(config, by_blocks(leaf[:, config.queue :]), q.dtype)
+        token_heads(config, by_blocks(leaf[:, config.queue :]), q.dtype)
         for leaf in (keys, values)
     )
     local = _causal(config, queries, key, value)
     before = jnp.arange(blocks, dtype=jnp.int32)[None] * config.block
     before = advanced(state.length[:, None], before)
-    key, value = (_split(config, queued(leaf), q.dtype) for leaf in (keys, values))
+    key, value = (token_heads(config, queued(leaf), q.dtype) for leaf in (keys, values))
     read = _from_queue(config, queries, key, value, before)
     y = _gated(params, local, read, before)
     y = y.reshape(y.shape[0], size, *y.shape[3:])
@@ -233,7 +237,7 @@ def _read(config, blocks, params, state, q, k, v):
 
 
 def _after(config, state, keys, values, tokens):
-    """The state when so many tokens have been laid out behind those of the state."""
+    """The state after `tokens` more, laid out behind those of the state."""
     total = state.open_length + tokens
     ended = total // config.block * config.block
     slots = config.queue + config.block
@@ -299,14 +303,3 @@ def _gated(params, local, read, before):
     share = jax.nn.sigmoid(params.gate_bias.astype(jnp.float32))[None, None]
     share = jnp.where((before > 0)[..., None], share, 0.0)[:, :, None, :, None]
     return local + share.astype(local.dtype) * (read - local)
-
-
-def _rows(x):
-    """Heads [B, T, G, K] as one row a token, in float32."""
-    return x.reshape(*x.shape[:2], -1).astype(jnp.float32)
-
-
-def _split(config, rows, dtype):
-    """Undoes `_rows`, in the dtype of attention."""
-    heads = (config.num_kv_heads, config.head_dim)
-    return rows.reshape(*rows.shape[:-1], *heads).astype(dtype)

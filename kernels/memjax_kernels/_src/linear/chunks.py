@@ -99,8 +99,8 @@ def linear_reads(
     multiply: Multiply,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "n B H C V"]]:
     """`linear_group` from the decays of the gates."""
-    # A decay of the whole head scales what is read and written instead of q and k,
-    # which value heads may share.
+    # A decay of the whole head scales reads and values, not q and k: value heads may
+    # share those.
     shared = left.matrix is not None
     on_keys = (lambda x, decay: x) if shared else jnp.multiply
     on_values = jnp.multiply if shared else (lambda x, decay: x)

@@ -92,7 +92,7 @@ def vjp(
     d_solved = exact(inverse, d_writes, "tn")
     d_target = x.beta(width) * d_solved
 
-    # Those of queries above those of keys: their products have one second operand.
+    # Cotangents of queries above those of keys: both are multiplied by one matrix.
     d_both = rows(d_y, -d_target)
     d_overlaps = read(d_both, writes, "nt") * rows(between, _below(between))
     past = rows(x.since(of_keys), x.since(of_keys)) * read(d_both, start, "nt")

@@ -46,7 +46,7 @@ F32 = jnp.float32
 
 
 class Compared(NamedTuple):
-    """What a chunk computes before its writes are known.
+    """Products of a chunk that its writes are solved from.
 
     Attributes:
         scores: of queries with keys up to their own.
@@ -120,7 +120,7 @@ def _each_pair(function: Callable[..., Any], *given: Any) -> Any:
 
 
 def _compare(x: Channels, q, k, g, start) -> Compared:
-    """What is known of a pack before its writes."""
+    """The products of a pack that its writes are solved from."""
     read, _ = products(x)
     left, dtype = decays(g), operand_dtype(x.q)
     scores, later = _overlaps(x, q, k, left)
@@ -144,7 +144,7 @@ def _solve(x: Channels, later: Array, known: Array) -> tuple[Array, Array, Array
 def _finish(x, read, exact, q, k, g, start, d_after, d_y, writes, d_target):
     """Cotangents of queries, keys, gates and the memory before the chunk."""
     left, (q, k) = decays(g), (y.astype(F32) for y in (q, k))
-    # Those of queries above those of keys: their products have one second operand.
+    # Cotangents of queries above those of keys: both are multiplied by one matrix.
     d_both = rows(d_y, -d_target)
     d_overlaps = read(d_both, writes, "nt")
     past = rows(left.since, left.since) * read(d_both, start, "nt")
@@ -193,7 +193,7 @@ def _overlaps(
         keys, queries = parts_of(k * f, operand_dtype(q)), _late(half, q * f)
         both = read(rows(queries, keys[0]), rows(*keys), "nt")
         late = queries.shape[1]
-        # What is not of this level's blocks gives way to what larger ones find.
+        # Entries outside of this level's blocks are overwritten at larger levels.
         scores = _put_late(half, scores, both[:, :late], apart >= half)
         found = jnp.where(apart >= half, both[:, late:], found)
     scores, later = (_columns(y, heads, number, 0) for y in (scores, found))
@@ -208,7 +208,7 @@ def _overlaps(
 
 
 def _columns(x: Array, heads: int, number: int, index: int) -> Array:
-    """Those of one part, of each head."""
+    """Columns of part `index` of `number`, of each head."""
     parts = jnp.split(x, heads * number, axis=2)
     return jnp.concatenate(parts[index::number], axis=2)
 

@@ -111,7 +111,7 @@ def run(
 
 
 def _loop_is_fast(op, sizes):
-    """Whether the token loop may be faster than chunks on a CPU, as measured there.
+    """Whether the token loop may be faster than chunks, by measurements on a CPU.
 
     Not for wide memories, nor for heads that share keys: their chunks are large
     products. Gates of channels make chunks slow.

@@ -25,7 +25,7 @@ PARAMS = pltpu.CompilerParams(
 BLOCK_BYTES = 40 << 20
 # Packs of one program, at most: more of them hide more latency.
 PACKS = 8
-# Those of a recurrence, in which most of a chunk is one chain of small products.
+# The limit for delta rules, where a chain of small products takes most of a chunk.
 RECURRENCE_PACKS = 16
 # Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
 # pack in these.
