@@ -9,14 +9,14 @@ for each head.
 Kimi Team (2025), https://arxiv.org/abs/2510.26692, equation 1: A of each head, W₁ as
 wide as a head, b of each channel, initialised as in Mamba-2.
 
-Gated DeltaNet-2 (GDN-2): what is erased and what is written have gates of each channel
-in the place of β.
+Gated DeltaNet-2 (GDN-2): an erase gate e for each key channel and a write gate w for
+each value channel, in the place of β.
 
     S_t = S + k_t (w_t ∘ v_t - Sᵀ (e_t ∘ k_t))ᵀ        e_t, w_t = sigmoid(W x)
 
 Its equation and layer are those of https://github.com/NVlabs/GatedDeltaNet-2.
 
-`kda_style` has the block that both have around the memory.
+`kda_style` is the published block around both memories.
 
 Shapes: B batch, T time, D model, H heads, G of keys, K key, V value, R rank.
 """
