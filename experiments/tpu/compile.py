@@ -65,29 +65,31 @@ def compile_here(case: Case, folder: Path) -> None:
 
 
 def entry(case: Case, counted: Count, facts: Facts) -> dict[str, Any]:
-    """Cycles and times of a unit of work, kernels and the dearest operations."""
-    peaks, parts = case.peaks, counted.parts
-    kernels = _sum(part for part in parts if part.operation.kernel)
-    copies = _sum(part for part in parts if part.operation.moves)
-    seconds = counted.cycles / peaks.clock
+    """Cycles and times of a unit of work, kernels and the dearest operations.
+
+    Ranges are lists of their two ends.
+    """
+    peaks, units = case.peaks, case.units
+    kinds: dict[str, list[Part]] = {"kernels": [], "copies": [], "other": []}
+    for part in counted.parts:
+        does = part.operation
+        kind = "kernels" if does.kernel else "copies" if does.moves else "other"
+        kinds[kind].append(part)
+    seconds = [max(1.0, end) / peaks.clock for end in (counted.least, counted.cycles)]
     memory, product = facts.bytes / peaks.bandwidth, facts.flops / peaks.flops
-    by_unit = {
-        "cycles": counted.cycles,
-        "kernels": kernels,
-        "copies": copies,
-        "other": counted.cycles - kernels - copies,
-        "dearest_branches": counted.dearest,
-        "memory_cycles": peaks.clock * memory,
-    }
+    limit = max(memory, product)
     return {
         "chip": case.chip,
         "unit": case.unit,
-        "units": case.units,
-        **{name: round(value / case.units, 4) for name, value in by_unit.items()},
-        "times_limit": round(max(seconds, memory) / max(memory, product), 3),
+        "units": units,
+        "cycles": _ends(counted.parts, units),
+        **{kind: _ends(parts, units) for kind, parts in kinds.items()},
+        "dearest_branches": round(counted.dearest / units, 4),
+        "memory_cycles": round(peaks.clock * memory / units, 4),
+        "times_limit": [round(max(end, memory) / limit, 3) for end in seconds],
         "flops": facts.flops,
         # Of the matrix unit's peak, if the core never waited for memory.
-        "flop_utilisation": round(product / seconds, 4) if seconds else None,
+        "flop_utilisation": [round(product / end, 4) for end in reversed(seconds)],
         "bytes": facts.bytes,
         "temporary_bytes": facts.temporary_bytes,
         "kernel": [
@@ -96,6 +98,7 @@ def entry(case: Case, counted: Count, facts: Facts) -> dict[str, Any]:
                 "cycles": kernel.cycles,
                 "bundles": kernel.bundles,
                 "steps": kernel.steps,
+                "loops_found_at_run_time": kernel.unknown,
                 "bundles_in_branches": kernel.regions,
                 "spills": kernel.use.spills,
                 "fills": kernel.use.fills,
@@ -103,14 +106,16 @@ def entry(case: Case, counted: Count, facts: Facts) -> dict[str, Any]:
             }
             for kernel in counted.kernels
         ],
-        "dearest": _dearest(case, parts),
+        "dearest": _dearest(case, counted.parts),
         "uncounted": list(counted.uncounted),
-        "unknown_loops": counted.unknown,
+        "unknown_loops": list(counted.unknown),
     }
 
 
-def _sum(parts: Iterable[Part]) -> float:
-    return sum(part.cycles for part in parts)
+def _ends(parts: Iterable[Part], units: float) -> list[float]:
+    """The ends of the range of a unit of work."""
+    both = ((part.least, part.cycles) for part in parts)
+    return [round(sum(end) / units, 4) for end in zip((0, 0), *both, strict=True)]
 
 
 def _dearest(case: Case, parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -119,12 +124,12 @@ def _dearest(case: Case, parts: Iterable[Part]) -> list[dict[str, Any]]:
     for part in parts:
         kind = part.operation.name.rstrip("0123456789.").removesuffix(".clone")
         found.setdefault((kind, part.operation.source), []).append(part)
-    order = sorted(found.items(), key=lambda item: -_sum(item[1]))
+    order = sorted(found.items(), key=lambda item: -_ends(item[1], 1)[1])
     return [
         {
             "operation": kind,
             "source": source,
-            "cycles": round(_sum(same) / case.units, 4),
+            "cycles": _ends(same, case.units),
             "runs": sum(part.operation.times for part in same),
             "scheduled": all(part.scheduled for part in same),
         }

@@ -6,20 +6,20 @@
 
 libtpu compiles each case for one chip, in a process of its own, and writes the bundles
 that it has scheduled. A bundle takes a cycle. Counted are the bundles of every
-operation, by how often its loops run; for operations of XLA the compiler's own estimate
-where that is more, which includes their traffic with memory. Of a conditional the
-branch with the fewest cycles counts. Branches in kernels count as if they always ran,
-except those that pass over blocks of causal attention. Results are added to those of
-the file, each with the commit it was counted at.
+operation, by how often its loops run. Operations of XLA are a range, from their bundles
+or the time of their bytes to the compiler's own estimate, if that is more. Of a
+conditional the branch with the fewest cycles counts. Branches in kernels count as if
+they always ran, except those that pass over blocks of causal attention. Results are
+added to those of the file, each with the commit it was counted at; one that is a single
+number was counted before there were ranges, and is named as an estimate.
 
-What this does not show: waiting of a kernel for memory, and launches. Counted cycles
-are a lower bound of the time, and a scale between two programs.
+What this does not show: waiting of a kernel for memory, and launches.
 """
 
 import json
 import tempfile
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from experiments.lab.results import (
     RESULTS,
     Rows,
     number,
-    percent,
     show,
     table,
     write_report,
@@ -37,7 +36,7 @@ from experiments.lab.results import (
 from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
 from experiments.tpu.compile import compile_case, entry
-from memjax.aot.cycles.count import count
+from memjax.aot.cycles.count import count, span
 from memjax.checks import require_known
 from memjax.evaluation.provenance import version
 
@@ -105,8 +104,9 @@ def main(
             continue
         ordered = {name: counted[name] for name in CASES if name in counted}
         write_report(output, QUESTION, {"only": only}, {"cases": ordered})
-        columns = ("cycles", "kernels", "copies", "memory_cycles", "times_limit")
-        show(f"per {row['unit']}", columns, {name: [row[c] for c in columns]})
+        ranges = ("cycles", "kernels", "copies", "times_limit")
+        cells = [span(*row[column], digits=2) for column in ranges]
+        show(f"per {row['unit']}", ranges, {name: cells})
 
 
 SUMMARY = {
@@ -133,25 +133,39 @@ SUMMARY = {
 }
 
 
+def cycles_of(case: dict[str, Any], digits: int) -> str:
+    """The cycles of an entry, as a range where its ends differ."""
+    if isinstance(case["cycles"], float):
+        return f"{number(case['cycles'], digits)} (estimate)"
+    return span(*case["cycles"], digits=digits)
+
+
+def notes(cases: dict[str, dict[str, Any]]) -> Rows:
+    """Of a table: commits, and loops that the compiler does not know the length of."""
+    commits = dict.fromkeys(case["commit"] for case in cases.values())
+    yield f"counted at {', '.join(filter(None, commits))}"
+    for name, case in cases.items():
+        if loops := case["unknown_loops"]:
+            yield f"{name}: a run finds the loops of {', '.join(loops)}, counted once"
+
+
 @table("ops/cycles_summary", "tpu/cycles")
 def cycles_summary(result: dict[str, Any]) -> Rows:
     """Cycles of the ops and of causal attention, on one chip."""
-    cases = result["cases"]
+    cases, shown = result["cases"], {}
     for name, case in SUMMARY.items():
-        forward, both = (cases[f"{case}/{which}"] for which in ("forward", "both"))
-        plain = cases.get(f"{case}/xla/both", {}).get("cycles")
+        names = [f"{case}/{which}" for which in ("forward", "both", "xla/both")]
+        found = {name: cases[name] for name in names if name in cases}
+        shown |= found
+        forward, both, *plain = found.values()
         yield {
             "cycles a token and head on a v5e": name,
-            "forward": number(forward["cycles"], 1),
-            "with backward": number(both["cycles"], 1),
-            "the same without a kernel": number(plain, 1),
+            "forward": cycles_of(forward, 1),
+            "with backward": cycles_of(both, 1),
+            "the same without a kernel": "".join(cycles_of(x, 1) for x in plain),
             "least for the memory's traffic": number(both["memory_cycles"], 1),
         }
-
-
-def _counted_at(cases: Iterable[dict[str, Any]]) -> str:
-    commits = dict.fromkeys(case["commit"] for case in cases)
-    return f"counted at {', '.join(filter(None, commits))}"
+    yield from notes(shown)
 
 
 STEPS = {
@@ -165,17 +179,19 @@ STEPS = {
 @table("ops/training", "tpu/cycles")
 def cycles_training(result: dict[str, Any]) -> Rows:
     """Whole updates of models of 125M parameters on one chip."""
-    shown = []
+    shown = {}
     for name in cases_models.TRAINED:
         cells = {"cycles a token (share of the matrix unit's peak)": name}
         for words, step in STEPS.items():
             cells[words] = "not counted"
             if case := result["cases"].get(f"train/{name}/{step}"):
-                shown.append(case)
-                share = percent(case["flop_utilisation"])
-                cells[words] = f"{number(case['cycles'], 0)} ({share})"
+                shown[f"{name}/{step}"] = case
+                share = case["flop_utilisation"]
+                low, high = (share,) * 2 if isinstance(share, float) else share
+                share = span(100 * low, 100 * high)
+                cells[words] = f"{cycles_of(case, 0)} ({share}%)"
         yield cells
-    yield _counted_at(shown)
+    yield from notes(shown)
 
 
 DECODED = {
@@ -199,10 +215,10 @@ def cycles_decoding(result: dict[str, Any]) -> Rows:
     for name, case in shown.items():
         yield {
             "cycles a token of a layer": name,
-            "scheduled": number(case["cycles"], 0),
+            "scheduled": cycles_of(case, 0),
             "least for the memory's traffic": number(case["memory_cycles"], 0),
         }
-    yield _counted_at(shown.values())
+    yield from notes(shown)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Report on a compiled step: memory, operations, traffic, cycles, as JSON and a table.
 
-Counted cycles are the bundles that the compiler scheduled, without waiting for memory
-and for other devices: the speed that follows from them is an upper bound.
+Counted cycles are a range, see `memjax.aot.cycles.count`, without waiting for memory
+and for other devices: the speed that follows from the lower end is an upper bound.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from memjax.aot.chips import Chip, chip_of
 from memjax.aot.collectives import KINDS, collectives
 from memjax.aot.compile import Compiled, Request, model_flops
-from memjax.aot.cycles.count import Count
+from memjax.aot.cycles.count import Count, span
 from memjax.training.monitoring.device_peaks import GIB
 
 #: Number of operations and buffers in a report.
@@ -119,25 +119,24 @@ def _bytes(number: str, unit: str) -> int:
 def _speed(
     counted: Count, facts: dict[str, Any], chip: Chip, flops: float | None
 ) -> dict[str, Any]:
-    """Cycles, and tokens per second without waiting."""
-    seconds = counted.cycles / chip.clock
-    share = None
-    if flops and seconds:
-        share = flops / facts["devices"] / chip.flops / seconds
+    """Cycles, and tokens per second without waiting; ranges as their two ends."""
+    ends = counted.least, counted.cycles
+    seconds = [end / chip.clock for end in ends]
+    least = flops / facts["devices"] / chip.flops if flops else None
     dearest = sorted(counted.parts, key=lambda part: -part.cycles)[:NAMED]
     kernels = sum(p.cycles for p in counted.parts if p.operation.kernel)
     return {
-        "cycles": counted.cycles,
+        "cycles": ends,
         "cycles_in_kernels": kernels,
         "seconds": seconds,
-        "tokens_per_second": facts["tokens"] / seconds if seconds else None,
+        "tokens_per_second": [facts["tokens"] / end for end in reversed(seconds)],
         "model_flops": flops,
-        "utilisation": share,
+        "utilisation": least and [least / end for end in reversed(seconds)],
         "dearest": [
             {
                 "operation": part.operation.name,
                 "source": part.operation.source,
-                "cycles": part.cycles,
+                "cycles": (part.least, part.cycles),
             }
             for part in dearest
         ],
@@ -171,10 +170,14 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"  {row['kind']}", f"{size}, the largest {row['largest'] / 1e6:,.1f} MB"
     yield "all these on the links, at least", f"{result['links_seconds']:.3g} s"
     if speed := result.get("speed"):
-        yield "counted cycles", f"{speed['cycles']:,.0f}: {speed['seconds']:.3g} s"
-        yield "tokens a second, at most", f"{speed['tokens_per_second']:,.0f}"
+        cycles, seconds = span(*speed["cycles"]), span(*speed["seconds"], digits=3)
+        yield "counted cycles", f"{cycles}: {seconds} s"
+        yield "tokens a second, at most", span(*speed["tokens_per_second"])
         if speed["utilisation"] is not None:
-            yield "of the matrix units' peak", f"{speed['utilisation']:.1%}"
+            share = span(*(100 * end for end in speed["utilisation"]), digits=1)
+            yield "of the matrix units' peak", f"{share}%"
+        if unknown := speed["loops_of_unknown_length"]:
+            yield "loops whose length a run finds, counted once", ", ".join(unknown)
 
 
 def _readable(size: int | float) -> str:

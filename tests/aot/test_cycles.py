@@ -7,8 +7,10 @@ import pytest
 
 from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.bundles import Shares, read_schedule, read_use
-from memjax.aot.cycles.count import PROGRAM, count
+from memjax.aot.cycles.count import PROGRAM, count, span
 from memjax.aot.cycles.program import read_program
+from memjax.aot.cycles.text import read_blocks
+from memjax.aot.cycles.traffic import traffic
 from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig, MemorizingConfig
 
 SNIPPETS = Path(__file__).parent / "snippets"
@@ -19,6 +21,7 @@ GRID = (SNIPPETS / "grid_bundles.txt").read_text()
 COMPUTES = (SNIPPETS / "branch_bundles.txt").read_text()
 USE = (SNIPPETS / "use.txt").read_text()
 HLO = (SNIPPETS / "program_hlo.txt").read_text()
+MOVES = (SNIPPETS / "traffic_hlo.txt").read_text()
 
 
 def test_loops_run_as_often_as_their_own_tests_say():
@@ -67,7 +70,7 @@ def test_use_is_weighted_by_how_often_a_bundle_is_issued():
 def test_operations_run_as_often_as_their_loops():
     program = read_program(HLO)
     runs = [x.times for x in program.operations if x.name == "fusion.2"]
-    assert runs == [37, 3, 1] and program.unknown == 1
+    assert runs == [37, 3, 1] and program.loops == ("while.3",)
     fusion = next(x for x in program.operations if x.name == "fusion.2")
     assert (fusion.estimate, fusion.steps, fusion.source) == (100, 6, "while/add")
     assert {x.name for x in program.operations if x.moves} == {"fusion.1"}
@@ -124,6 +127,52 @@ def test_a_kernel_takes_as_long_as_the_bytes_that_it_says_it_moves(folder):
         parts = count(folder, bytes_per_cycle=speed).parts
         (kernel,) = (x for x in parts if x.operation.name == "kernel.1")
         assert kernel.cycles == expected and kernel.scheduled == (expected == 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("add", 3 * 4 * 256),  # Two arrays are read, one is written.
+        ("on_chip", 2 * 256),  # The result stays in the core, the operand is bfloat16.
+        ("sliced", 4 * (32 + 32)),  # One row of the eight.
+        ("updated", 4 * (32 + 32)),  # One row of the eight, and a slice of the other.
+        ("both", 4 * 256 + 256),  # An addition and its signs.
+        ("row", 4 * 2 * 32),
+        ("placed", 4 * 2 * 32),
+    ],
+)
+def test_bytes_of_an_operation_are_those_that_it_reads_and_writes(name, least):
+    blocks, entry = read_blocks(MOVES)
+    assert entry == "main"
+    assert traffic(blocks, entry, blocks[entry][name]) == least
+
+
+def test_an_operation_of_xla_is_a_range_and_a_kernel_is_not(folder):
+    found = {p.operation.name: p for p in count(folder, bytes_per_cycle=64.0).parts}
+    kernel, moves = found["kernel.1"], found["fusion.1"]
+    assert (kernel.least, kernel.cycles) == (3, 3)
+    # 1,024 bytes read and as many written, at 64 a cycle; the estimate is 20.
+    assert (moves.least, moves.cycles) == (20, 20)
+    found = {p.operation.name: p for p in count(folder, bytes_per_cycle=256.0).parts}
+    assert (found["fusion.1"].least, found["fusion.1"].cycles) == (8, 20)
+    counted = count(folder, bytes_per_cycle=256.0)
+    # And 3 of a copy.
+    assert counted.cycles - counted.least == 12 + 3
+    assert (span(8.0, 20.0), span(8.04, 7.96, digits=1)) == ("8 to 20", "8.0")
+
+
+def test_loops_whose_length_a_run_finds_are_named(folder):
+    assert count(folder).unknown == ("while.3",)
+    (file,) = folder.glob("*kernel.1-03-final_bundles.txt")
+    file.write_text(
+        "   0x0 LB: > { %s2 = smov 0 } /* Start region 9 */\n"
+        "   0x1   : > { %p1 = scmp.ge.s32.totalorder %s3, %s4 /* loop exit test */ }\n"
+        "   0x2   : > { %5 = sbr.rel (!%p1) target = $region9 }\n"
+    )
+    counted = count(folder)
+    # The second call has no file of its own, and the same schedule.
+    assert counted.unknown == ("while.3", "kernel.1", "kernel.2")
+    assert [(x.unknown, x.steps, x.cycles) for x in counted.kernels] == [(1, 1, 3)]
 
 
 def test_attention_inside_of_blocks_is_that_of_rows_as_long():

@@ -1,8 +1,10 @@
 """Cycles of a compiled program, counted from the files of its compilation.
 
-An operation takes the bundles that its schedule issues, or the compiler's estimate, if
-that is more, which includes memory traffic. A kernel with a cost estimate takes at
-least the time of its bytes.
+A kernel takes the bundles that its schedule issues, and at least the time of the bytes
+of its cost estimate. An operation of XLA is a range. Its upper end is the compiler's
+estimate, or the bundles if they are more; the estimate includes memory traffic, and for
+copies into other tiles it can be ten times the time. The lower end is the bundles, or
+the time of its bytes if that is more.
 """
 
 import math
@@ -32,11 +34,13 @@ class Part(NamedTuple):
 
     Attributes:
         operation: the operation.
-        cycles: of all runs.
+        least: cycles of all runs by bundles or bytes.
+        cycles: of all runs by bundles or the compiler's estimate.
         scheduled: whether the cycles are issued bundles; False: an estimate.
     """
 
     operation: Operation
+    least: float
     cycles: float
     scheduled: bool
 
@@ -51,6 +55,7 @@ class Kernel(NamedTuple):
         steps: of that loop.
         use: of the units, spills and fills.
         regions: bundles that branches may skip.
+        unknown: loops whose length a run finds; counted once.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Kernel(NamedTuple):
     steps: int
     use: Use
     regions: int
+    unknown: int
 
 
 class Count(NamedTuple):
@@ -70,19 +76,31 @@ class Count(NamedTuple):
         dearest: additional cycles of the branches with the most.
         kernels: every Pallas kernel.
         uncounted: names of operations without bundles and estimate.
-        unknown: loops of unknown length, counted once.
+        unknown: names of loops, kernels and other operations with loops whose length a
+            run finds, each counted once.
     """
 
     parts: tuple[Part, ...]
     dearest: float
     kernels: tuple[Kernel, ...]
     uncounted: tuple[str, ...]
-    unknown: int
+    unknown: tuple[str, ...]
+
+    @property
+    def least(self) -> float:
+        """Of the whole program, by bundles and bytes."""
+        return sum((part.least for part in self.parts), 0.0)
 
     @property
     def cycles(self) -> float:
-        """Of the whole program."""
+        """Of the whole program, by the compiler's estimates where they are more."""
         return sum((part.cycles for part in self.parts), 0.0)
+
+
+def span(least: float, most: float, digits: int = 0) -> str:
+    """A range as text: one number where both ends read the same."""
+    ends = dict.fromkeys(f"{end:,.{digits}f}" for end in (least, most))
+    return " to ".join(ends)
 
 
 def count(
@@ -101,27 +119,32 @@ def count(
     program = read_program((folder / PROGRAM).read_text())
     files = _files(folder)
     counter = _Counter(files, shares or {}, _alike(program), bytes_per_cycle)
-    parts, dearest, unknown = _count(program, counter)
+    parts, dearest, loops = _count(program, counter)
     names = {counter.written(p.operation) for p in parts if p.operation.kernel}
     kernels = tuple(counter.kernel(name) for name in sorted(filter(None, names)))
     lost = sorted(counter.uncounted)
-    return Count(tuple(parts), dearest, kernels, tuple(lost), unknown)
+    loops += [p.operation.name for p in parts if counter.unknown(p.operation)]
+    return Count(tuple(parts), dearest, kernels, tuple(lost), tuple(loops))
 
 
-def _count(program: Program, counter: "_Counter") -> tuple[list[Part], float, int]:
+#: Parts, additional cycles of dearest branches, and loops whose length a run finds.
+_Counted = tuple[list[Part], float, list[str]]
+
+
+def _count(program: Program, counter: "_Counter") -> _Counted:
     parts = [part for x in program.operations if (part := counter.part(x))]
-    dearest, unknown = 0.0, program.unknown
+    dearest, loops = 0.0, list(program.loops)
     for conditional in program.conditionals:
         counted = [_count(branch, counter) for branch in conditional.branches]
 
         counted.sort(key=_total)
         parts += counted[0][0]
         dearest += _total(counted[-1]) + counted[-1][1] - _total(counted[0])
-        unknown += counted[0][2]
-    return parts, dearest, unknown
+        loops += counted[0][2]
+    return parts, dearest, loops
 
 
-def _total(counted: tuple[list[Part], float, int]) -> float:
+def _total(counted: _Counted) -> float:
     return sum((part.cycles for part in counted[0]), 0.0)
 
 
@@ -147,12 +170,13 @@ class _Counter:
             if not free(operation) and not _scalar(operation):
                 self.uncounted.add(operation.name)
             return None
-        estimate = operation.estimate or 0.0
-        if operation.kernel:
-            estimate = operation.bytes / self.bytes_per_cycle
+        moved = operation.bytes / self.bytes_per_cycle
+        estimate = moved if operation.kernel else operation.estimate or 0.0
         cycles = max(issued or 0.0, estimate)
+        least = min(cycles, max(issued or 0.0, moved))
         scheduled = issued is not None and issued >= estimate
-        return Part(operation, operation.times * cycles, scheduled)
+        times = operation.times
+        return Part(operation, times * least, times * cycles, scheduled)
 
     def issued(self, operation: Operation) -> float | None:
         """Bundles that one run issues; None if unknown."""
@@ -161,6 +185,17 @@ class _Counter:
             return None
         steps = None if operation.kernel else operation.steps
         return sum(self.schedule(name).weights(self.share(name), steps))
+
+    def unknown(self, operation: Operation) -> bool:
+        """Whether a run finds the length of a loop of its schedule."""
+        name = self.written(operation)
+        if name is None:
+            return False
+        schedule = self.schedule(name)
+        if operation.kernel or operation.steps is None:
+            return schedule.unknown > 0
+        # The compiler says how many steps the grid has.
+        return any(x.steps is None and not x.grid for x in schedule.loops)
 
     def written(self, operation: Operation) -> str | None:
         """The name of the operation, or of an identical one, that has a file."""
@@ -193,6 +228,7 @@ class _Counter:
             steps=(loop and loop.steps) or 1,
             use=read_use(use.read_text(), weights),
             regions=sum(region.bundles for region in schedule.regions),
+            unknown=schedule.unknown,
         )
 
 

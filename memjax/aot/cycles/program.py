@@ -7,14 +7,12 @@ by a flag is a conditional: it runs once or not at all. A fusion is one operatio
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
-_BLOCK = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
-_LINE = re.compile(r"\s*(?:ROOT )?%(?P<name>[\w.\-]+) = (?P<rest>.*)")
-_OPCODE = re.compile(r"(?:^| )(?P<opcode>[a-z][\w\-]*)\(")
-#: Attributes that name the computations of an operation.
-_CALLS = "calls|branch_computations|true_computation|false_computation|to_apply"
+from memjax.aot.cycles.text import CALLS, Blocks, Line, read_blocks
+from memjax.aot.cycles.traffic import traffic
+
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 #: Operations that only move data.
 _MOVES = {"copy", "transpose", "reshape", "broadcast", "slice", "concatenate", "pad"}
@@ -38,7 +36,8 @@ class Operation(NamedTuple):
         kernel: whether it is a Pallas kernel.
         moves: whether it only copies: into another layout, out of or into an array.
         estimate: of the compiler, in cycles with memory traffic; None without one.
-        bytes: traffic by a kernel's cost estimate; 0 without one.
+        bytes: moved at least: by a kernel's cost estimate, 0 without one, and by the
+            types of XLA's operations.
         steps: of the operation's grid; None if unknown.
         times: number of runs.
         source: the function of jax that it comes from, with its callers.
@@ -69,12 +68,12 @@ class Program(NamedTuple):
     Attributes:
         operations: of every computation that runs.
         conditionals: their branches are not in `operations`.
-        unknown: loops of unknown length, counted once.
+        loops: names of those whose length a run finds; counted once.
     """
 
     operations: tuple[Operation, ...]
     conditionals: tuple[Branches, ...]
-    unknown: int
+    loops: tuple[str, ...]
 
 
 def read_program(text: str) -> Program:
@@ -83,7 +82,7 @@ def read_program(text: str) -> Program:
     Raises:
         ValueError: it has no entry computation.
     """
-    blocks, entry = _blocks(text)
+    blocks, entry = read_blocks(text)
     if entry is None:
         raise ValueError(
             f"text must have an ENTRY computation, got {len(text)} letters"
@@ -93,20 +92,20 @@ def read_program(text: str) -> Program:
 
 def every_line(text: str) -> Iterator[tuple[str, str, int]]:
     """Opcode, text and runs of every operation, also inside fusions and branches."""
-    blocks, entry = _blocks(text)
+    blocks, entry = read_blocks(text)
     return _every_line(blocks, entry or "", 1)
 
 
 def _every_line(
-    blocks: Mapping[str, list[str]], block: str, times: int
+    blocks: Blocks, block: str, times: int
 ) -> Iterator[tuple[str, str, int]]:
-    for _, opcode, line in _lines(blocks, block):
-        yield opcode, line, times
-        if opcode == "while":
+    for line in blocks.get(block, {}).values():
+        yield line.opcode, line.text, times
+        if line.opcode == "while":
             trips = _trips(blocks, line) or 1
-            yield from _every_line(blocks, _called(line, "body")[0], times * trips)
+            yield from _every_line(blocks, line.called("body")[0], times * trips)
             continue
-        for called in _called(line, _CALLS):
+        for called in line.called(CALLS):
             yield from _every_line(blocks, called, times)
 
 
@@ -115,129 +114,91 @@ def free(operation: Operation) -> bool:
     return operation.opcode in _FREE and not operation.kernel
 
 
-def _blocks(text: str) -> tuple[dict[str, list[str]], str | None]:
-    """The lines of each computation, and the name of the entry."""
-    blocks: dict[str, list[str]] = {}
-    entry = name = None
-    for line in text.splitlines():
-        head = _BLOCK.match(line)
-        if head:
-            name = head["name"]
-            blocks[name] = []
-            entry = name if head["entry"] else entry
-        elif line.rstrip() == "}":
-            name = None
-        elif name is not None and _LINE.match(line):
-            blocks[name].append(line)
-        elif name is not None and blocks[name]:
-            blocks[name][-1] += line
-    return blocks, entry
-
-
-def _walk(blocks: Mapping[str, list[str]], block: str, times: int) -> Program:
+def _walk(blocks: Blocks, block: str, times: int) -> Program:
     operations: list[Operation] = []
     conditionals: list[Branches] = []
-    unknown = 0
+    unknown: list[str] = []
 
     def add(found: Program) -> None:
-        nonlocal unknown
         operations.extend(found.operations)
         conditionals.extend(found.conditionals)
-        unknown += found.unknown
+        unknown.extend(found.loops)
 
-    for name, opcode, line in _lines(blocks, block):
+    for line in blocks.get(block, {}).values():
+        opcode = line.opcode
         if opcode == "while" and _ends_by_flag(blocks, line):
-            body = _walk(blocks, _called(line, "body")[0], times)
-            conditionals.append(Branches((Program((), (), 0), body)))
+            body = _walk(blocks, line.called("body")[0], times)
+            conditionals.append(Branches((Program((), (), ()), body)))
         elif opcode == "while":
             trips = _trips(blocks, line)
-            unknown += trips is None
-            add(_walk(blocks, _called(line, "body")[0], times * (trips or 1)))
+            unknown.extend([line.name] if trips is None else [])
+            add(_walk(blocks, line.called("body")[0], times * (trips or 1)))
         elif opcode == "call":
-            add(_walk(blocks, _called(line, "to_apply")[0], times))
+            add(_walk(blocks, line.called("to_apply")[0], times))
         elif opcode == "conditional":
-            names = _called(line, "branch_computations")
-            names = names or _called(line, "true_computation|false_computation")
+            names = line.called("branch_computations")
+            names = names or line.called("true_computation|false_computation")
             walked = tuple(_walk(blocks, branch, times) for branch in names)
             conditionals.append(Branches(walked))
         else:
-            operations.append(_operation(blocks, name, opcode, line, times))
-    return Program(tuple(operations), tuple(conditionals), unknown)
+            operations.append(_operation(blocks, block, line, times))
+    return Program(tuple(operations), tuple(conditionals), tuple(unknown))
 
 
-def _lines(
-    blocks: Mapping[str, list[str]], block: str
-) -> Iterator[tuple[str, str, str]]:
-    """Name, opcode and text of every operation of a computation."""
-    for line in blocks.get(block, ()):
-        head = _LINE.match(line)
-        # The type comes first, and has letters before brackets, not before "(".
-        opcode = head and _OPCODE.search(head["rest"])
-        if head and opcode:
-            yield head["name"], opcode["opcode"], line
-
-
-def _called(line: str, attribute: str) -> list[str]:
-    """The computations of an attribute."""
-    names = []
-    for found in re.findall(rf"(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", line):
-        names += re.findall(r"%?([\w.\-]+)", found)
-    return names
-
-
-def _ends_by_flag(blocks: Mapping[str, list[str]], line: str) -> bool:
+def _ends_by_flag(blocks: Blocks, line: Line) -> bool:
     """Whether the condition of a loop is a flag in its state."""
-    inside = {opcode for _, opcode, _ in _lines(blocks, _called(line, "condition")[0])}
-    return inside <= {"parameter", "get-tuple-element", "bitcast", "copy"}
+    inside = blocks.get(line.called("condition")[0], {}).values()
+    flags = {"parameter", "get-tuple-element", "bitcast", "copy"}
+    return {x.opcode for x in inside} <= flags
 
 
-def _trips(blocks: Mapping[str, list[str]], line: str) -> int | None:
+def _trips(blocks: Blocks, line: Line) -> int | None:
     """Number of runs of a loop: as annotated, or the bound of its condition."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.text)
     if known:
         return int(known[1])
-    condition = "\n".join(blocks.get(_called(line, "condition")[0], ()))
+    inside = blocks.get(line.called("condition")[0], {}).values()
+    condition = "\n".join(x.text for x in inside)
     bounds = [int(n) for n in re.findall(r"s32\[\]\S* constant\((\d+)\)", condition)]
     return bounds[0] if len(bounds) == 1 else None
 
 
-def _operation(
-    blocks: Mapping[str, list[str]], name: str, opcode: str, line: str, times: int
-) -> Operation:
-    estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+def _operation(blocks: Blocks, block: str, line: Line, times: int) -> Operation:
+    text, opcode = line.text, line.opcode
+    estimate = re.search(r'"estimated_cycles":"(\d+)"', text)
     cycles = float(estimate[1]) if estimate else math.inf
-    moved = re.search(r'"bytes_accessed":"(\d+)"', line)
-    grid = re.search(r'"iteration_bounds":\[([^\]]*)\]', line)
+    kernel = _KERNEL in text
+    said = re.search(r'"bytes_accessed":"(\d+)"', text)
+    moved = int(said[1]) if said else 0
+    grid = re.search(r'"iteration_bounds":\[([^\]]*)\]', text)
     steps = 1
     for bound in re.findall(r"\d+", grid[1] if grid else ""):
         steps *= int(bound)
-    source = re.search(r'op_name="([^"]*)"', line)
+    source = re.search(r'op_name="([^"]*)"', text)
     moves = opcode in _MOVES
     if opcode == "fusion":
-        inside = {found for _, found, _ in _inside(blocks, line)}
+        inside = {found.opcode for found in _inside(blocks, line)}
         moves = bool(inside & _MOVES) and inside <= _MOVES | _STILL
     return Operation(
-        name=name,
+        name=line.name,
         opcode=opcode,
-        kernel=_KERNEL in line,
+        kernel=kernel,
         moves=moves,
         estimate=cycles if cycles < MAX_CYCLES else None,
-        bytes=int(moved[1]) if moved else 0,
+        bytes=moved if kernel else traffic(blocks, block, line),
         steps=steps if grid else None,
         times=times,
         source=_source(source[1]) if source else "",
-        alike=_alike(line),
+        alike=_alike(text),
     )
 
 
-def _inside(
-    blocks: Mapping[str, list[str]], line: str
-) -> Iterator[tuple[str, str, str]]:
+def _inside(blocks: Blocks, line: Line) -> Iterator[Line]:
     """The operations of a fusion, and of fusions in it."""
-    for called in _called(line, "calls"):
-        for found in _lines(blocks, called):
+    for called in line.called("calls"):
+        for found in blocks.get(called, {}).values():
             yield found
-            yield from _inside(blocks, found[2])
+            yield from _inside(blocks, found)
 
 
 def _source(name: str) -> str:
