@@ -66,6 +66,27 @@ def select_kind(losses: TokenLosses, kind: str | None) -> TokenLosses:
     )
 
 
+#: Of an interval over seeds.
+MIN_SEEDS = 3
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raises ValueError unless there are seeds enough for an interval, all distinct."""
+    if len(set(seeds)) < max(MIN_SEEDS, len(seeds)):
+        raise ValueError(
+            f"seeds must be at least {MIN_SEEDS}, all distinct, for an interval over "
+            f"seeds, got {tuple(seeds)}"
+        )
+
+
+def median_and_range(values: Sequence[float], digits: int = 2) -> str:
+    """The median of some runs and their range as text: "0.98 (0.95 to 1.00)"."""
+    if not values:
+        return ""
+    low, median, high = np.quantile(values, (0, 0.5, 1))
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
     if not values:
         return None, None

@@ -133,6 +133,40 @@ def choose_rate(
     return found
 
 
+def climb_rate(
+    rates: Sequence[float], first: float, validation_loss: Callable[[float], float]
+) -> dict[str, Any]:
+    """The learning rate of the lowest loss on validation data, inside those tried.
+
+    Neighbours of the best are tried until both are worse, from `first` on.
+
+    Args:
+        rates: that may be tried, ascending.
+        first: one of them.
+        validation_loss: of a rate; infinite where training diverges.
+
+    Returns:
+        `rate` and `tried`, the losses by rate. `rate` is an end of `rates` where that
+        is the best of all, and then no best is known.
+
+    Raises:
+        ValueError: if the rates do not ascend, or `first` is none of them.
+    """
+    if sorted(set(rates)) != [*rates] or first not in rates:
+        raise ValueError(f"rates must ascend and have {first}, got {tuple(rates)}")
+    losses: dict[int, float] = {}
+    best = rates.index(first)
+    while untried := [
+        i for i in (best, best + 1, best - 1) if 0 <= i < len(rates) and i not in losses
+    ]:
+        losses[untried[0]] = validation_loss(rates[untried[0]])
+        best = min(losses, key=lambda i: losses[i])
+    return {
+        "rate": rates[best],
+        "tried": {f"{rates[i]:g}": losses[i] for i in sorted(losses)},
+    }
+
+
 def selected(only: Sequence[str], rows: Sequence[str]) -> list[str]:
     """The rows to run, in their own order; all of them if none is named."""
     if unknown := set(only) - set(rows):

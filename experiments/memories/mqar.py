@@ -3,12 +3,12 @@
 A sequence names key-value pairs, then asks for the value of every key (Zoology). Filler
 between the questions has ids of its own: it never repeats a key. Models are trained at
 one length, and tested on other sequences at this and greater ones. All have equal
-parameters and a state of as many bytes as DeltaNet's of this size; they see equal
-sequences in equal order.
+parameters and see equal sequences in equal order. Their memories are made equal in one
+of two ways: in width, as the papers compare, or in the bytes of their states.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +17,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool
 
-from experiments.lab.intervals import summarise_seeds
 from experiments.memories import small_models
 from experiments.memories.small_models import Scale
 from memjax.data import multi_query_recall
 from memjax.data.batches.batch import Batch
 from memjax.models import LanguageModel, ModelConfig
-from memjax.models.language_model.presets import RECURRENT
 
 # Seeds of the sequences that choose and of those that test, which no training has.
 VALIDATION, TEST = 2**32 - 2, 2**32 - 1
@@ -48,6 +46,11 @@ class Task(NamedTuple):
     tested: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    @property
+    def width(self) -> int:
+        """Of the model's heads, and of all memories where widths are equal."""
+        return self.scale.model_dim // self.scale.heads
+
 
 SMALL = Task(
     # Attention that reaches its peak learning rate sooner does not learn the task.
@@ -60,44 +63,61 @@ SMALL = Task(
     lengths=(64, 256, 1024),
 )
 
-#: The sizes of a mechanism that make its state as large as DeltaNet's, all one number.
-#: Memories are square, as in the papers: as many slots as a key is wide.
-SIZES = {
+#: The sizes of a mechanism that are its width, all one number. Memories are square, as
+#: in the papers: as many slots as a key is wide.
+WIDTHS = {
     "attention": (),
-    "sliding_window": ("window",),
+    "sliding_window": (),
     "gsa": ("slots", "key_dim", "value_dim"),
     "abc": ("slots", "key_dim", "value_dim"),
     "trellis": ("slots", "key_dim", "value_dim"),
     "lattice": ("slots", "value_dim"),
 }
-# Memories so small are read fastest by a loop over tokens, on a CPU.
-SMALL_OPTIONS = {"implementation": "reference"}
-# The keys of an open chunk are part of the state: few beside few slots.
-OPTIONS = {"trellis": {"chunk_size": 4}}
 
 
-def model(task: Task, mechanism: str, **options: Any) -> ModelConfig:
-    """A model with this mechanism in every layer, its state as large as DeltaNet's.
+def of_width(task: Task, mechanism: str, width: int, **options: Any) -> ModelConfig:
+    """A model with this mechanism in every layer, its heads' memories of this width.
 
-    Full attention keeps all tokens. `options` are the mechanism's own.
+    Full attention keeps all tokens, in heads of the model's own width. `options` are
+    the mechanism's own.
+
+    Raises:
+        ValueError: if the memory of the mechanism has no width to set.
     """
-    if mechanism in RECURRENT:
-        options = SMALL_OPTIONS | OPTIONS.get(mechanism, {}) | options
-    make = functools.partial(
-        small_models.base_model,
-        task.scale,
-        task.vocab_size,
-        mechanism,
-        task.scale.context_length,
-        **options,
+    names, own = WIDTHS.get(mechanism, ("key_dim", "value_dim")), task.width
+    if not names and width != own:
+        raise ValueError(
+            f"width must be {own} for {mechanism}, whose memory is tokens, got {width}"
+        )
+    length = task.scale.context_length
+    sizes = dict.fromkeys(names, width) | options
+    return small_models.base_model(
+        task.scale, task.vocab_size, mechanism, length, **sizes
     )
-    names = SIZES.get(mechanism, ("key_dim", "value_dim"))
-    if not names:
-        return make()
-    goal = small_models.base_model(task.scale, task.vocab_size, "deltanet", 1)
-    return small_models.equal_state(
-        lambda size: make(**dict.fromkeys(names, size)), small_models.state_bytes(goal)
-    )
+
+
+def of_bytes(task: Task, mechanism: str, budget: int, **options: Any) -> ModelConfig:
+    """The same with the width whose state comes nearest to `budget` bytes.
+
+    Of sliding windows it is the tokens that are chosen.
+
+    Raises:
+        ValueError: if no width comes near, or the budget is smaller than one entry.
+    """
+
+    def make(size: int) -> ModelConfig:
+        if mechanism == "sliding_window":
+            return of_width(task, mechanism, task.width, window=size, **options)
+        return of_width(task, mechanism, size, **options)
+
+    if mechanism == "attention":
+        raise ValueError("attention keeps all tokens: its bytes cannot be chosen")
+    return small_models.equal_state(make, budget)
+
+
+def budget(task: Task) -> int:
+    """Bytes of the state of DeltaNet with the width of the model's heads."""
+    return small_models.state_bytes(of_width(task, "deltanet", task.width))
 
 
 def batch(task: Task, seed: int | Array, step: int | Array) -> Batch:
@@ -128,19 +148,24 @@ def _draw(
     return Batch(*map(jnp.concatenate, zip(*parts, strict=True)))
 
 
-def measure(task: Task, model: ModelConfig, seed: int, rows: int) -> dict[str, Any]:
+def measure(
+    task: Task, model: ModelConfig, rate: float, seed: int, rows: int
+) -> dict[str, Any]:
     """Trains; then the share of right answers by pairs and by length of the sequence.
 
-    `validation` is that of sequences which choose between models, and are no test.
-    Each number is of `rows` sequences.
+    `validation` is that of sequences which choose between models, by the pairs of the
+    training, and are no test. Each number is of `rows` sequences.
+
+    Raises:
+        FloatingPointError: if the training diverges.
     """
-    trained, seconds = small_models.train(task.scale, model, seed, _drawing(task))
+    scale = task.scale._replace(learning_rate=rate)
+    trained, seconds = small_models.train(scale, model, seed, _drawing(task))
 
     def answers(seed: int, pairs: int, length: int) -> float:
         return accuracy(trained, sequences(task, seed, rows, pairs, length))
 
     length = task.scale.context_length
-    validation = [answers(VALIDATION, pairs, length) for pairs in task.pairs]
     scores = [
         {"pairs": pairs, "length": length, "tokens": answers(TEST, pairs, length)}
         for length in task.lengths
@@ -148,8 +173,8 @@ def measure(task: Task, model: ModelConfig, seed: int, rows: int) -> dict[str, A
         if length >= 4 * pairs
     ]
     return {
-        "validation": float(np.mean(validation)),
-        "seconds": seconds,
+        "validation": [answers(VALIDATION, pairs, length) for pairs in task.pairs],
+        "cpu_seconds": seconds,
         "scores": scores,
     }
 
@@ -175,16 +200,3 @@ def _hits(graph, params, batch: Batch) -> Bool[Array, "B T"]:
     model = nnx.merge(graph, params)
     _, logits = model(model.init_state(batch.tokens.shape[0]), batch.tokens)
     return logits.argmax(axis=-1) == batch.targets
-
-
-def summarise(
-    rows: Iterable[Mapping[str, Any]], base: str, length: int
-) -> list[dict[str, Any]]:
-    """Share of right answers at one length by model and pairs, against a base."""
-    flat = [
-        {"name": row["name"], "seed": row["seed"]} | score
-        for row in rows
-        for score in row["scores"]
-        if score["length"] == length
-    ]
-    return summarise_seeds(flat, "tokens", base, "pairs")

@@ -74,7 +74,7 @@ class Config:
         run_dir: of answers, results and the plot.
     """
 
-    models: tuple[str, ...] = ("DeltaNet", "Trellis")
+    models: tuple[str, ...] = ("DeltaNet", "Trellis, C = 4")
     seeds: tuple[int, ...] = (0,)
     updates: tuple[int, int] = (STAGES[0].steps, STAGES[1].steps)
     counts: tuple[int, ...] = (4, 16)
@@ -146,7 +146,12 @@ def main(config: Config) -> None:
 def models(config: Config) -> dict[str, ModelConfig]:
     """The window and the memories, with equal parameters and equal states."""
     task = mqar.SMALL._replace(vocab_size=notes.VOCAB_SIZE)
-    made = {name: mqar.model(task, MODELS[name]) for name in (WINDOW, *config.models)}
+    budget = mqar.budget(task)
+    rows = {name: MODELS[name] for name in (WINDOW, *config.models)}
+    made = {
+        name: mqar.of_bytes(task, row.mechanism, budget, **row.options)
+        for name, row in rows.items()
+    }
     return small_models.equal_parameters(made, task.scale)
 
 

@@ -1,32 +1,34 @@
-"""How much does each memory recall, and over what distance, in as many bytes?
+"""How much does each memory recall, at equal width and in as many bytes?
 
-    python -m experiments.memories.recall                         # all mechanisms
-    python -m experiments.memories.recall --of trellis_ablation   # Trellis, Table 2
-    python -m experiments.memories.recall --of lattice_ablation   # Lattice, Table 4
-    python -m experiments.memories.recall --of trellis_steps      # defaults of Trellis
+    python -m experiments.memories.recall                # all mechanisms
+    python -m experiments.memories.recall --of trellis   # Trellis: parts, defaults
+    python -m experiments.memories.recall --of lattice   # Lattice: parts
+    python -m experiments.memories.recall --plan
 
-Rows: every mechanism with a state of equal bytes; full attention keeps all tokens and
-is the ceiling, a sliding window of the same bytes the floor. The ablations have the
-papers' variants, from DeltaNet and TTT up, then the choices that the papers leave open:
-φ of Trellis, and the chunk of Lattice, whose gradients are stale; two rows of Trellis
-have other numbers of slots. Columns: right answers to multi-query recall (`mqar`) by
-pairs and by length of the sequence. `trellis_steps` is scored on validation sequences
-alone: no test has a say in a default. 30 minutes to an hour on two cores.
+Rows: every mechanism with the width of the model's heads, as the papers compare, and
+with a state of DeltaNet's bytes; a mechanism's own name is its defaults. Full attention
+keeps all tokens and is the ceiling, a sliding window of the same bytes the floor. The
+ablations have the papers' variants and the choices that the papers leave open. Columns:
+seeds that learned multi-query recall (`mqar`), and what those answer, by pairs and by
+length of the sequence. `trellis` also models the bytes of `text`: its validation
+columns choose defaults, in which no test has a say. A training is 80 CPU seconds and
+compiles in 20; a row takes 7 of them (`climb_rate`): 10 minutes of a core.
 
 It does not show what a language model recalls: models of 31,000 parameters learn
-nothing but this task, with two seeds. Language models that a CPU can train are beaten
-by counted 4-grams.
+nothing but this task. Language models that a CPU can train are beaten by counted
+4-grams.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from experiments.lab import study
-from experiments.lab.intervals import summarise_seeds
+from experiments.lab.intervals import check_seeds
 from experiments.lab.results import (
     RESULTS,
     Rows,
@@ -36,124 +38,134 @@ from experiments.lab.results import (
     table,
     write_report,
 )
-from experiments.memories import mqar, small_models
+from experiments.memories import mqar, small_models, text
 from memjax.config_io import to_record
-from memjax.mechanisms import TrellisConfig
 from memjax.models import ModelConfig
+from memjax.status import say
 from memjax_kernels import TRELLIS_PHIS
 
-Models = dict[str, ModelConfig]
-#: Minutes of one training on two cores.
-MINUTES = 1.5
-#: Full attention keeps every token, all others as many bytes as DeltaNet.
-MODELS: dict[str, str] = {
-    "Transformer++": "attention",
-    "sliding window": "sliding_window",
-    "Linear Attention": "linear_attention",
-    "Mamba2": "mamba2",
-    "GLA": "gla",
-    "DeltaNet": "deltanet",
-    "Gated DeltaNet": "gated_deltanet",
-    "ABC": "abc",
-    "GSA": "gsa",
-    "TTT": "ttt_linear",
-    "Trellis": "trellis",
-    "Lattice": "lattice",
+Column = Literal["width", "bytes"]
+#: CPU minutes of one training.
+MINUTES = 1.7
+#: Rates that may be tried, from `FIRST` up or down until the best is inside.
+RATES, FIRST = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), 1e-2
+#: Validation sequences of the fewest pairs that a model answers which has learned the
+#: task: twice as many as by guessing among the values shown.
+LEARNED = 0.5
+
+
+class Row(NamedTuple):
+    """A mechanism with its options, in the columns where it is comparable.
+
+    Attributes:
+        mechanism: by name.
+        options: of its configuration.
+        columns: in which it is trained.
+        wider: its width relative to that of the others, where widths are equal.
+    """
+
+    mechanism: str
+    options: dict[str, Any] = {}
+    columns: tuple[Column, ...] = ("width", "bytes")
+    wider: float = 1.0
+
+
+def _chunk(mechanism: str, size: int, **options: Any) -> Row:
+    return Row(mechanism, {"chunk_size": size} | options)
+
+
+#: The most telling rows are trained first, then those of a single token a chunk.
+TELLING = {
+    "DeltaNet": Row("deltanet"),
+    "Trellis": Row("trellis"),
+    "Trellis, C = 4": _chunk("trellis", 4),
+    "Lattice": Row("lattice"),
+    "TTT": Row("ttt_linear"),
+    "Gated DeltaNet": Row("gated_deltanet"),
+}
+SINGLE = {
+    "Trellis, C = 1": _chunk("trellis", 1),
+    "Lattice, C = 1": _chunk("lattice", 1),
+    "TTT, C = 1": _chunk("ttt_linear", 1),
+}
+MODELS: dict[str, Row] = (
+    TELLING
+    | SINGLE
+    | {
+        "sliding window": Row("sliding_window", columns=("bytes",)),
+        "Transformer++": Row("attention", columns=("width",)),
+        "Linear Attention": Row("linear_attention"),
+        "Mamba2": Row("mamba2"),
+        "GLA": Row("gla"),
+        "GSA": Row("gsa"),
+        "ABC": Row("abc"),
+    }
+)
+_BASELINES = {name: MODELS[name] for name in ("DeltaNet", "TTT")}
+
+
+def _of_width(mechanism: str, wider: float = 1.0, **options: Any) -> Row:
+    return Row(mechanism, options, ("width",), wider)
+
+
+TRELLIS: dict[str, Row] = _BASELINES | {
+    "Trellis": Row("trellis"),
+    "C = 4": _chunk("trellis", 4),
+    "C = 1": _chunk("trellis", 1),
+    # In as many bytes an open chunk of 64 leaves no memory.
+    "C = 64": _of_width("trellis", chunk_size=64),
+    "C = 64, at most 1/64, phi = l2_silu": _of_width(
+        "trellis", chunk_size=64, step_size=1 / 64, phi="l2_silu"
+    ),
+    "at most 1/16": _of_width("trellis", step_size=1 / 16),
+    "at most 1": _of_width("trellis", step_size=1.0),
+    "targets of any size": _of_width("trellis", normalize_target=False),
+    **{
+        f"phi = {phi}": _of_width("trellis", phi=phi)
+        for phi in TRELLIS_PHIS
+        if phi not in ("identity", "silu")
+    },
+    "without forget gate": _of_width("trellis", forget=False),
+    "f = l2_silu": _of_width("trellis", activation="l2_silu"),
+    "f = softmax": _of_width("trellis", activation="softmax"),
+    "linear, f = softmax": _of_width("trellis", phi="identity", activation="softmax"),
+    "linear, f = ln_silu": _of_width("trellis", phi="identity"),
+    # Slots and keys, for a key memory has the rank of its keys with any slots. Twice
+    # the width has more parameters than the other models.
+    "half the width": _of_width("trellis", 0.5),
+}
+_LATTICE: dict[str, dict[str, Any]] = {
+    "orthogonal recurrence": dict(normalize=False),
+    "forget gate (l2)": dict(forget="l2"),
+    "forget gate (l1)": dict(forget="l1"),
+    "ENC": dict(variant="enc"),
+    "SIM": dict(variant="sim"),
+}
+LATTICE: dict[str, Row] = _BASELINES | {
+    "normalised projection": _chunk("lattice", 1),
+    **{name: _of_width("lattice", chunk_size=1, **x) for name, x in _LATTICE.items()},
+    "C = 4": _chunk("lattice", 4),
+    "C = 16": _chunk("lattice", 16),
+    "C = 64": _of_width("lattice", chunk_size=64),
 }
 
 
-BASELINES = ("DeltaNet", "TTT")
-
-
-def _models(task: mqar.Task, names: Iterable[str] = tuple(MODELS)) -> Models:
-    return {name: mqar.model(task, MODELS[name]) for name in names}
-
-
-def _trellis(task: mqar.Task) -> Models:
-    default = mqar.model(task, "trellis")
-    (mechanism,) = default.mechanisms
-    assert isinstance(mechanism, TrellisConfig)
-    variants: dict[str, dict[str, Any]] = {
-        "without forget gate": dict(forget=False),
-        "f = l2_silu": dict(activation="l2_silu"),
-        "f = softmax": dict(activation="softmax"),
-        "linear, f = softmax": dict(phi="identity", activation="softmax"),
-        "linear, f = ln_silu": dict(phi="identity"),
-        "C = 1": dict(chunk_size=1),
-    } | {
-        f"phi = {phi}": dict(phi=phi)
-        for phi in TRELLIS_PHIS
-        if phi not in ("identity", TrellisConfig.phi)
-    }
-    made = {name: mqar.model(task, "trellis", **x) for name, x in variants.items()}
-    for name, slots in (("m / 2", mechanism.slots // 2), ("2 m", mechanism.slots * 2)):
-        changed = dataclasses.replace(mechanism, slots=slots)
-        made[name] = dataclasses.replace(default, mechanisms=(changed,))
-    return _models(task, BASELINES) | {"Trellis": default} | made
-
-
-def _lattice(task: mqar.Task) -> Models:
-    variants: dict[str, dict[str, Any]] = {
-        "orthogonal recurrence": dict(normalize=False),
-        "normalised projection": {},
-        "forget gate (l2)": dict(forget="l2"),
-        "forget gate (l1)": dict(forget="l1"),
-        "ENC": dict(variant="enc"),
-        "SIM": dict(variant="sim"),
-    } | {f"C = {size}": dict(chunk_size=size) for size in (4, 16, 64)}
-    return _models(task, BASELINES) | {
-        name: mqar.model(task, "lattice", **{"chunk_size": 1} | options)
-        for name, options in variants.items()
-    }
-
-
-def _steps(task: mqar.Task) -> Models:
-    def variant(size: int, phi: str, **options: Any) -> ModelConfig:
-        return mqar.model(task, "trellis", chunk_size=size, phi=phi, **options)
-
-    bounded = dict(step_size=None)
-    free = dict(step_size=None, normalize_target=False)
-    return {
-        "DeltaNet": mqar.model(task, "deltanet"),
-        "C = 64, at most 1/64, l2_silu": variant(64, "l2_silu", step_size=1 / 64),
-        "C = 4, bounded, l2_silu": variant(4, "l2_silu", **bounded),
-        "C = 16, bounded, l2_silu": variant(16, "l2_silu", **bounded),
-        "C = 4, bounded, silu": variant(4, "silu", **bounded),
-        "C = 16, bounded, silu": variant(16, "silu", **bounded),
-        "C = 4, bounded, silu, targets of any size": variant(4, "silu", **free),
-        "C = 16, bounded, silu, targets of any size": variant(16, "silu", **free),
-    }
-
-
 class Study(NamedTuple):
-    """A table: its question, the base of differences, rows of a task, rates to try."""
+    """A table: its question and rows, and whether text is modelled too."""
 
     question: str
-    base: str
-    models: Callable[[mqar.Task], Models]
-    rates: tuple[float, ...] = (1e-2,)
+    rows: dict[str, Row]
+    text: bool = False
 
 
 STUDIES = {
     "recall": Study(
-        "how much does each memory recall, and over what distance, in as many bytes?",
-        "DeltaNet",
-        _models,
-        (3e-3, 1e-2),
+        "how much does each memory recall, at equal width and bytes?", MODELS
     ),
-    "trellis_ablation": Study(
-        "what does each part of Trellis bring to recall?", "Trellis", _trellis
+    "trellis": Study(
+        "what does each part of Trellis bring, and which defaults learn?", TRELLIS, True
     ),
-    "lattice_ablation": Study(
-        "what does each part of Lattice bring to recall?",
-        "normalised projection",
-        _lattice,
-    ),
-    "trellis_steps": Study(
-        "which steps, chunks, phi and targets does Trellis learn with?",
-        "C = 64, at most 1/64, l2_silu",
-        _steps,
-    ),
+    "lattice": Study("what does each part of Lattice bring to recall?", LATTICE),
 }
 
 
@@ -164,92 +176,152 @@ class Config:
     Attributes:
         of: the study.
         only: names of the rows to run; none is all.
-        seeds: of parameters and data order; at least 2, and 3 to claim a difference.
+        columns: what is made equal: the width of memories, the bytes of states.
+        seeds: of parameters and data order; 3 at least, for a range.
         test_rows: sequences of each test.
-        plan: print the missing runs, and stop.
-        run_dir: of runs and their numbers.
+        plan: print the missing rows, and stop.
+        run_dir: of trainings and their numbers, which all studies share.
         output: folder of the result file.
     """
 
-    of: Literal["recall", "trellis_ablation", "lattice_ablation", "trellis_steps"] = (
-        "recall"
-    )
+    of: Literal["recall", "trellis", "lattice"] = "recall"
     only: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0, 1)
+    columns: tuple[Column, ...] = ("width", "bytes")
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     test_rows: int = 64
     plan: bool = False
     run_dir: Path = Path("runs/recall")
     output: Path = RESULTS / "memories"
 
+    def __post_init__(self):
+        check_seeds(self.seeds)
 
-def models(of: str) -> Models:
-    """The rows of a study, with equal parameters."""
-    return small_models.equal_parameters(
-        STUDIES[of].models(mqar.SMALL), mqar.SMALL.scale
-    )
+
+class Case(NamedTuple):
+    """A row in one column, with its model of a task."""
+
+    name: str
+    column: Column
+    task: Literal["recall", "text"]
+    model: ModelConfig
+
+
+def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Case]:
+    """All rows of a study with equal parameters, the most telling first."""
+    chosen, task = STUDIES[of], mqar.SMALL
+    budget = mqar.budget(task)
+
+    def model(row: Row, column: Column, task: mqar.Task) -> ModelConfig:
+        if column == "width":
+            width = round(task.width * row.wider)
+            made = mqar.of_width(task, row.mechanism, width, **row.options)
+        else:
+            made = mqar.of_bytes(task, row.mechanism, budget, **row.options)
+        return small_models.equal_parameters({"": made}, task.scale)[""]
+
+    rest = chosen.rows.keys() - TELLING.keys() - SINGLE.keys()
+    order: list[tuple[str, Column]] = [
+        (name, column)
+        for group in (TELLING, SINGLE, rest)
+        for column in columns
+        for name, row in chosen.rows.items()
+        if column in row.columns and name in group
+    ]
+    found = [
+        Case(name, column, "recall", model(chosen.rows[name], column, task))
+        for name, column in order
+    ]
+    if chosen.text:
+        found += [
+            Case(name, column, "text", model(chosen.rows[name], column, text.TASK))
+            for name, column in order
+            if column == "width"
+        ]
+    return found
+
+
+def _home(config: Config, case: Case) -> tuple[list[Any], Path]:
+    """The settings that the runs of a row depend on, and their folder."""
+    task = text.SCALE if case.task == "text" else mqar.SMALL
+    identity = [to_record(case.model), task._asdict(), config.test_rows]
+    return identity, config.run_dir / study.digest(identity)
+
+
+def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
+    """The runs of all seeds at the rate that the first seed's validation data chose.
+
+    A training that diverged has no numbers but `diverged`.
+    """
+    identity, folder = _home(config, case)
+
+    def measure(rate: float, seed: int) -> dict[str, Any]:
+        try:
+            if case.task == "text":
+                return text.measure(case.model, rate, seed)
+            return mqar.measure(mqar.SMALL, case.model, rate, seed, config.test_rows)
+        except FloatingPointError as error:
+            return {"diverged": str(error)}
+
+    def trained(rate: float, seed: int) -> dict[str, Any]:
+        file = folder / f"seed{seed}" / f"rate{rate:g}.json"
+        return study.once(file, lambda: measure(rate, seed), identity)
+
+    def loss(rate: float) -> float:
+        found = trained(rate, config.seeds[0])
+        if "diverged" in found:
+            return math.inf
+        if case.task == "text":
+            return math.log(found["perplexity"])
+        return 1 - sum(found["validation"]) / len(found["validation"])
+
+    chosen = study.climb_rate(RATES, FIRST, loss)
+    tried = {k: v if v < math.inf else None for k, v in chosen["tried"].items()}
+    about = {
+        **{"name": case.name, "column": case.column, "task": case.task},
+        **{"learning_rate": chosen["rate"], "tried": tried},
+        "width": getattr(case.model.mechanisms[0], "value_dim", None),
+        "state_bytes": small_models.state_bytes(case.model),
+        "parameters": small_models.parameters(case.model),
+        "hidden_dim": case.model.hidden_dim,
+    }
+    return [
+        about | {"seed": seed} | trained(chosen["rate"], seed) for seed in config.seeds
+    ]
 
 
 def main(config: Config) -> None:
-    """Trains and tests the missing rows, each at a rate of its own, and writes.
-
-    A rate is chosen by the right answers to the validation sequences, with the first
-    seed; the tests have no say in it.
-    """
-    chosen, task, made = STUDIES[config.of], mqar.SMALL, models(config.of)
-    names, run_dir = study.selected(config.only, [*made]), config.run_dir / config.of
+    """Trains and tests the missing rows, and writes those that are complete."""
+    made = cases(config.of, config.columns)
+    names = study.selected(config.only, [*STUDIES[config.of].rows])
+    made = [case for case in made if case.name in names]
     if config.plan:
-        study.plan(names, config.seeds, run_dir, MINUTES)
-        return
-
-    def identity(name: str, seed: int) -> list[Any]:
-        model = to_record(made[name])
-        return [model, task.scale, seed, chosen.rates, config.test_rows]
-
-    def trained(name: str, rate: float, seed: int) -> dict[str, Any]:
-        own = task._replace(scale=task.scale._replace(learning_rate=rate))
-        return study.once(
-            study.run_folder(run_dir, name, seed) / f"rate{rate:g}.json",
-            lambda: mqar.measure(own, made[name], seed, config.test_rows),
-            identity(name, seed),
+        # Three rates with the first seed, one with each of the others.
+        minutes, last = (2 + len(config.seeds)) * MINUTES, f"seed{config.seeds[-1]}"
+        # A model of both columns is trained once.
+        missing = {_home(config, x)[1] / last: x for x in reversed(made)}
+        study.show_plan(
+            {
+                f"{x.name}, {x.column}, {x.task}": minutes
+                for folder, x in reversed(missing.items())
+                if not folder.is_dir()
+            }
         )
-
-    def measured(name: str, seed: int, folder: Path) -> dict[str, Any]:
-        rate = study.choose_rate(
-            chosen.rates,
-            lambda rate: 1 - trained(name, rate, config.seeds[0])["validation"],
-            folder.parent / "rate.json",
-            {"steps": task.scale.steps, "seed": config.seeds[0]},
-        )["rate"]
-        return {
-            "learning_rate": rate,
-            **trained(name, rate, seed),
-            "parameters": small_models.parameters(made[name]),
-            "hidden_dim": made[name].hidden_dim,
-            "state_bytes": small_models.state_bytes(made[name]),
-        }
-
-    def report(rows: list[dict[str, Any]]) -> None:
-        accuracy: Any = {
-            str(n): mqar.summarise(rows, chosen.base, n) for n in task.lengths
-        }
-        if config.of != "recall":
-            accuracy = accuracy[str(task.scale.context_length)]
-        found = {"accuracy": accuracy}
-        if config.of == "trellis_steps":
-            found = {"validation": summarise_seeds(rows, "validation", chosen.base)}
-        results = {
-            "task": task._asdict() | {"scale": task.scale._asdict()},
-            "base": chosen.base,
-            **found,
-            "rows": rows,
-        }
-        output = config.output / config.of
-        write_report(output, chosen.question, settings(config), results)
-
-    study.run_all(
-        names, config.seeds, measured, run_dir=run_dir, identity=identity, report=report
-    )
-    print(f"wrote {config.output / config.of}.json: python -m experiments.lab.render")
+        return
+    study.use_compile_cache(config.run_dir)
+    task = mqar.SMALL
+    results: dict[str, Any] = {
+        "task": task._asdict() | {"scale": task.scale._asdict()},
+        "budget": mqar.budget(task),
+        "rows": [],
+    }
+    if STUDIES[config.of].text:
+        results |= {"text": text.SCALE._asdict(), "ngrams": text.ngrams()}
+    output = config.output / config.of
+    for case in made:
+        say(f"{case.name}, equal {case.column}, {case.task}")
+        results["rows"] += train_row(config, case)
+        write_report(output, STUDIES[config.of].question, settings(config), results)
+    print(f"wrote {output}.json: python -m experiments.lab.render")
 
 
 def _by_pairs(summary: list[Mapping[str, Any]]) -> dict[str, dict[str, str]]:

@@ -1,7 +1,7 @@
-"""Small models of equal parameters and equal state, that differ in one mechanism.
+"""Small models of equal parameters and equal memory, that differ in one mechanism.
 
-The width of the feed-forward layers makes up for the parameters of a mechanism; the
-size of its memory is the one whose state comes nearest to the bytes given.
+The width of the feed-forward layers makes up for the parameters of a mechanism. The
+size of its memory is given, or the one whose state comes nearest to the bytes given.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jaxtyping import Array
 
@@ -28,6 +29,8 @@ from memjax.training.step import StepConfig, init_train_state, make_train_step
 
 #: Updates of one call, between which an interrupt is heard.
 PIECE = 25
+#: Largest relative difference of two states that count as equal.
+TOLERANCE = 0.1
 
 
 class Scale(NamedTuple):
@@ -88,13 +91,22 @@ def parameters(model: ModelConfig) -> int:
 def equal_parameters(
     models: Mapping[str, ModelConfig], scale: Scale
 ) -> dict[str, ModelConfig]:
-    """Sets hidden_dim so that all come nearest to Transformer++ of this size."""
+    """Sets hidden_dim so that all come nearest to Transformer++ of this size.
+
+    Raises:
+        ValueError: if a mechanism alone has more parameters.
+    """
     vocab_size = next(iter(models.values())).vocab_size
     goal = parameters(base_model(scale, vocab_size, "sliding_window", 1))
     equal = {}
     for name, model in models.items():
         each = 3 * model.model_dim * model.num_layers
         width = model.hidden_dim + round((goal - parameters(model)) / each)
+        if width < 1:
+            raise ValueError(
+                f"models[{name!r}] has {parameters(model)} parameters, and no width of "
+                f"its feed-forward makes them {goal}"
+            )
         equal[name] = dataclasses.replace(model, hidden_dim=width)
     return equal
 
@@ -103,11 +115,26 @@ def equal_state(make: Callable[[int], ModelConfig], goal: int) -> ModelConfig:
     """The model whose state comes nearest to `goal` bytes.
 
     `make` takes a size of the memory, such as its slots; bytes grow with it.
+
+    Raises:
+        ValueError: if one entry has more bytes, or the nearest size is not within
+            `TOLERANCE` of them.
     """
+    if (least := state_bytes(make(1))) > goal:
+        raise ValueError(
+            f"goal must be at least the {least} bytes of one entry, got {goal}"
+        )
     size = 1
     while state_bytes(make(size + 1)) <= goal:
         size += 1
-    return min(make(size), make(size + 1), key=lambda m: abs(state_bytes(m) - goal))
+    near = {n: state_bytes(make(n)) for n in (size, size + 1)}
+    best = min(near, key=lambda n: abs(near[n] - goal))
+    if abs(near[best] - goal) > TOLERANCE * goal:
+        raise ValueError(
+            f"no size has a state within {TOLERANCE:.0%} of {goal} bytes: those of "
+            f"{size} and {size + 1} have {near[size]} and {near[size + 1]}"
+        )
+    return make(best)
 
 
 def state_bytes(model: ModelConfig) -> int:
@@ -134,46 +161,54 @@ def train(
     draw: Callable[[Array, Array], Batch],
     start: LanguageModel | None = None,
 ) -> tuple[LanguageModel, float]:
-    """The trained model and the seconds that it took.
+    """The trained model and the CPU seconds that it took, compilation included.
 
     Sequences are drawn on the device, many updates in one program: half the time of
     the loop of `memjax.training`, which hands each batch over, reports, and saves.
     `draw` (seed, step) is compiled, and must be equal between calls that shall share a
     program. `start` is a model whose training goes on.
     """
-    began = time.monotonic()
-    create, advance = _programs(scale, model, draw)
+    began = time.process_time()
+    # The rate is an argument of the program: those of a search share it.
+    create, advance = _programs(scale._replace(learning_rate=1.0), model, draw)
     state, skipped = create(jax.random.key(seed), start), 0
     with Status("compiling, and training", "updates") as status:
         for first in range(0, scale.steps, PIECE):
             count = min(PIECE, scale.steps - first)
-            state, (more, loss) = advance(state, seed, count)
+            state, (more, loss) = advance(state, seed, count, scale.learning_rate)
             skipped += int(more)
             status(first + count, scale.steps, f"loss {float(loss):.4f}")
     if skipped:
         raise FloatingPointError(f"{skipped} updates were not finite, and skipped")
-    return nnx.merge(structure(model), state.params), time.monotonic() - began
+    return nnx.merge(structure(model), state.params), time.process_time() - began
 
 
 @functools.lru_cache(maxsize=2)
 def _programs(
     scale: Scale, model: ModelConfig, draw: Callable
 ) -> tuple[Callable, Callable]:
-    """The initial state of a key, and many updates: the same for all seeds."""
+    """The initial state of a key, and many updates: the same for all seeds and rates.
+
+    The rate of `scale` is 1; AdamW's updates are in proportion to it.
+    """
     optimizer = OptimizerConfig(
         learning_rate=scale.learning_rate, warmup_ratio=scale.warmup, final_ratio=0.1
     )
-    transform, step = make_optimizer(optimizer, scale.steps), StepConfig()
-    update = make_train_step(run.abstract_model(model), transform, step)
+    adamw, step = make_optimizer(optimizer, scale.steps), StepConfig()
+
+    def at_rate(rate):
+        return optax.chain(adamw, optax.scale(rate))
 
     @jax.jit
     def create(key, start):
         drawn = LanguageModel(model, key=key) if start is None else start
         rows = scale.tokens_per_update // scale.context_length
-        return init_train_state(drawn, transform, step, rows)
+        return init_train_state(drawn, at_rate(1.0), step, rows)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def advance(state, seed, updates):
+    def advance(state, seed, updates, rate):
+        update = make_train_step(run.abstract_model(model), at_rate(rate), step)
+
         def once(_, carry):
             state, (skipped, _) = carry
             state, metrics = update(state, draw(seed, state.step))

@@ -40,29 +40,44 @@ def leaves(model):
 
 
 @pytest.mark.slow
-def test_recall_chooses_a_rate_on_validation_and_resumes(tiny, tmp_path, capsys):
-    config = config_of(tmp_path, "DeltaNet")
+def test_recall_trains_complete_rows_and_resumes(tiny, tmp_path, capsys, monkeypatch):
+    """Both columns of a model that they share; each rate has its neighbours tried."""
+    config = config_of(tmp_path, "DeltaNet", seeds=(0, 1, 2))
     recall.main(config)
     report = json.loads((tmp_path / "recall.json").read_text())
-    assert [row["seed"] for row in report["rows"]] == [0, 1]
+    found = [(row["column"], row["seed"]) for row in report["rows"]]
+    assert found == [(c, seed) for c in ("width", "bytes") for seed in (0, 1, 2)]
     for row in report["rows"]:
         tests = [(48, 2), (48, 6), (64, 2), (64, 6), (64, 16)]
         assert [(s["length"], s["pairs"]) for s in row["scores"]] == tests
         # Two updates teach next to nothing.
         assert all(0 <= score["tokens"] <= 0.5 for score in row["scores"])
-        folder = tmp_path / "runs" / "recall" / "DeltaNet"
-        chosen = json.loads((folder / "rate.json").read_text())
-        rates = recall.STUDIES["recall"].rates
-        files = [folder / "seed0" / f"rate{rate:g}.json" for rate in rates]
-        tried = [1 - json.loads(f.read_text())["value"]["validation"] for f in files]
-        assert chosen["validation"] == tried
-        assert row["learning_rate"] == rates[int(np.argmin(tried))]
-    assert set(report["accuracy"]) == {"48", "64"}
-    capsys.readouterr()
+        tried, rate = row["tried"], f"{row['learning_rate']:g}"
+        assert tried[rate] == min(tried.values())
+        assert rate not in (min(tried, key=float), max(tried, key=float))
+    first, other = report["rows"][0], report["rows"][3]
+    assert first | {"column": "bytes"} == other
+    loss = 1 - np.mean(first["validation"])
+    assert first["tried"][f"{first['learning_rate']:g}"] == loss
+    trained = []
+    monkeypatch.setattr(mqar, "measure", lambda *a: trained.append(a))
     recall.main(config)
-    assert "seed 1\n" not in capsys.readouterr().err
-    with pytest.raises(ValueError, match="holds the result of other settings"):
-        recall.main(dataclasses.replace(config, test_rows=3))
+    assert not trained
+    recall.main(dataclasses.replace(config, plan=True))
+    assert "0 missing" in capsys.readouterr().out
+
+
+def test_a_training_that_diverges_did_not_learn(tiny, tmp_path, monkeypatch):
+    def measure(task, model, rate, seed, rows):
+        if rate > 1e-2:
+            raise FloatingPointError("2 updates were not finite, and skipped")
+        return {"validation": [0.5, 0.1], "scores": []}
+
+    monkeypatch.setattr(mqar, "measure", measure)
+    case = recall.cases("recall", ("bytes",))[0]
+    rows = recall.train_row(config_of(tmp_path), case)
+    assert {row["learning_rate"] for row in rows} == {1e-2}
+    assert rows[0]["tried"]["0.03"] is None
 
 
 def test_examples_depend_on_seed_and_step_alone():
@@ -79,7 +94,7 @@ def test_examples_depend_on_seed_and_step_alone():
 @pytest.mark.slow
 def test_updates_on_the_device_equal_those_of_the_training_loop():
     model = small_models.equal_parameters(
-        {"a": mqar.model(TASK, "deltanet")}, TASK.scale
+        {"a": mqar.of_width(TASK, "deltanet", 16)}, TASK.scale
     )["a"]
     scale = TASK.scale
     settings = run.RunConfig(
@@ -103,17 +118,47 @@ def test_updates_on_the_device_equal_those_of_the_training_loop():
 
 
 @pytest.mark.parametrize("study", recall.STUDIES)
-def test_models_have_equal_parameters_and_states(study):
-    made = recall.models(study)
-    counts = [small_models.parameters(model) for model in made.values()]
-    # One hidden unit of the feed-forward layers more or less.
-    assert max(counts) - min(counts) <= 3 * 32 * 2
-    # Rows that keep all tokens, have other numbers of slots, or tokens of an open chunk
-    # that fill the state.
-    apart = ("Transformer++", "m / 2", "2 m", "C = 64, at most 1/64, l2_silu")
-    sizes = [small_models.state_bytes(m) for n, m in made.items() if n not in apart]
-    assert len(sizes) >= 7 and max(sizes) / min(sizes) < 1.25
-    model = mqar.model(mqar.SMALL, "gsa")
+def test_models_have_equal_parameters_and_widths_or_states(study):
+    made = recall.cases(study)
+    assert len(set(made)) == len(made)
+    for task, width in (("recall", 16), ("text", 32)):
+        models = [case.model for case in made if case.task == task]
+        counts = [small_models.parameters(model) for model in models]
+        # One hidden unit of the feed-forward layers more or less.
+        most = 3 * 2 * models[0].model_dim if models else 0
+        assert max(counts, default=0) - min(counts, default=0) <= most
+        for case in made:
+            (mechanism,) = case.model.mechanisms
+            own = {
+                getattr(mechanism, name, width)
+                for name in ("slots", "key_dim", "value_dim")
+            }
+            if (case.task, case.column) == (task, "width"):
+                apart = {"half the width": width // 2}.get(case.name, width)
+                assert case.name == "Transformer++" or own == {apart}
+    budget = mqar.budget(mqar.SMALL)
+    for case in made:
+        if case.column == "bytes":
+            assert abs(small_models.state_bytes(case.model) / budget - 1) < 0.1
+    model = mqar.of_width(mqar.SMALL, "gsa", 16)
     state = jax.eval_shape(lambda: run.abstract_model(model).init_state(1))
     kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert small_models.state_bytes(model) == kept
+
+
+def test_sizes_that_cannot_be_made_equal_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="bytes of one entry, got 100"):
+        mqar.of_bytes(mqar.SMALL, "deltanet", 100)
+    # An open chunk of 64 tokens grows in steps of more than a thousand bytes.
+    with pytest.raises(ValueError, match="no size has a state within 10% of 10000 b"):
+        mqar.of_bytes(mqar.SMALL, "trellis", 10_000, chunk_size=64)
+    with pytest.raises(ValueError, match="attention keeps all tokens"):
+        mqar.of_bytes(mqar.SMALL, "attention", 10_000)
+    with pytest.raises(ValueError, match="width must be 16 for attention"):
+        mqar.of_width(mqar.SMALL, "attention", 8)
+    wide = {"a": mqar.of_width(mqar.SMALL, "trellis", 32)}
+    with pytest.raises(ValueError, match=r"models\['a'\] has \d+ parameters, and no"):
+        small_models.equal_parameters(wide, mqar.SMALL.scale)
+    for seeds in ((0, 1), (0, 1, 1)):
+        with pytest.raises(ValueError, match="seeds must be at least 3, all distinct"):
+            config_of(tmp_path, seeds=seeds)
