@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments.memories import mqar
 from experiments.memories import notes as program
@@ -81,7 +82,7 @@ def test_query_mid_text_equals_reading_the_prefix(test):
         np.testing.assert_array_equal(answers, likeliest[rows, places])
 
 
-def test_scores_are_means_over_seeds_beside_the_best_baseline(test):
+def test_tables_show_the_seeds_that_learned(test):
     right = np.asarray(test.notes.numbers)[None] - FIRST_NUMBER
     wrong = (right + 1) % notes.NUMBERS
     made = program.models(program.Config(models=("DeltaNet",)))
@@ -93,17 +94,32 @@ def test_scores_are_means_over_seeds_beside_the_best_baseline(test):
         ]
 
     found = runs(program.WINDOW, wrong, wrong) + runs("DeltaNet", right, wrong)
-    report = program.report(made, found, {3: test}, (64, 128))
-
-    def mean(name):
-        return [row["mean"] for row in report["models"][name]["right"]["3"]]
-
-    assert mean("DeltaNet") == [0.5, 0.5] and mean(program.WINDOW) == [0.0, 0.0]
-    assert report["models"]["DeltaNet"]["seeds"]["3"] == [[1.0, 1.0], [0.0, 0.0]]
+    result = program.report(made, found, {3: test}, (64, 128))
+    assert result["models"]["DeltaNet"]["seeds"]["3"] == [[1.0, 1.0], [0.0, 0.0]]
+    (mean, _) = result["models"]["DeltaNet"]["right"]["3"]
+    assert mean["mean"] == 0.5
+    result["config"] = {"counts": [3], "distances": [64, 128]}
+    (*shown, _) = program.right.rows(result)
+    rows = {row[""]: row for row in shown}
+    first = "3 notes, 64 later"
+    assert rows["DeltaNet"]["learned"] == "1 of 2"
+    assert rows["DeltaNet"][first] == "1.00 (1.00 to 1.00)"
+    assert rows[program.WINDOW]["learned"] == "0 of 2"
     # All of it fits the bytes, and is read again without a mistake.
-    assert mean(program.TEXT) == [1.0, 1.0]
-    (ahead, _) = report["ahead"]["DeltaNet"]["3"]
-    assert ahead["mean"] == -0.5 and ahead["baseline"] == program.TEXT
+    assert rows[program.WINDOW][first] == "" and rows[program.TEXT][first] == "1.00"
+    assert [*program.ahead.rows(result)][0] == "of 3 notes the best is text, read again"
+    ahead = [*program.ahead.rows(result)][-1]
+    assert ahead["3 notes, each seed"] == "+0.00, -1.00"
+
+
+def test_gates_start_where_they_hardly_forget():
+    for name in program.SLOW:
+        config = program.models(program.Config(models=(name,)))[name]
+        slow = program.slow_gates(config, 0)
+        fast = LanguageModel(config, key=jax.random.key(0))
+        pairs = zip(*(jax.tree.leaves(nnx.state(x)) for x in (slow, fast)), strict=True)
+        # A bias, or a rate, in each of two layers.
+        assert 2 <= sum(not np.array_equal(a, b) for a, b in pairs) <= 4
 
 
 @pytest.mark.slow
