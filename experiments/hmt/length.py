@@ -6,15 +6,18 @@
 Question: does a hierarchical memory lower the perplexity of long texts? (HMT, Figures 2
 and 3.)
 Rows: HMT as published and without reading ahead, RMT, and the backbone in all the ways
-to bound what it reads (`rows.py`), as it came and fine-tuned for as many updates. The
-learning rate of each row is chosen on validation documents with the first seed.
+to bound what it reads (`rows.py`), as it came and fine-tuned on as many scored targets,
+by samples of 16 segments. The learning rate of each row is chosen on validation
+documents with the first seed, its neighbours tried until the best is inside.
 Columns: size of the state; tokens read for one of the text; perplexity of the tokens up
 to each length. Targets count from index j of their segment on, the same for all rows,
 so no score has seen its target. Intervals are over documents, of the mean over seeds.
+The curve has strictly causal HMT, k tokens again and the window after more and fewer
+targets: HMT's memories are undertrained if the first two close by the last.
 Not shown: longer trainings; documents longer than the corpus has.
 
 Every text is scored once for all calls. With `--only` the other rows are shown as far
-as they are finished.
+as they are finished. `--plan` prints the missing rows, 18 hours in all.
 """
 
 import dataclasses
@@ -32,6 +35,7 @@ from experiments.hmt.rows import (
     CAUSAL,
     FULL,
     HIERARCHICAL,
+    SENSORY,
     SINK_WINDOW,
     TUNED,
     Row,
@@ -39,6 +43,7 @@ from experiments.hmt.rows import (
 )
 from experiments.lab import backbones
 from experiments.lab.intervals import (
+    check_seeds,
     format_interval,
     loss_difference,
     mean_losses,
@@ -55,7 +60,7 @@ from experiments.lab.results import (
     table,
     write_report,
 )
-from experiments.lab.study import choose_rate, digest, once, selected
+from experiments.lab.study import climb_rate, digest, once, selected, show_plan
 from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokens
@@ -72,11 +77,17 @@ TUNED_WINDOW = TUNED.format(SINK_WINDOW)
 #: What every other row is compared with.
 BASES = (TUNED_WINDOW, TUNED.format(APART))
 #: The lines of the plot.
-PLOTTED = (HIERARCHICAL, CAUSAL, TUNED_WINDOW, TUNED.format(AGAIN), FULL, SINK_WINDOW)
+PLOTTED = (CAUSAL, HIERARCHICAL, TUNED_WINDOW, TUNED.format(AGAIN), FULL, SINK_WINDOW)
 #: Inputs are scored up to these positions; shorter documents count as they are.
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
-#: Tokens of a validation document, and the learning rates that it chooses from.
-VALIDATION_TOKENS, RATES = 2048, (3e-4, 1e-3)
+#: Segments of a sample, and those of it that gradients of a memory flow through.
+DEPTH, TRUNCATED = 16, 4
+#: Tokens of a validation document, the learning rates that it chooses from, the first.
+VALIDATION_TOKENS, RATES, FIRST = 2048, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
+#: Rows of the curve; of "k tokens again" HMT has the memories beside.
+CURVE = (CAUSAL, TUNED.format(SENSORY), TUNED_WINDOW)
+#: Minutes of a training, for a target and a token read for one, on two cores.
+MINUTES = 9e-5
 Texts = Sequence[TokenisedDocument]
 
 
@@ -86,7 +97,10 @@ class Config:
 
     Attributes:
         only: names of rows to work on; none is all.
-        seeds: of new parameters and data order.
+        seeds: of new parameters and data order; 3 at least.
+        targets: scored in the training of each row.
+        curve: the same for the rows of `CURVE`, with the first seed.
+        plan: print the missing rows, and stop.
         source: documents, as `memjax train` takes them.
         backbone: "smollm2", or a model as `memjax finetune` takes it.
         run_dir: where models are stored.
@@ -94,23 +108,30 @@ class Config:
     """
 
     only: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0, 1)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    targets: int = 150_000
+    curve: tuple[int, ...] = (75_000, 300_000, 600_000)
+    plan: bool = False
     source: str = "embedded"
     backbone: str = "smollm2"
     run_dir: Path = Path("runs/hmt")
     output: Path = RESULTS / "hmt" / "smollm2" / "length"
+
+    def __post_init__(self):
+        check_seeds(self.seeds)
 
 
 def hmt_stages() -> HMTStages:
     """HMT on the real model in float32, by adapters; every predicted target counts."""
     return training.hmt_stages(
         "hmt-smollm-135m",
-        (100, 200),
+        (1, 1),  # As many as the targets of a row take.
         {"segment_length": 128, "num_sensory_tokens": 16},
         {"learning_rate": 1e-3, "warmup_ratio": 0.05, "final_ratio": 0.0},
+        depth=DEPTH,
         dtype="float32",
         train="lora",
-        step=StepConfig(loss_on="scored"),
+        step=StepConfig(loss_on="scored", bptt_blocks=TRUNCATED),
         data=SampleConfig(batch_size=1),
     )
 
@@ -119,6 +140,9 @@ def main(config: Config) -> None:
     """Trains what is not trained yet, scores, prints and writes, row by row."""
     study = Study(config)
     wanted = selected(config.only, [row.name for row in study.rows])
+    if config.plan:
+        show_plan(study.plan(wanted))
+        return
     # Finished rows of earlier calls are shown from the first row on.
     finished = {
         row.name: study.measure(row) for row in study.rows if study.file(row).is_file()
@@ -127,6 +151,11 @@ def main(config: Config) -> None:
         if row.name in wanted:
             say(f"row: {row.name}")
             finished[row.name] = study.measure(row)
+            report(study, finished)
+    for name in (x for x in CURVE if x in wanted):
+        for targets in config.curve:
+            say(f"row: {name}, {targets:,} targets")
+            study.on_curve(name, targets)
             report(study, finished)
 
 
@@ -141,12 +170,14 @@ class Study:
         self.setting = training.Setting(path, stages, config.source, config.run_dir)
         found = finetune.load_backbone(path)
         self.backbone = found.model
-        self.rows = rows(stages, found.model)
+        self.rows = rows(stages, found.model, config.targets)
 
         def documents(split: Split, tokens: int) -> Texts:
             read = load_tokens(config.source, found.tokenizer, split)
             return whole_segments(read, tokens, self.segment)
 
+        #: Perplexity by row and targets, as far as they are trained.
+        self.curve: dict[str, dict[int, float]] = {}
         self.texts = documents("test", max(LENGTHS))
         self.validation = documents("validation", VALIDATION_TOKENS)
 
@@ -174,6 +205,7 @@ class Study:
             rate, tried = self.rate(row)
             runs = [self.trained(row, rate, seed, texts) for seed in self.config.seeds]
             facts = {
+                "targets": row.targets,
                 "learning_rate": rate,
                 "validation_perplexity": tried,
                 "seeds": len(runs),
@@ -196,11 +228,30 @@ class Study:
             run, _ = self.trained(row, rate, self.config.seeds[0], self.validation)
             return float(np.log(self.perplexity(run.losses)))
 
-        identity = self.identity(row) | {"seeds": self.config.seeds[:1]}
-        file = self.config.run_dir / "rates" / f"{digest(identity)}.json"
-        found = choose_rate(RATES, validation_loss, file, {"row": row.name})
-        tried = zip(RATES, found["validation"], strict=True)
-        return found["rate"], {str(rate): float(np.exp(x)) for rate, x in tried}
+        found = climb_rate(RATES, FIRST, validation_loss)
+        tried = {rate: float(np.exp(loss)) for rate, loss in found["tried"].items()}
+        return found["rate"], tried
+
+    def on_curve(self, name: str, targets: int) -> None:
+        """Perplexity of a row of the curve, at the rate of its row."""
+        made = rows(self.setting.stages, self.backbone, targets)
+        (row,) = (row for row in made if row.name == name)
+        (own,) = (row for row in self.rows if row.name == name)
+        run, _ = self.trained(row, self.rate(own)[0], self.config.seeds[0], self.texts)
+        self.curve.setdefault(name, {})[row.targets] = self.perplexity(run.losses)
+
+    def plan(self, names: Sequence[str]) -> dict[str, float]:
+        """Minutes of the rows that are not finished."""
+        # Three rates with the first seed, one with each of the others.
+        trainings, found = 2 + len(self.config.seeds), {}
+        for row in (x for x in self.rows if x.name in names):
+            minutes = MINUTES * row.reads
+            if not self.file(row).is_file():
+                found[row.name] = trainings * minutes * row.targets
+            if row.name in CURVE:
+                for targets in self.config.curve:
+                    found[f"{row.name}, {targets:,} targets"] = minutes * targets
+        return found
 
     def trained(
         self, row: Row, rate: float, seed: int, texts: Texts
@@ -282,6 +333,7 @@ def report(
             }
             for row in present
         },
+        "curve": study.curve,
         "missing": [row.name for row in study.rows if row.name not in finished],
         "perplexity": {kind or "all": perplexities(kind) for kind in kinds},
         "gains": _differences(losses, lengths, kinds),
@@ -347,6 +399,8 @@ def length(result: dict[str, Any]) -> Rows:
         if "learning_rate" in facts:
             seeds = facts["seeds"]
             trained = f"rate {facts['learning_rate']:g}, {seeds} seed{'s'[: seeds > 1]}"
+            if "targets" in facts:
+                trained += f", {facts['targets']:,} targets"
         cells = {
             "PPL": name,
             "state, bytes": number(facts["state_bytes"], 0),

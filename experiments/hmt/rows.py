@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from experiments.hmt.training import baseline, rmt
+from experiments.hmt.training import baseline, rmt, scored, with_targets
 from experiments.lab.baselines import equal_window
 from experiments.lab.measure import state_bytes
 from memjax.models import LanguageModel
@@ -50,6 +50,13 @@ class Row(NamedTuple):
         return plain.wrap(backbone, jax.random.key(0))
 
     @property
+    def targets(self) -> int:
+        """Targets that its training scores."""
+        if not self.is_trained:
+            return 0
+        return sum(stage.loop.steps * scored(stage) for stage in self.stages)
+
+    @property
     def reads(self) -> float:
         """Tokens that the backbone reads for one of the text, prompts too."""
         if not self.stages or self.stages[-1].memory == "window":
@@ -63,10 +70,11 @@ class Row(NamedTuple):
         return whole / hmt.segment_length
 
 
-def rows(stages: HMTStages, backbone: LanguageModel) -> list[Row]:
+def rows(stages: HMTStages, backbone: LanguageModel, targets: int) -> list[Row]:
     """All rows, those that need no training first.
 
-    All have the segment, bytes and number of updates of HMT's stages.
+    All have the segment and bytes of HMT's stages, and score as many `targets`; of HMT
+    a quarter of them without retrieval.
     """
     hmt = stages.stage2.hmt
     segment, half = hmt.segment_length, hmt.segment_length // 2
@@ -90,11 +98,13 @@ def rows(stages: HMTStages, backbone: LanguageModel) -> list[Row]:
     causal = dataclasses.replace(
         stages.stage2, hmt=dataclasses.replace(hmt, summary_source="previous")
     )
+    first = with_targets(stages.stage1, targets // 4)
+    # Strictly causal first: it is the form that can be used.
     trained = {
-        HIERARCHICAL: (stages.stage1, stages.stage2),
-        **{name: (stage,) for name, stage in tuned.items()},
-        RMT: (rmt(stages),),
-        CAUSAL: (stages.stage1, causal),
+        CAUSAL: (first, with_targets(causal, targets - targets // 4)),
+        HIERARCHICAL: (first, with_targets(stages.stage2, targets - targets // 4)),
+        **{name: (with_targets(x, targets),) for name, x in tuned.items()},
+        RMT: (with_targets(rmt(stages), targets),),
     }
     return [
         *(Row(name, (stage,)) for name, stage in untrained.items()),

@@ -37,9 +37,10 @@ def hmt_stages(
     steps: tuple[int, int],
     memory: dict[str, Any],
     optimizer: dict[str, Any],
+    depth: int = 4,
     **changes: Any,
 ) -> HMTStages:
-    """Both stages of a preset of `memjax finetune`, of 2 and 4 segments.
+    """Both stages of a preset of `memjax finetune`, of 2 and of `depth` segments.
 
     `memory` and `optimizer` change the settings of theirs, `changes` both stages.
     """
@@ -49,36 +50,55 @@ def hmt_stages(
             stage,
             hmt=dataclasses.replace(stage.hmt, **memory),
             optimizer=dataclasses.replace(stage.optimizer, **optimizer),
-            depth=depth,
+            depth=segments,
             loop=LoopConfig(steps=count, save_every=50, log_every=4, keep=1),
             **changes,
         )
-        for stage, depth, count in zip(
-            (two.stage1, two.stage2), (2, 4), steps, strict=True
+        for stage, segments, count in zip(
+            (two.stage1, two.stage2), (2, depth), steps, strict=True
         )
     ]
     return HMTStages(*made)
 
 
+def scored(stage: SegmentStage) -> int:
+    """Targets that an update scores: none that a summary has read ahead."""
+    targets = stage.data.batch_size * stage.context_length
+    if stage.memory == "hmt" and stage.hmt.reads_ahead:
+        return targets - targets * stage.hmt.summary // stage.hmt.segment_length
+    return targets
+
+
+def with_targets(stage: SegmentStage, targets: int) -> SegmentStage:
+    """The stage with as many updates as score so many targets.
+
+    Raises:
+        ValueError: if that is less than one update.
+    """
+    if targets < (one := scored(stage)):
+        raise ValueError(f"targets must be at least the {one} of an update: {targets}")
+    loop = dataclasses.replace(stage.loop, steps=round(targets / one))
+    return dataclasses.replace(stage, loop=loop)
+
+
 def baseline(stages: HMTStages, segment: int = 0, **changes: Any) -> SegmentStage:
-    """Stage 2 with the steps of both, as another model.
+    """Stage 2 as another model, which keeps no memory that gradients are cut in.
 
     Its samples have no fewer tokens than a `segment` of that model; 0 is HMT's.
     """
     last = stages.stage2
-    steps = stages.stage1.loop.steps + last.loop.steps
     if segment:
         changes |= {"window": segment, "depth": -(-last.context_length // segment)}
-    loop = dataclasses.replace(last.loop, steps=steps)
-    return dataclasses.replace(last, loop=loop, **changes)
+    step = dataclasses.replace(last.step, bptt_blocks=0)
+    return dataclasses.replace(last, **{"step": step} | changes)
 
 
 def rmt(stages: HMTStages) -> SegmentStage:
-    """The recurrence alone."""
+    """The recurrence alone, its gradients cut as those of HMT."""
     memory = dataclasses.replace(
         stages.stage2.hmt, retrieval=False, num_sensory_tokens=0
     )
-    return baseline(stages, hmt=memory)
+    return baseline(stages, hmt=memory, step=stages.stage2.step)
 
 
 def train(

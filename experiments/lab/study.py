@@ -2,7 +2,7 @@
 
 A run is one row with one seed. Its numbers are stored in the run folder with the
 settings that they depend on, and the result file is written again after each run. The
-learning rate of a row is chosen on validation data (`choose_rate`) before test data is
+learning rate of a row is chosen on validation data (`climb_rate`) before test data is
 read. `show_plan` prints the missing runs with their cost, and nothing is trained.
 """
 
@@ -103,36 +103,6 @@ def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Sp
     return found
 
 
-def choose_rate(
-    rates: Sequence[float],
-    validation_loss: Callable[[float], float],
-    file: Path,
-    settings: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The learning rate with the lowest loss on validation data; a single one untried.
-
-    `file` has the choice: `rate`, `settings`, `rates` and `validation` losses. A choice
-    that was made with other settings is made again.
-    """
-    if len(rates) == 1:
-        return {"rate": rates[0]}
-    # As JSON, in which tuples are lists.
-    asked = json.loads(json.dumps({"rates": rates} | dict(settings)))
-    if file.is_file():
-        found = json.loads(file.read_text("utf-8"))
-        if all(found.get(key) == value for key, value in asked.items()):
-            return found
-    losses = []
-    for rate in rates:
-        losses.append(validation_loss(rate))
-        say(f"{file.stem}, rate {rate:g}: {losses[-1]:.4f} in validation")
-    best = min(range(len(losses)), key=lambda i: (math.isnan(losses[i]), losses[i]))
-    found = asked | {"validation": losses, "rate": rates[best]}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(found, indent=1) + "\n")
-    return found
-
-
 def climb_rate(
     rates: Sequence[float], first: float, validation_loss: Callable[[float], float]
 ) -> dict[str, Any]:
@@ -143,7 +113,7 @@ def climb_rate(
     Args:
         rates: that may be tried, ascending.
         first: one of them.
-        validation_loss: of a rate; infinite where training diverges.
+        validation_loss: of a rate; infinite or NaN where training diverges.
 
     Returns:
         `rate` and `tried`, the losses by rate. `rate` is an end of `rates` where that
@@ -159,7 +129,8 @@ def climb_rate(
     while untried := [
         i for i in (best, best + 1, best - 1) if 0 <= i < len(rates) and i not in losses
     ]:
-        losses[untried[0]] = validation_loss(rates[untried[0]])
+        loss = validation_loss(rates[untried[0]])
+        losses[untried[0]] = math.inf if math.isnan(loss) else loss
         best = min(losses, key=lambda i: losses[i])
     return {
         "rate": rates[best],

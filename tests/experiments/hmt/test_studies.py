@@ -58,18 +58,22 @@ def _path(run_dir):
 def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rows, "TRUNCATED", 16)
     monkeypatch.setattr(length, "LENGTHS", (16, 64))
-    monkeypatch.setattr(length, "RATES", (1e-3, 1e-2))
+    monkeypatch.setattr(length, "RATES", (1e-2,))
+    monkeypatch.setattr(length, "FIRST", 1e-2)
+    monkeypatch.setattr(length, "CURVE", (rows.CAUSAL,))
     trained = rows.TUNED.format(rows.APART)
     some = (rows.SINK_WINDOW, rows.AGAIN, rows.APART, rows.FULL, trained)
     config = length.Config(
         run_dir=run_dir,
         output=tmp_path / "result",
         backbone=str(path),
-        seeds=(0,),
-        only=(*some, rows.HIERARCHICAL),
+        targets=128,
+        curve=(256,),
+        only=(*some, rows.HIERARCHICAL, rows.CAUSAL),
     )
-    # A rate is a constant of a program: one of them is enough.
-    with idle_updates(lambda run: run.config.optimizer.learning_rate == 1e-2):
+    length.main(dataclasses.replace(config, plan=True))
+    assert f"{rows.CAUSAL}, 256 targets: 0 minutes" in capsys.readouterr().out
+    with idle_updates():
         length.main(config)
     report = json.loads((tmp_path / "result.json").read_text())
     assert "training" in capsys.readouterr().err
@@ -87,8 +91,12 @@ def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
     assert window["reads"] == models[rows.FULL]["reads"] == 1
     # A sensory token, a segment and two prompts, and half a segment and two prompts.
     assert hmt["reads"] == (1 + SEGMENT + 2 + SEGMENT // 2 + 2) / SEGMENT
-    assert set(hmt["validation_perplexity"]) == {"0.001", "0.01"}
-    assert hmt["learning_rate"] in (1e-3, 1e-2) and hmt["seeds"] == 1
+    assert set(hmt["validation_perplexity"]) == {"0.01"} and hmt["seeds"] == 3
+    # All score as many; of the form that reads ahead an update scores half.
+    for name in (rows.HIERARCHICAL, rows.CAUSAL, trained):
+        assert models[name]["targets"] == 128, name
+    (at, value), *_ = report["curve"][rows.CAUSAL].items()
+    assert at == "256" and 1000 < value < 8000
     gain = next(x for x in report["gains"] if x["model"] == rows.HIERARCHICAL)
     # There is one document of a kind.
     assert gain["documents"] == 4 and gain["low"] is None and gain["length"] == 64
@@ -102,6 +110,8 @@ def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
     assert "training" not in capsys.readouterr().err
     assert same["perplexity"] == report["perplexity"]
     assert same["gains"] == report["gains"]
+    with pytest.raises(ValueError, match="targets must be at least the 32 of an upd"):
+        training.with_targets(tiny_stages().stage1, 31)
 
 
 @pytest.mark.slow

@@ -18,26 +18,8 @@ def test_a_value_is_measured_once_and_bound_to_its_settings(tmp_path):
         study.once(file, lambda: {"x": 2}, ("b", 3))
 
 
-def test_the_rate_with_the_lowest_validation_loss_is_taken_and_stored(tmp_path):
-    tried, losses = [], iter([math.nan, 2.0, 1.0, 3.0])
-
-    def loss(rate):
-        tried.append(rate)
-        return next(losses)
-
-    def choose(*rates, **settings):
-        return study.choose_rate(rates, loss, tmp_path / "a" / "rate.json", settings)
-
-    assert choose(1e-2, 1e-3, 1e-4, updates=(2, 3))["rate"] == 1e-4
-    assert choose(1e-2, 1e-3, 1e-4, updates=(2, 3))["validation"][1:] == [2.0, 1.0]
-    assert tried == [1e-2, 1e-3, 1e-4]
-    assert choose(5e-4, updates=(2, 3)) == {"rate": 5e-4}
-    with pytest.raises(StopIteration):
-        choose(1e-2, 1e-3, 1e-4, updates=(2, 4))
-
-
 def test_rates_are_tried_until_the_best_is_inside():
-    losses = {1e-3: 4.0, 3e-3: 3.0, 1e-2: 2.0, 3e-2: 1.0, 1e-1: math.inf}
+    losses = {1e-3: 4.0, 3e-3: 3.0, 1e-2: 2.0, 3e-2: 1.0, 1e-1: math.nan}
     found = study.climb_rate([*losses], 3e-3, losses.get)
     assert found["rate"] == 3e-2
     # Upwards first; no rate is tried that is no neighbour of a best one.
