@@ -14,7 +14,11 @@ from memjax.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 # Names of packages that are not those of their modules.
-PACKAGES = {"orbax": "orbax-checkpoint", "tensorflow_datasets": "tensorflow-datasets"}
+PACKAGES = {
+    "jla": "jax-linear-attention",
+    "orbax": "orbax-checkpoint",
+    "tensorflow_datasets": "tensorflow-datasets",
+}
 BY_NAME = {"_import", "importlib.import_module"}
 
 
@@ -54,7 +58,7 @@ def test_dependencies_are_what_is_imported():
     extras = project["optional-dependencies"]
     optional = {
         normal(p)
-        for e in ("buckets", "data", "pretrained", "tracking")
+        for e in ("buckets", "data", "hopper", "pretrained", "tracking")
         for p in extras[e]
     }
     top, inside = imported()

@@ -29,7 +29,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "attention": ("q", "k", "v"),
 }
 #: Of all ops; one that an op lacks, or that does not run here, raises ValueError.
-IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu")
+IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu", "jla")
 #: Ops whose function depends on the chunk size.
 CHUNKED = ("ttt_linear", "trellis", "lattice")
 

@@ -1,7 +1,7 @@
 """The table of linear ops, and the code that all of them share.
 
 A row holds an op's gates, the equation of a step, the form in chunks of matrix products
-and the TPU kernels. `run` checks the arguments and chooses among the three.
+and the TPU kernels. `run` checks the arguments and chooses among the three and `jla`.
 """
 
 import functools
@@ -15,9 +15,10 @@ from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens, zeros_where
+from memjax_kernels._src.linear import jla
 from memjax_kernels._src.linear.chunks import scan_groups
 
-Implementation = Literal["reference", "xla", "pallas_tpu"]
+Implementation = Literal["reference", "xla", "pallas_tpu", "jla"]
 
 
 def _unsupported(q: Any, k: Any, v: Any, *gates: Any) -> str:
@@ -83,11 +84,12 @@ def run(
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     ways = sizes["H"] // sizes["G"]
     share = by_copies if "B T H K" in op.gates.values() else by_groups
-    reason = op.unsupported(*tokens)
+    reason, other_chunks = op.unsupported(*tokens), ""
     if chunk_size is not None:
         _check_power_of_two(chunk_size)
         if chunk_size != recurrence.CHUNK_SIZE:
-            reason = f"its chunks have {recurrence.CHUNK_SIZE} tokens, not {chunk_size}"
+            chunks = recurrence.CHUNK_SIZE
+            other_chunks = f"its chunks have {chunks} tokens, not {chunk_size}"
     if state is None:
         state = op.init_state(*(sizes[letter] for letter in op.sizes))
     elif reset is not None:
@@ -100,11 +102,16 @@ def run(
     }
     if op.kernels is not None:
         forms["pallas_tpu"] = op.kernels
+    unsupported = {"pallas_tpu": other_chunks or reason}
+    if op.name in jla.KINDS:
+        forms["jla"] = functools.partial(jla.run, op.name)
+        if implementation == "jla":
+            unsupported["jla"] = jla.unsupported(op.name, *tokens) or other_chunks
     form = implementations.choose(
         op.name,
         implementation,
         forms,
-        {"pallas_tpu": reason},
+        unsupported,
         looped=state if chunk_size is None and _loop_is_fast(op, sizes) else None,
     )
     return form(*tokens, state, reset)
