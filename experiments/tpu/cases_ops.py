@@ -43,14 +43,21 @@ ATTENTION: dict[str, Callable[..., Array]] = {
 }
 
 
-def program(op: str, of: Shape, backward: bool, **options: Any) -> Program:
-    """An op's call on bfloat16 tokens, as it runs on a TPU by default.
+def program(
+    op: str,
+    of: Shape,
+    backward: bool,
+    peer: Callable[..., Any] | None = None,
+    dtype: str = "bfloat16",
+    **options: Any,
+) -> Program:
+    """An op's call, as it runs on a TPU by default, or a peer's of the same arguments.
 
     Tokens come as projections leave them, [B, T, H D], and reads go so to the next.
     With `backward` the gradients of all arguments are results too.
     """
-    function = getattr(memjax_kernels, op)
-    arrays = jax.eval_shape(lambda: ops.inputs(op, of, "bfloat16"))
+    function = peer or getattr(memjax_kernels, op)
+    arrays = jax.eval_shape(lambda: ops.inputs(op, of, dtype))
     shaped = tuple(arrays[name] for name in ops.ARGUMENTS[op])
 
     def forward(*arrays: Array) -> Array:

@@ -19,6 +19,7 @@ What this does not show: waiting of a kernel for memory, and launches.
 import json
 import tempfile
 import time
+import types
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,20 @@ def chosen(only: tuple[str, ...], counted: Container[str]) -> list[str]:
 
 def count_case(name: str, keep: Path | None = None) -> dict[str, Any]:
     """Compiles and counts one case; its files stay in `keep`."""
-    begin, case = time.perf_counter(), CASES[name]
-    module = next(m.__name__ for m in MODULES if name in m.table())
+    module = next(m for m in MODULES if name in m.table())
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep / name if keep else Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        facts = compile_case(module, name, folder)
-        counted = count(folder, facts.shares, case.peaks.bytes_per_cycle)
-        found = entry(case, counted, facts)
+        return count_in(folder, module, name)
+
+
+def count_in(folder: Path, module: types.ModuleType, name: str) -> dict[str, Any]:
+    """Compiles a case of a module into an empty folder, and counts it."""
+    begin, case = time.perf_counter(), module.table()[name]
+    facts = compile_case(module.__name__, name, folder)
+    counted = count(folder, facts.shares, case.peaks.bytes_per_cycle)
     seconds = round(time.perf_counter() - begin, 1)
-    return found | version()._asdict() | {"seconds": seconds}
+    return entry(case, counted, facts) | version()._asdict() | {"seconds": seconds}
 
 
 def main(

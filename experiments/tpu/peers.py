@@ -1,0 +1,266 @@
+"""Cycles of other libraries' kernels for the delta rules, counted beside ours.
+
+    python -m experiments.tpu.peers --python python3.12
+
+The peers need Python 3.12 and another jax: they are installed from PyPI into an
+environment of their own, pinned, and all programs are compiled there, ours too. They
+take what projections leave, [B, T, H D] in bfloat16 with float32 gates, so that a
+peer's transposes count. Serving kernels ("fused") take tokens before the convolution,
+and have convolution, SiLU, norms and gates inside; their loop over tiles of tokens is
+found at run time. It is counted here for complete tiles.
+
+What this does not show: accuracy, which was not compared, waiting for memory, times.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from experiments.lab import results
+from experiments.lab.ops import Shape
+from experiments.lab.results import Rows, number
+from experiments.tpu import cases_ops, cycles
+from experiments.tpu.case import Case, Program, shape
+from memjax.aot import libtpu
+from memjax.aot.chips import CHIPS
+from memjax.aot.cycles.bundles import read_schedule
+from memjax.aot.cycles.count import span
+
+PINS = {
+    "jax": "0.11.2",
+    "libtpu": "0.0.48.1",
+    "tokamax": "0.0.17",
+    "flywheel-tpu": "0.3.0",
+    "deltanet-tpu": "0.3.0",
+}
+#: Without what it depends on: its kernels need jax alone.
+ALONE = {"tpu-inference": "0.32.0"}
+OUTPUT, ENVIRONMENT = results.RESULTS / "tpu" / "peers", Path("runs/peers")
+TIME, WIDTH, TAPS = 8192, 128, 4
+#: Of serving kernels: tokens of a tile, and whether an incomplete one has a branch.
+TILES = {"flywheel-tpu": (128, True), "tokamax": (128, False), "tpu-inference": (64, 0)}
+#: Milliseconds on a v6e, by the README of deltanet-tpu 0.3.0 and by comments in
+#: flywheel_tpu/linear_attention/gdn, which name a reshape's part of the kernel's call.
+RESHAPE = 0.497
+PUBLISHED = {
+    "v6e/16/16/deltanet-tpu/float32/forward": 5.63,
+    "v6e/16/16/deltanet-tpu/float32/both": 10.93,
+    "v6e/16/32/deltanet-tpu/float32/forward": 11.37,
+    "v6e/16/32/deltanet-tpu/float32/both": 22.52,
+    "v6e/16/16/tpu-inference/fused/forward": 1.306 - RESHAPE,
+}
+
+
+def deltanet(q: Any, k: Any, v: Any, beta: Any, g: Any) -> Any:
+    """deltanet-tpu as our op."""
+    rule = importlib.import_module("deltanet_tpu").chunk_gdn
+    return None, rule(q, k, v, g, beta, scale=1.0)
+
+
+def tokamax(q: Any, k: Any, v: Any, beta: Any, g: Any) -> Any:
+    """tokamax as our op; it takes and gives heads first."""
+    rule = importlib.import_module("tokamax._src.ops.kda.api").kimi_delta_attention
+    first = (jnp.moveaxis(x, 2, 0) for x in (q, k, v, g, beta))
+    return None, jnp.moveaxis(rule(*first, scale=1.0, implementation="mosaic")[0], 0, 2)
+
+
+def fused(peer: str, key_heads: int, heads: int) -> Program:
+    """A serving kernel on one sequence."""
+    floats = functools.partial(shape, dtype=jnp.float32)
+    width = (2 * key_heads + heads) * WIDTH
+    gate = (shape if peer == "tokamax" else floats)(TIME, heads)
+    states = floats(2, TAPS - 1, width), floats(2, heads, WIDTH, WIDTH)
+    weights = floats(width, 1, TAPS), None, floats(heads), floats(heads)
+    numbers = (shape(n, dtype=jnp.int32) for n in (2, 1, 3, 1, 1))
+    sizes = dict(n_kq=key_heads, n_v=heads, d_k=WIDTH, d_v=WIDTH, kernel_size=TAPS)
+
+    def run(*arrays: Any) -> Any:
+        module = {
+            "flywheel-tpu": "flywheel_tpu.linear_attention.gdn",
+            "tokamax": "tokamax._src.ops.causal_conv1d_gated_delta_rule",
+            "tpu-inference": "tpu_inference.kernels.gdn.v3",
+        }[peer]
+        if peer == "tpu-inference":
+            # The package's own head needs vllm.
+            package = types.ModuleType("tpu_inference")
+            found = importlib.metadata.distribution(peer)
+            package.__path__ = [str(found.locate_file("tpu_inference"))]
+            sys.modules.setdefault("tpu_inference", package)
+        wrapper = importlib.import_module(f"{module}.wrapper")
+        return wrapper.fused_conv1d_gdn(*arrays, **sizes)
+
+    arguments = (shape(TIME, width), gate, gate, *states, *weights, *numbers)
+    return Program(run, arguments, donated=(3, 4))
+
+
+def on_chip(build: Callable[[], Program], chip: str) -> Program:
+    """A program that is traced as on the chip, of whose kind peers ask jax."""
+    pxla: Any = importlib.import_module("jax._src.interpreters.pxla")
+    config = importlib.import_module("tokamax.config")
+    device = libtpu.devices_of(CHIPS[chip].smallest)[0]
+    pxla.get_default_device = lambda: device
+    jax.default_backend = lambda: "tpu"
+    made = build()
+
+    def function(*arrays: Any) -> Any:
+        with config.cross_compile(True):
+            return made.function(*arrays)
+
+    return made._replace(function=function)
+
+
+def table() -> dict[str, Case]:
+    """All programs by chip, key and value heads, library, kind and pass."""
+    builds: dict[str, Callable[[], Program]] = {}
+    for name, op, peer in (
+        ("v5e/16/32/memjax/gdn", "gated_delta_rule", None),
+        ("v5e/16/16/memjax/kda", "kda", None),
+        ("v5e/16/16/tokamax/kda", "kda", tokamax),
+        ("v5e/16/32/deltanet-tpu/gdn", "gated_delta_rule", deltanet),
+        ("v6e/16/16/deltanet-tpu/float32", "gated_delta_rule", deltanet),
+        ("v6e/16/32/deltanet-tpu/float32", "gated_delta_rule", deltanet),
+    ):
+        key_heads, heads = map(int, name.split("/")[1:3])
+        of = Shape(1, TIME, heads, WIDTH, key_heads)
+        dtype = "float32" if "float32" in name else "bfloat16"
+        for which, backward in cases_ops.PASSES.items():
+            given = (op, of, backward, peer, dtype)
+            build = functools.partial(cases_ops.program, *given)
+            builds[f"{name}/{which}"] = build
+    for peer in ("flywheel-tpu", "tokamax"):
+        build = functools.partial(fused, peer, 16, 32)
+        builds[f"v5e/16/32/{peer}/fused/forward"] = build
+    build = functools.partial(fused, "tpu-inference", 16, 16)
+    builds["v6e/16/16/tpu-inference/fused/forward"] = build
+    found = {}
+    for name, build in builds.items():
+        chip, _, heads, *_ = name.split("/")
+        made = functools.partial(on_chip, build, chip)
+        found[name] = Case(made, TIME * int(heads), chip=chip)
+    return found
+
+
+def of_tiles(folder: Path, name: str) -> float:
+    """Cycles of a unit of a serving kernel, whose tiles are complete."""
+    _, _, heads, peer, *_ = name.split("/")
+    tokens, branch = TILES[peer]
+    file = max(folder.glob("*_per_seq*[0-9]-final_bundles.txt"))
+    schedule = read_schedule(file.read_text())
+    loop = schedule.longest
+    assert loop is not None, file
+    inside = [x.bundles for x in schedule.regions if loop.first < x.first < loop.last]
+    return (loop.bundles - branch * max(inside)) / (tokens * int(heads))
+
+
+def count_all(output: Path) -> None:
+    """In the environment: counts what has no result yet."""
+    this = importlib.import_module("experiments.tpu.peers")
+    file = Path(f"{output}.json")
+    cases = json.loads(file.read_text())["cases"] if file.exists() else {}
+    pins = {name: importlib.metadata.version(name) for name in PINS | ALONE}
+    for name in this.table():
+        if name in cases:
+            continue
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            cases[name] = cycles.count_in(folder, this, name)
+            if "/fused/" in name:
+                cases[name]["of_tiles"] = round(of_tiles(folder, name), 4)
+        print(name, cases[name]["cycles"], flush=True)
+        question = "cycles of other libraries' kernels"
+        results.write_report(output, question, {"pins": pins}, {"cases": cases})
+
+
+def main(
+    python: str = "python3.12", environment: Path = ENVIRONMENT, output: Path = OUTPUT
+) -> None:
+    """Installs the peers, and counts in their environment what has no result yet.
+
+    Args:
+        python: 3.12 or newer.
+        environment: folder of the virtual environment.
+        output: where .json goes, without the ending.
+    """
+    here = environment.absolute() / "bin" / "python"
+    if sys.executable == str(here):
+        count_all(output)
+        return
+    if not here.exists():
+        subprocess.run([python, "-m", "venv", str(environment)], check=True)
+        for pins, *options in ((PINS, "-e", "."), (ALONE, "--no-deps")):
+            pinned = [f"{name}=={version}" for name, version in pins.items()]
+            command = [str(here), "-m", "pip", "install", *options, *pinned]
+            subprocess.run(command, check=True)
+    again = [str(here), "-m", "experiments.tpu.peers", *sys.argv[1:]]
+    raise SystemExit(subprocess.run(again).returncode)
+
+
+ROWS = {
+    "gates of heads, 16 key and 32 value heads": "v5e/16/32/{}/gdn",
+    "the same, with convolution, SiLU, norms and gates inside": "v5e/16/32/{}/fused",
+    "gates of channels (KDA), 16 heads": "v5e/16/16/{}/kda",
+}
+
+
+@results.table("ops/peers", "tpu/peers")
+def counted_peers(result: dict[str, Any]) -> Rows:
+    """Cycles of every library's kernels, a token and value head."""
+    cases, pins = result["cases"], result["config"]["pins"]
+    for words, pattern in ROWS.items():
+        for peer in ("memjax", "tokamax", "flywheel-tpu", "deltanet-tpu"):
+            names = [f"{pattern.format(peer)}/{which}" for which in cases_ops.PASSES]
+            passes = [cases[name] for name in names if name in cases]
+            tiles = [x["of_tiles"] for x in passes if "of_tiles" in x]
+            kernels = tiles or [x["kernels"][1] for x in passes]
+            shown = [cycles.cycles_of(x, 1) for x in passes]
+            if tiles:
+                shown = ["not countable"]
+            if passes:
+                yield {
+                    "cycles a token and value head on a v5e": words,
+                    "library": f"{peer} {pins.get(peer, '')}".strip(),
+                    "forward": shown[0],
+                    "with backward": shown[1] if shown[1:] else "none",
+                    "in kernels": "; ".join(number(x, 1) for x in kernels),
+                }
+    yield f"jax {pins['jax']}, libtpu {pins['libtpu']}"
+
+
+@results.table("ops/calibration", "tpu/peers")
+def calibration(result: dict[str, Any]) -> Rows:
+    """Counted beside published times."""
+    for name, published in PUBLISHED.items():
+        case = result["cases"][name]
+        _, key_heads, heads, peer, what, which = name.split("/")
+        rows = {"": (case["cycles"], published)}
+        if "of_tiles" in case:
+            reshape = next(x for x in case["dearest"] if "reshape" in x["source"])
+            rows = {
+                ", the kernel": ([case["of_tiles"]] * 2, published),
+                ", XLA's reshape before it": (reshape["cycles"], RESHAPE),
+            }
+        for part, (ends, measured) in rows.items():
+            scale = 1e3 * case["units"] / CHIPS[case["chip"]].clock
+            low, high = (end * scale for end in ends)
+            yield {
+                "on a v6e": f"{peer}, {key_heads}/{heads} heads, {what}, {which}{part}",
+                "counted, ms": span(low, high, 2),
+                "published, ms": number(measured, 2),
+                "counted / published": span(low / measured, high / measured, 2),
+            }
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
