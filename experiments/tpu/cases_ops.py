@@ -31,6 +31,9 @@ LENGTHS = (2048, 8192, 16384)
 V5E, PASSES = "v5e", {"forward": False, "both": True}
 #: Ops that have no chunk size of the caller's.
 PLAIN = tuple(op for op in ops.ARGUMENTS if op not in (*ops.CHUNKED, "attention"))
+#: Chips that no test compiles an op's kernels for.
+OTHER_CHIPS = {"linear_attention": "v6e", "ssd": "v5p", "gla": "v6e"}
+OTHER_CHIPS |= {"delta_rule": "v6e", "gated_delta_rule": "v5p", "gated_slots": "v5p"}
 #: A loop over tokens, and the tokens of many chunks at once.
 SCANS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "loop": functools.partial(forms.selective_scan_reference, remat_every=forms.GROUP),
@@ -148,6 +151,8 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
             yield op(f"{at}/{chip}", which, chip=chip, chunk_size=64)
         yield op(f"{at}/small", which, SMALL, chunk_size=64)
     yield op("trellis/c4/small", "trellis", SMALL, chunk_size=4)
+    for plain, chip in OTHER_CHIPS.items():
+        yield op(f"{plain}/{chip}/small", plain, SMALL, chip)
     for kernel, time in itertools.product(ATTENTION, LENGTHS):
         of = Shape(1, time, 12, 64)
         yield f"{kernel}/d64/t{time}", functools.partial(attention, kernel, of), of, V5E

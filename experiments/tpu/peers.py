@@ -64,9 +64,10 @@ PUBLISHED = {
 
 
 def deltanet(q: Any, k: Any, v: Any, beta: Any, g: Any) -> Any:
-    """deltanet-tpu as our op."""
+    """deltanet-tpu as our op; its published times are with normed q and k."""
+    norm = q.dtype == jnp.float32
     rule = importlib.import_module("deltanet_tpu").chunk_gdn
-    return None, rule(q, k, v, g, beta, scale=1.0)
+    return None, rule(q, k, v, g, beta, scale=1.0, qk_l2norm=norm)
 
 
 def tokamax(q: Any, k: Any, v: Any, beta: Any, g: Any) -> Any:
