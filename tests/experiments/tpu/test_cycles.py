@@ -54,19 +54,19 @@ def test_results_are_written_case_by_case_and_kept(tmp_path, monkeypatch, capsys
     )
 
     def fake(name, keep):
-        if name == "delta_rule/forward":
-            raise RuntimeError("delta_rule/forward does not compile: no reason")
+        if name == "kda/forward":
+            raise RuntimeError("kda/forward does not compile: no reason")
         return row | {"name": name}
 
     monkeypatch.setattr(cycles, "count_case", fake)
     output = tmp_path / "cycles"
-    for only in ("ttt_linear/c16", "delta_rule"):
+    for only in ("ttt_linear/c16", "kda"):
         cycles.main(only=(only,), output=output)
     cases = json.loads(output.with_suffix(".json").read_text())["cases"]
-    names = ["delta_rule/both", "ttt_linear/c16/forward", "ttt_linear/c16/both"]
+    names = ["kda/both", "ttt_linear/c16/forward", "ttt_linear/c16/both"]
     assert list(cases) == names and cases[names[0]]["name"] == names[0]
     assert cycles.chosen((), cases) == [n for n in CASES if n not in names]
-    assert "delta_rule/forward does not compile: no reason" in capsys.readouterr().out
+    assert "kda/forward does not compile: no reason" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(

@@ -17,7 +17,7 @@ KERNELS = {op: tests for op, tests in matrix.TPU.items() if tests}
 def test_a_kernel_is_interpreted_and_compiled_where_the_matrix_says(op):
     file, chips = KERNELS[op]
     text = (TESTS / f"{file}.py").read_text()
-    module = {"heads_first": "layouts_tpu"}.get(op, op)
+    module = "layouts_tpu" if op == "heads_first" else op
     assert module in text and "interpret" in text.lower() and "@needs_libtpu" in text
     assert {*chips.split()} <= {*CHIPS}
     of = f"({op}, " if file == matrix.RECURRENCES else ""
