@@ -13,6 +13,7 @@ import pytest
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.server import create_server
+from gcp_storage_emulator.storage import Storage
 from moto.moto_server.werkzeug_app import (
     DomainDispatcherApplication,
     create_backend_app,
@@ -111,6 +112,8 @@ def _complete(patch: pytest.MonkeyPatch) -> None:
             download(request, response, storage)
 
     patch.setattr(objects, "download", with_generation)
+    # After each write it writes an index of all objects, which nobody reads here.
+    patch.setattr(Storage, "_write_config_to_file", lambda storage: None)
     # It prints the connections that clients close.
     patch.setattr(socketserver.BaseServer, "handle_error", lambda *_: None)
     for upload in ("_media_upload", "_multipart_upload", "_create_resumable_upload"):
