@@ -111,7 +111,8 @@ def test_cycles_of_a_training_step_are_counted():
     low, high = speed["utilisation"]
     assert 1e4 < least < most and 0 < low < high < 1
     assert low * most == pytest.approx(high * least)
-    assert not speed["loops_of_unknown_length"]
+    # Scatters of XLA, and no kernel.
+    assert all("fusion" in name for name in speed["loops_of_unknown_length"])
     total = sum(row["cycles"][1] for row in speed["dearest"])
     assert 0.1 * most < total <= most
 

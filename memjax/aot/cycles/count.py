@@ -26,6 +26,8 @@ from memjax.aot.cycles.program import Operation, Program, free, read_program
 #: Files of a folder: a program, and for each operation its bundles and utilization.
 PROGRAM = "program.hlo"
 _BUNDLES = re.compile(r"(?P<key>\d+-(?P<name>.+))-\d+-final_bundles\.txt$")
+#: How opcodes begin that exchange between devices.
+_WAITS = ("all-", "reduce-scatter", "collective-")
 _USE = "final_hlo-static-per-bundle-utilization"
 
 
@@ -187,15 +189,16 @@ class _Counter:
         return sum(self.schedule(name).weights(self.share(name), steps))
 
     def unknown(self, operation: Operation) -> bool:
-        """Whether a run finds the length of a loop of its schedule."""
+        """Whether a run finds the length of a loop of its schedule.
+
+        Not where the compiler estimates all of an operation of XLA, nor in waiting for
+        other devices.
+        """
         name = self.written(operation)
-        if name is None:
+        waits = operation.opcode.startswith(_WAITS)
+        if name is None or (operation.estimate is not None and not operation.kernel):
             return False
-        schedule = self.schedule(name)
-        if operation.kernel or operation.steps is None:
-            return schedule.unknown > 0
-        # The compiler says how many steps the grid has.
-        return any(x.steps is None and not x.grid for x in schedule.loops)
+        return self.schedule(name).unknown > 0 and not waits
 
     def written(self, operation: Operation) -> str | None:
         """The name of the operation, or of an identical one, that has a file."""
