@@ -247,17 +247,20 @@ def counted_peers(result: dict[str, Any]) -> Rows:
         for peer in ("memjax", "tokamax", "flywheel-tpu", "deltanet-tpu"):
             names = [f"{pattern.format(peer)}/{which}" for which in cases_ops.PASSES]
             passes = [cases[name] for name in names if name in cases]
-            tiles = [x["of_tiles"] for x in passes if "of_tiles" in x]
-            kernels = tiles or [x["kernels"][1] for x in passes]
-            shown = [cycles.cycles_of(x, 1) for x in passes]
-            if tiles:
-                shown = ["not countable"]
+            # The count has one run of the loop over tiles.
+            once = [x["kernels"][1] for x in passes]
+            kernels = [x.get("of_tiles", x["kernels"][1]) for x in passes]
+            shown = [
+                span(*(end - one + kernel for end in x["cycles"]), digits=1)
+                for x, one, kernel in zip(passes, once, kernels, strict=True)
+            ]
             if passes:
+                lacks = "not counted" if peer == "memjax" else "none"
                 yield {
                     "cycles a token and value head on a v5e": words,
                     "library": f"{peer} {pins.get(peer, '')}".strip(),
                     "forward": shown[0],
-                    "with backward": shown[1] if shown[1:] else "none",
+                    "with backward": shown[1] if shown[1:] else lacks,
                     "in kernels": "; ".join(number(x, 1) for x in kernels),
                 }
     yield f"jax {pins['jax']}, libtpu {pins['libtpu']}"

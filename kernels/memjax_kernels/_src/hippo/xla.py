@@ -123,8 +123,9 @@ def associative(
 ) -> tuple[Coefficients, Memory]:
     """Combines (P, U) pairs in a tree of depth log n, with all states in memory.
 
-    Counted for a v5e with a bank, L = 2048, n = 16, N = 64 and 1024 channels, it takes
-    17.0 cycles a token where `scan` takes 23.8, though it makes more operations.
+    By the compiler's estimates for a v5e with a bank, L = 2048, n = 16, N = 64 and 1024
+    channels, it takes 17.0 cycles a token where `scan` takes 23.8, though it makes more
+    operations.
     """
     blocks = jnp.arange(features.shape[1], dtype=jnp.int32)
     order = coefficients.shape[1]

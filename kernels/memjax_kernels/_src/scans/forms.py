@@ -9,9 +9,9 @@ The recurrence h = decay h + write is linear, and a product of decays is an exp 
 A loop over tokens takes half the operations in T steps, this 2 C + n steps of all
 chunks at once. A CPU, which runs few operations at once, has the first. Other devices,
 where the steps of few batch elements are short of work, have the second. An associative
-scan of chunks would write all memories several times. Cycles a token that a v5e's
-schedules count (`python -m experiments.tpu.cycles --only selective_scan`), 1,024
-tokens, 1,536 channels, 16 states:
+scan of chunks would write all memories several times. Cycles a token of a v5e, upper
+ends by the compiler's estimates (`python -m experiments.tpu.cycles --only
+selective_scan`), 1,024 tokens, 1,536 channels, 16 states:
 
     selective_scan                        loop      this
     one batch element, forward            10,695    1,702
