@@ -131,14 +131,14 @@ def parameters(model: nnx.Module) -> PyTree:
 
 
 def draw(seed: int, *shape: int) -> Array:
-    """Normal numbers."""
-    return jax.random.normal(jax.random.key(seed), shape)
+    """Normal numbers, of numpy: to draw by jax compiles a program for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def tokens(seed: int, batch: int, length: int) -> Array:
     """Tokens of the tiny Llama's vocabulary, [batch, length]."""
-    key = jax.random.key(seed)
-    return jax.random.randint(key, (batch, length), 0, LLAMA.vocab_size, jnp.int32)
+    drawn = np.random.default_rng(seed).integers(0, LLAMA.vocab_size, (batch, length))
+    return jnp.asarray(drawn, jnp.int32)
 
 
 def method(model: Any, name: str, *args: Any) -> Any:

@@ -44,7 +44,7 @@ def model(name: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1"])
 def test_ragged_prompts_are_read_as_single_rows(name):
     lengths = (21, 18, 3)
     prompt = np.asarray(tiny.tokens(1, len(lengths), max(lengths)))
@@ -55,7 +55,9 @@ def test_ragged_prompts_are_read_as_single_rows(name):
     padded = generate(model(name), None, prompt, 4, **options)
     assert np.abs(padded.log_probs - joined.log_probs)[2].max() > 1e-3
     for b, length in enumerate(lengths):
-        alone = generate(model(name), None, prompt[b : b + 1, :length], 4, **options)
+        # Of a batch of equal rows: its programs are those of the rows together.
+        same = np.repeat(prompt[b : b + 1, :length], len(lengths), axis=0)
+        alone = generate(model(name), None, same, 4, **options)
         np.testing.assert_array_equal(alone.tokens[0], joined.tokens[b])
         np.testing.assert_allclose(alone.log_probs[0], joined.log_probs[b], atol=1e-5)
 
@@ -184,8 +186,8 @@ def test_hmt_around_a_hybrid_with_lora():
         segment_length=4,
         num_sensory_tokens=1,
         num_memories=3,
-        retrieval_dim=4,
-        summary_source="previous",
+        # Without a search half as much is compiled; `hmt/test_hmt.py` has its gradients.
+        retrieval=False,
     )
     stage = dataclasses.replace(
         stages.stage2, hmt=memory, dtype="float32", scan_layers=False
