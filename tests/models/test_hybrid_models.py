@@ -186,7 +186,7 @@ def test_hmt_around_a_hybrid_with_lora():
         segment_length=4,
         num_sensory_tokens=1,
         num_memories=3,
-        # Without a search half as much is compiled; `hmt/test_hmt.py` has its gradients.
+        # Half as much to compile: gradients of a search are in `hmt/`.
         retrieval=False,
     )
     stage = dataclasses.replace(
