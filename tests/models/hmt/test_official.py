@@ -40,7 +40,7 @@ def numbers(name="more.npz"):
 
 
 @functools.cache
-def build(length, sensory, memories, retrieval, fraction):
+def build(length, sensory, memories, retrieval, fraction, activations="keep"):
     """The tiny model, split into its graph and its parameters."""
     config = HMTConfig(
         segment_length=length,
@@ -48,7 +48,7 @@ def build(length, sensory, memories, retrieval, fraction):
         num_memories=memories or 1,
         retrieval_dim=OFFICIAL["hmt"]["d_h"],
         summary_fraction=fraction,
-        activations="keep",
+        activations=activations,
     )
     backbone = OFFICIAL["backbone"] | {"model_type": "llama"}
     model = load_official(WEIGHTS, backbone, config)
@@ -190,7 +190,8 @@ def test_golden_forward(name, request):
 @pytest.mark.usefixtures("in_a_loop")
 def test_golden_gradients():
     golden = numbers("golden.npz")
-    graph, params = build(*golden_case("hmt4"))
+    # The gradient of "keep" is that of the first stage below.
+    graph, params = build(*golden_case("hmt4"), "recompute")
     tokens = jnp.asarray(golden["hmt4/input_ids"])
     loss, gradients = loss_and_gradients(graph, params, tokens)
     np.testing.assert_allclose(loss, golden["hmt4/loss"], atol=1e-5, rtol=0)
@@ -231,7 +232,7 @@ def test_more_forward(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_a_loop")
-@pytest.mark.parametrize("name", MORE["generate"])
+@pytest.mark.parametrize("name", [x for x in MORE["generate"] if "retrieval" in x])
 def test_greedy_generation(name):
     """Token for token, as far as the prompt's last segment goes.
 
@@ -283,7 +284,8 @@ def test_training_of_both_stages():
 def train(stage, optimizer, update, before):
     """Three steps, each loss and the parameters afterwards checked."""
     c, golden = MORE["train"][stage], numbers()
-    model = nnx.merge(*build(*more_case(c)))
+    form = "keep" if before is None else "recompute"
+    model = nnx.merge(*build(*more_case(c), form))
     if before is not None:
         # Values alone, into the same graph: its program is that of the gradients above.
         nnx.update(model.backbone, nnx.state(before.backbone))
