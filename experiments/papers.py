@@ -71,7 +71,9 @@ def _recalled(result: dict[str, Any], name: str) -> tuple[str, str]:
     }
     rows = {row["name"]: row for row in result["rows"]}
     return (
-        f"of {count} pairs {found[name]} recalled, DeltaNet {found['DeltaNet']}",
+        f"of {count} pairs {found[name]} recalled, DeltaNet {found['DeltaNet']}, with "
+        "two copies of each memory in states of equal bytes; at equal width, as in the "
+        "paper, not measured",
         f"states of {rows[name]['state_bytes']:,} bytes, DeltaNet's of "
         f"{rows['DeltaNet']['state_bytes']:,}; {rows[name]['parameters']:,} "
         f"parameters, {result['task']['scale']['steps']:,} updates, "

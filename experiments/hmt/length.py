@@ -23,7 +23,7 @@ as they are finished. `--plan` prints the missing rows, 18 hours in all.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tyro
@@ -68,9 +68,11 @@ from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 from memjax.models.base import Model
 from memjax.status import say
-from memjax.training import StepConfig
+from memjax.training import LoopConfig, StepConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
+from memjax.training.finetune.hmt_presets import presets
+from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
 
 TUNED_WINDOW = TUNED.format(SINK_WINDOW)
@@ -122,18 +124,28 @@ class Config:
 
 
 def hmt_stages() -> HMTStages:
-    """HMT on the real model in float32, by adapters; every predicted target counts."""
-    return training.hmt_stages(
-        "hmt-smollm-135m",
-        (1, 1),  # As many as the targets of a row take.
-        {"segment_length": 128, "num_sensory_tokens": 16},
-        {"learning_rate": 1e-3, "warmup_ratio": 0.05, "final_ratio": 0.0},
-        depth=DEPTH,
-        dtype="float32",
-        train="lora",
-        step=StepConfig(loss_on="scored", bptt_blocks=TRUNCATED),
-        data=SampleConfig(batch_size=1),
-    )
+    """HMT on the real model in float32, by adapters; every predicted target counts.
+
+    The first stage has samples of 2 segments; their updates are set by `rows`.
+    """
+    two = cast(HMTStages, presets()["hmt-smollm-135m"])
+
+    def stage(of: SegmentStage, depth: int) -> SegmentStage:
+        sizes = {"segment_length": 128, "num_sensory_tokens": 16}
+        rates = dict(learning_rate=1e-3, warmup_ratio=0.05, final_ratio=0.0)
+        return dataclasses.replace(
+            of,
+            hmt=dataclasses.replace(of.hmt, **sizes),
+            optimizer=dataclasses.replace(of.optimizer, **rates),
+            depth=depth,
+            loop=LoopConfig(steps=1, save_every=50, log_every=4, keep=1),
+            dtype="float32",
+            train="lora",
+            step=StepConfig(loss_on="scored", bptt_blocks=TRUNCATED),
+            data=SampleConfig(batch_size=1),
+        )
+
+    return HMTStages(stage(two.stage1, 2), stage(two.stage2, DEPTH))
 
 
 def main(config: Config) -> None:

@@ -7,16 +7,14 @@ a call that was stopped continues.
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from experiments.lab.study import digest, spent, train_once, use_compile_cache
 from memjax.config_io import to_record
 from memjax.models.adapters import merge_lora
 from memjax.models.base import Model
-from memjax.training import LoopConfig
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
-from memjax.training.finetune.hmt_presets import presets
 from memjax.training.finetune.segment_stage import SegmentStage
 
 #: Segments that are read in one call.
@@ -30,35 +28,6 @@ class Setting(NamedTuple):
     stages: HMTStages
     source: str
     run_dir: Path
-
-
-def hmt_stages(
-    preset: str,
-    steps: tuple[int, int],
-    memory: dict[str, Any],
-    optimizer: dict[str, Any],
-    depth: int = 4,
-    **changes: Any,
-) -> HMTStages:
-    """Both stages of a preset of `memjax finetune`, of 2 and of `depth` segments.
-
-    `memory` and `optimizer` change the settings of theirs, `changes` both stages.
-    """
-    two = cast(HMTStages, presets()[preset])
-    made = [
-        dataclasses.replace(
-            stage,
-            hmt=dataclasses.replace(stage.hmt, **memory),
-            optimizer=dataclasses.replace(stage.optimizer, **optimizer),
-            depth=segments,
-            loop=LoopConfig(steps=count, save_every=50, log_every=4, keep=1),
-            **changes,
-        )
-        for stage, segments, count in zip(
-            (two.stage1, two.stage2), (2, depth), steps, strict=True
-        )
-    ]
-    return HMTStages(*made)
 
 
 def scored(stage: SegmentStage) -> int:

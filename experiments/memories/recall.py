@@ -21,19 +21,20 @@ nothing but this task. Language models that a CPU can train are beaten by counte
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from experiments.lab import study
-from experiments.lab.intervals import check_seeds
+from experiments.lab.intervals import check_seeds, median_and_range
 from experiments.lab.results import (
     RESULTS,
     Rows,
     number,
     settings,
+    show,
     spread,
     table,
     write_report,
@@ -316,12 +317,13 @@ def main(config: Config) -> None:
     }
     if STUDIES[config.of].text:
         results |= {"text": text.SCALE._asdict(), "ngrams": text.ngrams()}
-    output = config.output / config.of
+    output, question = config.output / config.of, STUDIES[config.of].question
+    report: dict[str, Any] = {}
     for case in made:
         say(f"{case.name}, equal {case.column}, {case.task}")
         results["rows"] += train_row(config, case)
-        write_report(output, STUDIES[config.of].question, settings(config), results)
-    print(f"wrote {output}.json: python -m experiments.lab.render")
+        report = write_report(output, question, settings(config), results)
+    show_complete(report)
 
 
 def _by_pairs(summary: list[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
@@ -356,30 +358,58 @@ def by_length(result: Mapping[str, Any]) -> Rows:
         }
 
 
-def _ablation(result: Mapping[str, Any]) -> Rows:
-    found = _by_pairs(result["accuracy"])
-    for name in dict.fromkeys(row["name"] for row in result["accuracy"]):
-        yield {"right answers": name} | found[name]
+def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> Rows:
+    """A row a mechanism: width, bytes, seeds that learned, and what those answer.
 
-
-trellis = table("memories/trellis_ablation")(_ablation)
-lattice = table("memories/lattice_ablation")(_ablation)
-
-
-@table("memories/trellis_steps")
-def steps(result: Mapping[str, Any]) -> Rows:
-    """Recall of validation sequences, and perplexities of an earlier program."""
-    perplexity = {row["name"]: row for row in result.get("perplexity", ())}
-    for row in result["validation"]:
-        cells = {"validation data": row["name"]}
-        cells |= {"right answers": spread(row["mean"], row["error"], 2)}
-        if found := perplexity.get(row["name"]):
-            cells["PPL per byte"] = spread(found["mean"], found["error"], 2)
+    Of a study that was stopped those rows that all of its seeds have finished.
+    """
+    found: dict[str, dict[tuple[str, str], list[Mapping[str, Any]]]] = {}
+    for run in result["rows"]:
+        of = found.setdefault(run["name"], {})
+        of.setdefault((run["column"], run["task"]), []).append(run)
+    has_text = any(run["task"] == "text" for run in result["rows"])
+    for name, of in found.items():
+        cells = {"right answers": name}
+        for column in result["config"]["columns"]:
+            runs, at = of.get((column, "recall"), []), f"equal {column}"
+            learned = [x for x in runs if x.get("validation", (0,))[0] >= LEARNED]
+            for field in ("width", "state_bytes"):
+                own = number(runs[0][field], 0) if runs else ""
+                cells[f"{at}: {field.replace('_', ' ')}"] = own
+            cells[f"{at}: learned"] = f"{len(learned)} of {len(runs)}" if runs else ""
+            for count in counts:
+                cells[f"{at}: {count} pairs"] = median_and_range(
+                    [_score(x, count, length) for x in learned]
+                )
+        if has_text:
+            runs = of.get(("width", "text"), [])
+            values = [x["perplexity"] for x in runs if "perplexity" in x]
+            cells["PPL per byte, equal width"] = median_and_range(values)
         yield cells
-    for name, value in result.get("ngrams", {}).items():
-        yield {"validation data": name, "PPL per byte": number(value, 2)}
-    if perplexity:
-        yield "perplexities by a program whose last commit is 224480a"
+    yield "median (range) of the seeds that learned; cells without a row: not trained"
+    for order, value in result.get("ngrams", {}).items():
+        yield f"PPL of {order}s {number(value, 2)}"
+
+
+def _score(run: Mapping[str, Any], pairs: int, length: int) -> float:
+    (found,) = (
+        x["tokens"]
+        for x in run["scores"]
+        if (x["pairs"], x["length"]) == (pairs, length)
+    )
+    return found
+
+
+def show_complete(result: Mapping[str, Any]) -> None:
+    """Prints the complete rows of a study."""
+    task = result["task"]
+    length, counts = task["scale"]["context_length"], task["pairs"]
+    if result["config"]["of"] == "recall":
+        # A length with room for all pairs.
+        length, counts = task["lengths"][1], task["tested"][-3:-1]
+    rows = [x for x in complete(result, length, counts) if isinstance(x, Mapping)]
+    first, *columns = rows[0]
+    show(result["question"], columns, {x[first]: [x[c] for c in columns] for x in rows})
 
 
 if __name__ == "__main__":

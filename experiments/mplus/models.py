@@ -32,6 +32,37 @@ def stage(number: int) -> MPlusStage:
     return cast(MPlusStage, presets()[f"{PRESET}-stage{number}"])
 
 
+def stages(
+    updates: int, rate: float, seed: int, store: bool
+) -> tuple[tuple[str, MPlusStage], ...]:
+    """All stages of M+, or the first two, MemoryLLM's, of so many updates together.
+
+    Targets are revisited at the paper's distances: short documents are kept for longer,
+    long ones are renewed.
+
+    Raises:
+        ValueError: if a stage has no update.
+    """
+    names = ("stage1", "stage2", "stage3")[: 3 if store else 2]
+    if updates < len(names):
+        raise ValueError(f"updates must be at least {len(names)}, got {updates}")
+    found = []
+    for i, name in enumerate(names):
+        own = stage(i + 1)
+        revisits = {"stage1": {"replace": 0.2}, "stage2": {"renew": 0.6}}.get(name, {})
+        # All of them, where they cannot be divided.
+        count = updates * (i + 1) // len(names) - updates * i // len(names)
+        changed = dataclasses.replace(
+            own,
+            tasks=dataclasses.replace(own.tasks, **revisits),
+            optimizer=dataclasses.replace(own.optimizer, learning_rate=rate),
+            loop=dataclasses.replace(own.loop, steps=count),
+            seed=seed,
+        )
+        found.append((name, changed))
+    return tuple(found)
+
+
 def load_trained(folder: Path) -> tuple[MPlus, Tokenizer]:
     """A fine-tuned M+ or MemoryLLM and its tokenizer."""
     described, model = finetune.load_model(folder)

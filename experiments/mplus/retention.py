@@ -5,14 +5,17 @@
 Question: which facts of the CIA World Factbook does a model still answer that were
 injected, inside their context, many tokens ago? (M+, Figures 3, 5, 8 and 9; the authors
 have SQuAD and NaturalQA.)
-Rows: M+ with its retriever, with a retriever fitted afterwards, and with attention;
-MemoryLLM; the backbone with full attention, windows, re-read text, SnapKV, BM25, and
+Rows: M+ with its retriever, with a retriever fitted afterwards, and with attention, all
+three stages trained, and after fewer and more updates; MemoryLLM, the first two stages;
+the backbone with full attention, windows, re-read text, SnapKV, BM25, and
 the question alone, as it came and with adapters trained on M+'s tasks (`adapters.py`).
 Columns: share of right answers by distance in tokens; size of the state; M+'s share
 minus the row's, paired by fact. An answer is right if it occurs in ten tokens of greedy
 decoding. The other text names neither answer nor country. Facts that the backbone
-answers closed book are left out.
-Not shown: other facts than those of templates; trainings longer than 240 updates.
+answers closed book are left out. All trainings have as many updates, and each the rate
+of the most right answers to other facts, whose neighbours were tried.
+Not shown: other facts than those of templates. Reading fails at this size if right
+answers at distance 0 do not rise with updates.
 
 Answers are stored in the result file, a batch of facts at a time: a call that was
 stopped is repeated and continues, and one with `--only` leaves the other rows there.
@@ -20,8 +23,10 @@ stopped is repeated and continues, and one with `--only` leaves the other rows t
 
 import dataclasses
 import datetime
+import functools
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +35,7 @@ import numpy as np
 import tyro
 
 from experiments.lab import backbones
+from experiments.lab.intervals import check_seeds
 from experiments.lab.results import (
     RESULTS,
     Rows,
@@ -39,7 +45,7 @@ from experiments.lab.results import (
     table,
     write_report,
 )
-from experiments.lab.study import selected, train_once
+from experiments.lab.study import climb_rate, once, selected, show_plan, train_once
 from experiments.mplus import adapters, models
 from experiments.mplus.answers import (
     FITTED,
@@ -57,18 +63,20 @@ from experiments.mplus.methods import (
     baseline,
     sizes_for,
 )
-from experiments.mplus.samples import choose_facts, in_rounds, make_samples
+from experiments.mplus.samples import Samples, choose_facts, in_rounds, make_samples
 from memjax.data import Question
 from memjax.evaluation import plots
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.provenance import device_name, version
+from memjax.models import LanguageModel
 from memjax.models.mplus.build import add_mplus
 from memjax.status import say
 from memjax.training.finetune import finetune
 
 QUESTION = "what does a model still know that was injected many tokens ago?"
 #: Rows by name: those with a trained memory, those of the backbone, and those tuned.
-MEMORIES = (*get_args(Memory), f"M+, {FITTED}")
+CURVE = {f"M+, {count} updates": count for count in (60, 960)}
+MEMORIES = (*get_args(Memory), f"M+, {FITTED}", *CURVE)
 ROWS = (
     *MEMORIES,
     *get_args(Baseline),
@@ -83,11 +91,14 @@ PLOTTED = (
     f"window, all, {TUNED}",
     f"BM25, {TUNED}",
 )
-#: Of the adapters the lower of two learning rates, 3e-4 and 1e-3, either of which
-#: answers all 24 validation facts (`results/mplus/validation`).
-UPDATES, RATE = 240, 3e-4
+#: Updates of a training in all its stages, and the rates that are tried, from `FIRST`.
+UPDATES, RATES, FIRST = 240, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
+#: Facts that choose a rate, queried at the first two distances.
+VALIDATION = 24
 #: Facts, which are queried after these numbers of chunks.
 SAMPLES, AFTER = 96, (0, 4, 8, 16)
+#: Minutes of a training and of asking a row, on a core.
+MINUTES, ASKING = 40.0, 60.0
 #: Facts side by side, and lengths of questions that are drawn.
 BATCH, LENGTHS = 4, 4
 #: Tokens of a chunk, into which contexts must fit, and of an answer.
@@ -96,32 +107,60 @@ CHUNK, ANSWER = 512, 10
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings; a row takes about an hour on a core, a training 40 minutes.
+    """Settings; a row takes an hour on a core, a training 40 minutes: see `--plan`.
 
     Attributes:
         only: names of rows; none is all.
-        seeds: of the trainings.
+        seeds: of the trainings, 3 at least; rows of the curve have the first.
         until: ask only the first facts, a multiple of four; 0 is all.
+        plan: print the missing trainings, and stop.
         run_dir: where models are stored.
         output: where .json and .png go, without the ending.
     """
 
     only: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (42, 43)
+    seeds: tuple[int, ...] = (42, 43, 44)
     until: int = 0
+    plan: bool = False
     run_dir: Path = Path("runs/retention")
-    output: Path = RESULTS / "mplus" / "retention"
+    output: Path = RESULTS / "mplus" / "stages"
+
+    def __post_init__(self):
+        check_seeds(self.seeds)
 
 
 def main(config: Config) -> None:
     """Asks every row what the file has no answer to; prints, draws and writes."""
+    if config.plan:
+        show_plan(plan(config))
+        return
     study = Study(config)
     for name in selected(config.only, ROWS):
         is_trained = name in MEMORIES or name.endswith(TUNED)
-        for seed in config.seeds if is_trained else (None,):
+        seeds = config.seeds[: 1 if name in CURVE else None]
+        for seed in seeds if is_trained else (None,):
             study.ask(name, seed)
             jax.clear_caches()
     plot(study.result, Path(f"{config.output}.png"))
+
+
+def plan(config: Config) -> dict[str, float]:
+    """Minutes of the trainings of each kind on a core, and of asking a row."""
+    # Three rates with the first seed, one with each of the others.
+    count, names = 2 + len(config.seeds), selected(config.only, ROWS)
+    found = {
+        f"training {kind}": count * MINUTES
+        for kind in ("M+", "MemoryLLM")
+        if any(name.startswith(f"{kind}") for name in names)
+    }
+    if any(name.endswith(TUNED) for name in names):
+        found["training the backbone"] = count * MINUTES
+    for name in (x for x in CURVE if x in names):
+        found[f"training {name}"] = MINUTES * CURVE[name] / UPDATES
+    for name in names:
+        many = name.endswith(TUNED) or (name in MEMORIES and name not in CURVE)
+        found[f"asking {name}"] = ASKING * (len(config.seeds) if many else 1)
+    return found
 
 
 class Study:
@@ -132,7 +171,7 @@ class Study:
         self.path = backbones.smollm2()
         found = finetune.load_backbone(self.path)
         self.backbone, self.tokenizer = found.model, found.tokenizer
-        facts = models.load_facts()
+        self.facts = facts = models.load_facts()
         prompts = (self.tokenizer.encode(f"\n\n{fact.question}") for fact in facts)
         self.sizes = sizes_for(
             add_mplus(self.backbone, models.stage(3).memory, key=jax.random.key(0)),
@@ -144,27 +183,60 @@ class Study:
         if file.is_file():
             self.result = json.loads(file.read_text("utf-8"))
         else:
-            asked = choose_facts(
-                in_rounds(facts),
-                self.tokenizer,
-                samples=SAMPLES,
-                batch=BATCH,
-                lengths=LENGTHS,
-                answer_closed_book=self.answer_closed_book,
-            )
+            asked = self.choose(facts, SAMPLES)
             self.result = {
                 "facts": [fact._asdict() for fact in asked],
                 "distances": [count * CHUNK for count in AFTER],
                 "rows": {},
             }
-        self.batches = make_samples(
-            [Question(**fact) for fact in self.result["facts"]],
-            models.passages(),
+        asked = [Question(**fact) for fact in self.result["facts"]]
+        self.batches = self.samples(asked, AFTER[-1])
+
+    def choose(self, facts: Sequence[Question], count: int) -> list[Question]:
+        """Facts that the backbone does not answer closed book."""
+        return choose_facts(
+            in_rounds(facts),
             self.tokenizer,
+            samples=count,
             batch=BATCH,
-            num_chunks=AFTER[-1],
-            chunk=CHUNK,
+            lengths=LENGTHS,
+            answer_closed_book=self.answer_closed_book,
         )
+
+    def samples(self, facts: Sequence[Question], chunks: int) -> Sequence[Samples]:
+        """Facts with their contexts and so many chunks of other text."""
+        passages, sizes = models.passages(), {"batch": BATCH, "chunk": CHUNK}
+        return make_samples(facts, passages, self.tokenizer, num_chunks=chunks, **sizes)
+
+    @functools.cached_property
+    def validation(self) -> Sequence[Samples]:
+        """Facts that no row is asked."""
+        asked = {fact["question"] for fact in self.result["facts"]}
+        others = [fact for fact in self.facts if fact.question not in asked]
+        return self.samples(self.choose(others, VALIDATION), AFTER[1])
+
+    def rate(self, what: str, build: Callable[[float], Method]) -> float:
+        """The rate with the most right answers to the validation facts.
+
+        `build` trains with a rate and the first seed.
+        """
+
+        def wrong(rate: float) -> float:
+            parts = query_batches(
+                build(rate),
+                self.validation,
+                self.tokenizer,
+                after=AFTER[:2],
+                answer=ANSWER,
+            )
+            marks = "".join(mark for batch in parts for mark in batch)
+            return 1 - accuracy(right(marks))["accuracy"]
+
+        def stored(rate: float) -> float:
+            file = self.config.run_dir / "rates" / f"{what}-{rate:g}.json"
+            return once(file, lambda: wrong(rate), [UPDATES, self.config.seeds[0]])
+
+        return climb_rate(RATES, FIRST, stored)["rate"]
 
     def answer_closed_book(self, prompts: np.ndarray) -> list[str]:
         """The backbone's answers to the questions alone."""
@@ -212,13 +284,10 @@ class Study:
         if seed is not None and name in MEMORIES:
             label, method, recipe = self.memory(name, seed)
         else:
-            if seed is not None:
-                folder = self.config.run_dir / f"tuned-{RATE:g}-{seed}"
-                given = adapters.Tuning(RATE, seed, UPDATES), backbone, self.tokenizer
-                train_once(folder, lambda: adapters.train(*given, folder))
-                recipe = adapters.recipe(folder)
-                backbone = adapters.load(folder, backbone)
             (of,) = (x for x in get_args(Baseline) if name in (x, f"{x}, {TUNED}"))
+            if seed is not None:
+                rate = self.rate("backbone", lambda x: self.tuned(x, self.first)[2])
+                backbone, recipe, _ = self.tuned(rate, seed)
             label, method = baseline(of, backbone, self.tokenizer, self.sizes)
         injected = [(count + 1) * CHUNK for count in AFTER]
         row = {
@@ -232,16 +301,40 @@ class Study:
         }
         return row, method
 
+    @property
+    def first(self) -> int:
+        """The seed that rates are chosen with."""
+        return self.config.seeds[0]
+
+    def tuned(
+        self, rate: float, seed: int
+    ) -> tuple[LanguageModel, list[dict[str, Any]], Method]:
+        """The backbone with adapters, its recipe, and full attention of it."""
+        folder = self.config.run_dir / f"tuned-{rate:g}-{seed}"
+        given = adapters.Tuning(rate, seed, UPDATES), self.backbone, self.tokenizer
+        train_once(folder, lambda: adapters.train(*given, folder))
+        model = adapters.load(folder, self.backbone)
+        _, method = baseline("full attention", model, self.tokenizer, self.sizes)
+        return model, adapters.recipe(folder), method
+
+    def trained(self, store: bool, rate: float, seed: int, updates: int) -> Path:
+        """The folder of the last stage of M+, or of MemoryLLM."""
+        kind = "mplus" if store else "memoryllm"
+        folder = self.config.run_dir / f"{kind}-{updates}-{rate:g}-{seed}"
+        stages = models.stages(updates, rate, seed, store)
+        train_once(folder, lambda: finetune.finetune_stages(stages, self.path, folder))
+        return folder / stages[-1][0]
+
     def memory(self, name: str, seed: int) -> tuple[str, Method, list[dict[str, Any]]]:
-        """M+ or MemoryLLM, trained by `memjax finetune`."""
-        is_mplus = name != "MemoryLLM"
-        # Stage 2 is MemoryLLM on the same tasks; no stage before it, as with M+.
-        stage = models.stage(3 if is_mplus else 2)
-        loop = dataclasses.replace(stage.loop, steps=UPDATES)
-        stage = dataclasses.replace(stage, loop=loop, seed=seed)
-        run = f"{'mplus' if is_mplus else 'memoryllm'}-{seed}"
-        folder = self.config.run_dir / run
-        train_once(folder, lambda: finetune.finetune(stage, self.path, folder))
+        """M+ or MemoryLLM, trained by `memjax finetune`, at the rate of its kind."""
+        store = name != "MemoryLLM"
+
+        def first(rate: float) -> Method:
+            folder = self.trained(store, rate, self.first, UPDATES)
+            return LatentMemory(models.load_trained(folder)[0])
+
+        rate = self.rate("mplus" if store else "memoryllm", first)
+        folder = self.trained(store, rate, seed, CURVE.get(name, UPDATES))
         model, tokenizer = models.load_trained(folder)
         label = name.removesuffix(f", {FITTED}")
         if name.endswith(FITTED):

@@ -3,14 +3,10 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 
-from experiments.hmt import length, questions, rows, training
-from experiments.lab import backbones
-from memjax.data import Question, load_tokens
-from memjax.training import LoopConfig
-from memjax.training.finetune import finetune
+from experiments.hmt import length, rows, training
+from memjax.training import LoopConfig, pretrain
 from memjax.training.finetune.curricula import HMTStages
 from tests import tiny
 from tests.training.idle import idle_updates
@@ -31,31 +27,30 @@ def tiny_stages():
     return HMTStages(shrink(STAGES.stage1), shrink(STAGES.stage2))
 
 
-STAGES = questions.hmt_stages()
+STAGES = length.hmt_stages()
 
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
-    for study in (length, questions):
-        monkeypatch.setattr(study, "hmt_stages", tiny_stages)
-    monkeypatch.setattr(backbones, "TINY", BACKBONE)
+    monkeypatch.setattr(length, "hmt_stages", tiny_stages)
     monkeypatch.setattr(training, "TOGETHER", 4)
 
 
-@pytest.fixture(scope="module", name="run_dir")
-def _run_dir(tmp_path_factory):
-    """One for both studies, which share the backbone."""
-    return tmp_path_factory.mktemp("hmt")
-
-
 @pytest.fixture(name="path")
-def _path(run_dir):
+def _path(tmp_path):
+    folder = tmp_path / "backbone"
+    config = pretrain.RunConfig(
+        model=BACKBONE,
+        data=pretrain.DataConfig("embedded", context_length=64, batch_size=2),
+        loop=LoopConfig(steps=1, save_every=1),
+    )
     with idle_updates():
-        return backbones.tiny_backbone(backbones.tiny_run("embedded", 2, 0), run_dir)
+        pretrain.train(config, folder)
+    return folder
 
 
 @pytest.mark.slow
-def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
+def test_length(path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rows, "TRUNCATED", 16)
     monkeypatch.setattr(length, "LENGTHS", (16, 64))
     monkeypatch.setattr(length, "RATES", (1e-2,))
@@ -64,7 +59,7 @@ def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
     trained = rows.TUNED.format(rows.APART)
     some = (rows.SINK_WINDOW, rows.AGAIN, rows.APART, rows.FULL, trained)
     config = length.Config(
-        run_dir=run_dir,
+        run_dir=tmp_path,
         output=tmp_path / "result",
         backbone=str(path),
         targets=128,
@@ -112,55 +107,3 @@ def test_length(run_dir, path, tmp_path, capsys, monkeypatch):
     assert same["gains"] == report["gains"]
     with pytest.raises(ValueError, match="targets must be at least the 32 of an upd"):
         training.with_targets(tiny_stages().stage1, 31)
-
-
-@pytest.mark.slow
-def test_questions(run_dir, path, tmp_path, monkeypatch):
-    """Models are made, not trained as in `test_length`."""
-    found = finetune.load_backbone(path)
-
-    def train(setting, stages, seed):
-        # The documents give samples.
-        documents = load_tokens(setting.source, found.tokenizer, "train")
-        next(stages[-1].batches(documents, found.tokenizer, found.model.vocab_size))
-        return stages[-1], 0.0
-
-    def load(stage):
-        return stage.wrap(found.model, jax.random.key(1))
-
-    def fact(i):
-        answer = "it" if i % 4 else "that"
-        return Question(f"{i} is so.", f"And {i} is", answer, f"kind {i % 2}", str(i))
-
-    for module, name, value in (
-        (training, "train", train),
-        (training, "load", load),
-        (questions, "load_facts", lambda: [*map(fact, range(12))]),
-        (questions, "TRAIN_CONTEXTS", 1),
-        (questions, "TEST_CONTEXTS", (1, 2)),
-    ):
-        monkeypatch.setattr(module, name, value)
-    output = tmp_path / "result"
-    questions.main(questions.Config(run_dir=run_dir, output=output, backbone_steps=2))
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert report["trained_items"] == 9 and report["test_items"] == 3
-    assert report["answers_lie_from"] == SEGMENT // 2
-    for test in report["contexts"].values():
-        for row in test["models"].values():
-            assert row["all"]["perplexity"] > 100 and row["all"]["exact"] == 0
-
-
-def test_training_and_test_questions_share_no_subject():
-    items = [Question(f"c{i}", "q", "a", "", str(i % 9)) for i in range(40)]
-    train, test = questions.split(items)
-    assert sorted(train + test) == sorted(items)
-    assert not {x.subject for x in train} & {x.subject for x in test}
-
-
-def test_most_frequent_training_answer_of_each_kind_is_the_baseline():
-    def item(kind, answer):
-        return Question("c", "q", answer, kind)
-
-    train = [item("a", "x"), item("a", "x"), item("a", "y"), item("b", "y")]
-    test = [item("a", "x"), item("a", "y"), item("b", "y"), item("c", "z")]
-    assert questions.majority_exact(train, test) == 0.5

@@ -18,6 +18,18 @@ from tests.experiments.mplus.tiny import (
 )
 
 
+def test_stages_share_the_updates_and_revisit_at_the_papers_distances():
+    made = dict(models.stages(61, 1e-3, 5, store=True))
+    assert [stage.loop.steps for stage in made.values()] == [20, 20, 21]
+    assert all((x.seed, x.optimizer.learning_rate) == (5, 1e-3) for x in made.values())
+    assert made["stage1"].tasks.replace == 0.2 and made["stage2"].tasks.renew == 0.6
+    without = dict(models.stages(61, 1e-3, 5, store=False))
+    assert [*without] == ["stage1", "stage2"]
+    assert not any(stage.memory.num_retrieved for stage in without.values())
+    with pytest.raises(ValueError, match="updates must be at least 3, got 2"):
+        models.stages(2, 1e-3, 5, store=True)
+
+
 @pytest.mark.slow
 def test_study_continues_a_row(monkeypatch, tmp_path):
     """Trainings do nothing; the models are tiny and facts are few."""
@@ -31,6 +43,8 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
         (retention.finetune, "load_backbone", lambda path: found),
         (retention, "train_once", lambda folder, train: None),
         (models, "stage", lambda number: stage),
+        (retention, "check_seeds", lambda seeds: None),
+        (retention.Study, "rate", lambda self, what, build: 1e-3),
         (adapters, "load", lambda folder, model: model),
         (adapters, "recipe", lambda folder: []),
     ):
