@@ -1,54 +1,56 @@
 """What was done with each op's implementations: the matrix of `kernels/README.md`.
 
-Tests interpret kernels and compile them for the chips named here. What ran on hardware,
-what was timed, and other chips that programs were counted for, is in result files.
+Chips that a TPU kernel was compiled for are those of its tests, which interpret it too,
+and of counted programs. What ran on hardware and was timed is in result files.
 """
 
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from experiments.lab.results import Rows, table
+from memjax.aot.chips import CHIPS
 from memjax_kernels._src.linear import jla
 
-GPU = "H200"
-#: The files of `tests/kernels` that interpret a TPU kernel, and chips they compile for.
-ALL, RECURRENCES, BLOCK = "v5e v5p v6e", "test_recurrences_tpu", "test_recurrent_block"
-
-
-class Tests(NamedTuple):
-    """Of a kernel, by the name of the file."""
-
-    file: str
-    chips: str = ALL
-
-
+GPU, TESTS = "H200", Path(__file__).parents[2] / "tests" / "kernels"
+RECURRENCES, BLOCK = "test_recurrences_tpu", "test_recurrent_block"
+#: Every op, and the file of its TPU kernel's tests.
 TPU = {
-    "linear_attention": Tests(RECURRENCES, "v5p"),
-    "ssd": Tests(RECURRENCES, "v5e v6e"),
-    "gla": Tests(RECURRENCES, "v5e v5p"),
-    "delta_rule": Tests(RECURRENCES, "v5p"),
-    "gated_delta_rule": Tests(RECURRENCES, "v5e v6e"),
-    "kda": Tests(RECURRENCES, "v5p v6e"),
+    "linear_attention": RECURRENCES,
+    "ssd": RECURRENCES,
+    "gla": RECURRENCES,
+    "delta_rule": RECURRENCES,
+    "gated_delta_rule": RECURRENCES,
+    "kda": RECURRENCES,
     "gdn2": None,
-    "gated_slots": Tests(RECURRENCES, "v6e"),
+    "gated_slots": RECURRENCES,
     "gated_scan": None,
     "selective_scan": None,
     "ttt_linear": None,
-    "trellis": Tests("trellis/test_trellis_tpu"),
-    "lattice": Tests("lattice/test_lattice_tpu"),
+    "trellis": "trellis/test_trellis_tpu",
+    "lattice": "lattice/test_lattice_tpu",
     "hippo": None,
-    "overlap": Tests("test_overlap"),
-    "causal_attention": Tests("test_causal_attention"),
-    "cached_attention": Tests("test_cached_attention"),
-    "sigmoid_scores": Tests("test_sigmoid_scores"),
-    "short_convolution": Tests(BLOCK),
-    "l2_normalize": Tests(BLOCK),
-    "gated_norm": Tests(BLOCK),
-    "rotate": Tests("test_heads"),
-    "heads_first": Tests("test_heads"),
+    "overlap": "test_overlap",
+    "causal_attention": "test_causal_attention",
+    "cached_attention": "test_cached_attention",
+    "sigmoid_scores": "test_sigmoid_scores",
+    "short_convolution": BLOCK,
+    "l2_normalize": BLOCK,
+    "gated_norm": BLOCK,
+    "rotate": "test_heads",
+    "heads_first": "test_heads",
 }
-GPU_TESTS = {op: f"{op}/test_{op}_gpu" for op in ("trellis", "lattice")}
+#: Ops with kernels for a GPU.
+GPU_KERNELS = ("trellis", "lattice")
 #: Names of cases that are not those of their ops.
 CASES = {"lattice-dec": "lattice", "attention": "causal_attention"}
+
+
+def compiled(op: str, file: str) -> set[str]:
+    """Chips that an op's tests compile for."""
+    text = (TESTS / f"{file}.py").read_text()
+    # The tests of recurrences have a line for each op.
+    of = f"({op}, " if file == RECURRENCES else ""
+    return {chip for chip in CHIPS if f'{of}"{chip}:' in text}
 
 
 def counted(cases: dict[str, Any], op: str, kernel: bool) -> set[str]:
@@ -85,7 +87,7 @@ def matrix(
     )
     # The second check has cases anew.
     checks = {x["case"]: x["agrees"] for x in check["cases"] + second["cases"]}
-    for op, tests in TPU.items():
+    for op, file in TPU.items():
         cells = {"op": f"`{op}`", "xla": "ran on a CPU"}
         timed = [
             name
@@ -100,11 +102,11 @@ def matrix(
             cells["xla"] += f"; compiled for {' '.join(sorted(chips))}"
         if op in ("causal_attention", "heads_first"):
             cells["xla"] = ""
-        if tests:
-            chips = counted(cycles["cases"], op, kernel=True) | {*tests.chips.split()}
+        if file:
+            chips = counted(cycles["cases"], op, kernel=True) | compiled(op, file)
             chips = " ".join(sorted(chips))
             cells["pallas_tpu"] = f"interpreted; compiled for {chips}; never ran"
-        if op in GPU_TESTS:
+        if op in GPU_KERNELS:
             agree = [agrees for case, agrees in checks.items() if case.startswith(op)]
             share = f"{sum(agree)} of {len(agree)} checks"
             cells["pallas_gpu"] = f"interpreted; ran on {GPU}, {share} agree"
