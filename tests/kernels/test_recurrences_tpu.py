@@ -119,8 +119,8 @@ SIZES = {
 
 
 @pytest.fixture
-def sizes(name, monkeypatch):
-    """Sizes of an op's tokens, of few heads a program."""
+def draw_wide(name, monkeypatch):
+    """`draw` for an op and its `SIZES`, with few heads a program."""
     heads, ways, *widths, packing = SIZES[name]
     monkeypatch.setattr(pack_blocks, "RECURRENCE_PACKS", 4 if ways == 2 else 2)
     q, v = (
@@ -128,14 +128,19 @@ def sizes(name, monkeypatch):
         for h, d in zip((heads // ways, heads), widths, strict=True)
     )
     assert recurrence._pack(q, v) == packing
-    return {"sizes": (2, 130, heads, *widths), "ways": ways}
+
+    def drawn(seed, dtype=jnp.float32):
+        key, value = widths
+        return list(draw(name, seed, 2, 130, heads, key, value, dtype, ways))
+
+    return drawn
 
 
 @pytest.mark.slow
 @OF_OPS
-def test_values_and_gradients_agree_with_xla(name, sizes):
+def test_values_and_gradients_agree_with_xla(name, draw_wide):
     """Gates of minus infinity clear memory and gradient."""
-    arguments = list(draw(name, 0, *sizes["sizes"], ways=sizes["ways"]))
+    arguments = draw_wide(0)
     kernels, chunks, place = OPS[name]
     if name != "gated_slots":
         # Mild gates behind strong ones keep their digits.
@@ -151,11 +156,10 @@ def test_values_and_gradients_agree_with_xla(name, sizes):
 
 @pytest.mark.slow
 @OF_OPS
-def test_bfloat16_error_is_no_larger_than_xla(name, sizes):
+def test_bfloat16_error_is_no_larger_than_xla(name, draw_wide):
     """Keys that are all alike leave the delta rule the hardest systems."""
     kernels, chunks, place = OPS[name]
-    dtype = jnp.bfloat16
-    low = list(draw(name, 3, *sizes["sizes"], dtype, ways=sizes["ways"]))
+    low = draw_wide(3, jnp.bfloat16)
     if name in DELTA_RULES:
         k = low[1][:, :1] + 0.3 * low[1]
         low[1] = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -169,7 +173,7 @@ def test_bfloat16_error_is_no_larger_than_xla(name, sizes):
     by_xla = distances(both(chunks, documents(), *low), exact)
     for path, distance in distances(kernel, exact).items():
         assert distance <= 1.3 * by_xla[path] + 2e-4, (path, distance, by_xla[path])
-    assert kernel[0][1].dtype == dtype
+    assert kernel[0][1].dtype == jnp.bfloat16
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from memjax_kernels import TrellisState, trellis_init_state
 from memjax_kernels._src.trellis import segment
@@ -14,22 +15,25 @@ from memjax_kernels._src.trellis.state import TrellisTokens
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(trellis_tpu, interpret=INTERPRETER)
+# Faster, for what does not depend on when memory is written.
+PLAINLY_INTERPRETED = functools.partial(trellis_tpu, interpret=True)
 
 
-def draw(batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,)) -> Any:
-    keys = jax.random.split(jax.random.key(0), 6)
+def draw(
+    batch, time, heads, key, value, slots, dtype=jnp.float32, gates=(2,), seed=0
+) -> Any:
+    draws = np.random.default_rng(seed)
 
-    def normal(i, *width):
-        return jax.random.normal(keys[i], (batch, time, heads, *width))
+    def normal(*width):
+        return draws.standard_normal((batch, time, heads, *width), np.float32)
 
     def unit(x):
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-    tokens = unit(normal(0, key)), unit(normal(1, key)), normal(2, value)
-    tokens = (*tokens, 0.3 * normal(3, slots))
-    gamma = jax.nn.sigmoid(normal(4, *gates))
-    g = jax.nn.log_sigmoid(normal(5, *gates) + 1)
-    return *(x.astype(dtype) for x in tokens), gamma, g
+    tokens = unit(normal(key)), unit(normal(key)), normal(value), 0.3 * normal(slots)
+    gamma, g = (1 / (1 + np.exp(-normal(*gates) - shift)) for shift in (0, 1))
+    tokens = (jnp.asarray(x, dtype) for x in tokens)
+    return *tokens, jnp.asarray(gamma), jnp.asarray(np.log(g))
 
 
 def in_chunks(implementation, tokens, state, empty, reset=None):
@@ -41,27 +45,28 @@ def in_chunks(implementation, tokens, state, empty, reset=None):
 
 def perturbed(state, seed):
     """Other memories."""
+    draws = np.random.default_rng(seed)
 
-    def near(x, key):
-        return x + 0.3 * jax.random.normal(key, x.shape)
+    def near(x):
+        return jnp.asarray(x + 0.3 * draws.standard_normal(x.shape, np.float32))
 
-    keys, values = jax.random.split(jax.random.key(seed))
-    return dataclasses.replace(
-        state, keys=near(state.keys, keys), values=near(state.values, values)
-    )
+    keys, values = near(np.asarray(state.keys)), near(np.asarray(state.values))
+    return dataclasses.replace(state, keys=keys, values=values)
 
 
 def opened(state, tokens, place) -> TrellisState:
     """A state whose batch elements have the first `place` of tokens [B, C, H, ...]."""
-    here = jnp.arange(state.chunk_size)[None] < place[:, None]
+    place = np.asarray(place, np.int32)
+    here = np.arange(state.chunk_size)[None] < place[:, None]
 
     def token(x):
-        x = jnp.moveaxis(x.astype(jnp.float32), 2, 1)
-        return jnp.where(here.reshape(-1, 1, here.shape[1], *[1] * (x.ndim - 3)), x, 0)
+        x = np.moveaxis(np.asarray(x, np.float32), 2, 1)
+        return x * here.reshape(-1, 1, here.shape[1], *[1] * (x.ndim - 3))
 
-    of_state: Any = [token(x) for x in tokens[1:]]
-    found = of_passes(*of_state)
-    return dataclasses.replace(state, tokens=found, position=place)
+    k, v, alpha, gamma, g = (token(x) for x in tokens[1:])
+    gates = gamma[..., 0], gamma[..., 1], g[..., 0], g[..., 1]
+    found = TrellisTokens(*map(jnp.asarray, (k, v, alpha, *gates)))
+    return dataclasses.replace(state, tokens=found, position=jnp.asarray(place))
 
 
 def of_passes(k, v, alpha, gamma, g) -> TrellisTokens:
@@ -84,46 +89,39 @@ def open_state(sizes, place):
     state = perturbed(trellis_init_state(*sizes), 1)
     if c == 1:
         return state
-    tokens = draw(b, c, h, k, v, m)
-    return opened(state, tokens, jnp.array(place, jnp.int32))
+    return opened(state, draw(b, c, h, k, v, m), place)
 
 
-def both(implementation, arguments, reset=None, seed=7):
+@functools.partial(jax.jit, static_argnums=0)
+def both(implementation, arguments, reset=None):
     """Results, and gradients of everything for random cotangents."""
+    tokens, state, empty = arguments
 
-    def pull(arguments):
-        tokens, state, empty = arguments
+    def floats(state):
+        # Gates of both passes as one leaf, as those of the tokens are.
+        return state and (state.keys, state.values, both_passes(state.tokens))
 
-        def floats(state):
-            # Gates of both passes as one leaf, as those of the tokens are.
-            return state and (state.keys, state.values, both_passes(state.tokens))
+    def with_floats(state, found):
+        if state is None:
+            return None
+        keys, values, opened = found
+        opened = opened and of_passes(*opened)
+        return dataclasses.replace(state, keys=keys, values=values, tokens=opened)
 
-        def with_floats(state, found):
-            if state is None:
-                return None
-            keys, values, opened = found
-            opened = opened and of_passes(*opened)
-            return dataclasses.replace(state, keys=keys, values=values, tokens=opened)
+    def forward(tokens, *found):
+        before, fresh = map(with_floats, (state, empty), found)
+        after, y = in_chunks(implementation, tokens, before, fresh, reset)
+        return floats(after), y
 
-        def forward(tokens, *found):
-            before, fresh = map(with_floats, (state, empty), found)
-            after, y = in_chunks(implementation, tokens, before, fresh, reset)
-            return floats(after), y
-
-        values, back = jax.vjp(forward, tokens, floats(state), floats(empty))
-        leaves, treedef = jax.tree.flatten(values)
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
-        weights = [
-            jax.random.normal(key, x.shape).astype(x.dtype)
-            for x, key in zip(leaves, keys, strict=True)
-        ]
-        d_tokens, d_state, d_empty = back(jax.tree.unflatten(treedef, weights))
-        if d_state is not None and d_state[2] is not None:
-            # The open tokens and those of the call are one sequence.
-            d_opened = (jnp.moveaxis(d, 2, 1) for d in d_state[2])
-            pairs = zip(d_opened, d_tokens[1:], strict=True)
-            joined = (jnp.concatenate(pair, axis=1) for pair in pairs)
-            d_tokens, d_state = (d_tokens[0], *joined), d_state[:2]
-        return values, (d_tokens, d_state, d_empty)
-
-    return jax.jit(pull)(arguments)
+    values, back = jax.vjp(forward, tokens, floats(state), floats(empty))
+    draws = np.random.default_rng(7)
+    d_tokens, d_state, d_empty = back(
+        jax.tree.map(lambda x: draws.standard_normal(x.shape).astype(x.dtype), values)
+    )
+    if d_state is not None and d_state[2] is not None:
+        # The open tokens and those of the call are one sequence.
+        d_opened = (jnp.moveaxis(d, 2, 1) for d in d_state[2])
+        pairs = zip(d_opened, d_tokens[1:], strict=True)
+        joined = (jnp.concatenate(pair, axis=1) for pair in pairs)
+        d_tokens, d_state = (d_tokens[0], *joined), d_state[:2]
+    return values, (d_tokens, d_state, d_empty)
