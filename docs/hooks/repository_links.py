@@ -2,8 +2,8 @@
 
 They are written relative to the page, as `../memjax/nnx/memory.py`, so that they work
 where the repository is read. The site has only `docs/`: there they lead to `repo_url`
-of `mkdocs.yml`, or become plain text, with the path, as long as none is set. Links of
-notebooks to pages get the pages' names in the site.
+of `mkdocs.yml`, or become plain text, with the path, as long as none is set. Plots of
+results are copied to the site. Links of notebooks to pages get the pages' names there.
 """
 
 import posixpath
@@ -40,6 +40,20 @@ def repository_links(markdown: str, page: str) -> Iterator[Link]:
             yield Link(match[0], match["text"], path)
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the plots that pages show; mkdocs calls it before it reads the pages."""
+    from mkdocs.structure.files import File
+
+    for page in files.documentation_pages():
+        if page.src_uri.endswith(".md"):
+            for link in repository_links(page.content_string, page.src_uri):
+                if link.path.endswith(".png") and link.path not in files.src_uris:
+                    path = str(ROOT / link.path)
+                    plot = File.generated(config, link.path, abs_src_path=path)
+                    files.append(plot)
+    return files
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Rewrites those links; mkdocs calls it for every page.
 
@@ -49,7 +63,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     for link in list(repository_links(markdown, page.file.src_uri)):
         if not (ROOT / link.path).exists():
             raise ValueError(f"{page.file.src_uri}: {link.path} does not exist")
-        if config.repo_url:
+        if link.path.endswith(".png"):
+            # The site's root is docs/, one folder below the repository's.
+            shown = link.markdown.replace("](../", "](")
+        elif config.repo_url:
             url = f"{config.repo_url.rstrip('/')}/blob/main/{link.path}"
             shown = f"[{link.text}]({url})"
         elif "/" in link.text or link.path.endswith(link.text):
