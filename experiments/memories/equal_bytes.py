@@ -6,8 +6,8 @@
 
 Rows (`equal_bytes_rows`): every memory beside the windows of a few layers of SmolLM2,
 HMT, RMT, M+, MemoryLLM, and baselines. Columns (`equal_bytes_report`): perplexity of
-held-out documents by kind and by position, needles, facts, bytes of the state, cost. A
-row has a result of its own, `results/memories/equal_bytes/ROW-seedN.json`, and is
+held-out documents by kind and by position, bytes of the state. A
+row has a result of its own, `results/memories/equal_layers/ROW-seedN.json`, and is
 skipped once that exists; a stopped one continues. The layers come from
 `experiments.memories.layers`.
 
@@ -26,14 +26,12 @@ import numpy as np
 import tyro
 
 from experiments.lab import backbones, measure, study
-from experiments.lab.questions import essay_words, fact_inputs, needle_input
 from experiments.lab.results import RESULTS, settings, write_report
 from experiments.memories import equal_bytes_report as report
 from experiments.memories.equal_bytes_rows import ROWS, Setup, wide_window
 from memjax import evaluation
 from memjax.checks import require_known
-from memjax.data import TokenisedDocument, Tokenizer
-from memjax.data.tasks.questions import QuestionInput
+from memjax.data import TokenisedDocument
 from memjax.evaluation.sensitivity import most_sensitive
 from memjax.models.adapters import merge_lora
 from memjax.status import say
@@ -42,8 +40,8 @@ from memjax.training.finetune.stage import Model
 
 #: First tokens that every window sees too.
 SINKS = 4
-#: Of needles, in percent of the haystack; number of facts; tokens read at a time.
-DEPTHS, FACTS, SEGMENT = (0, 50, 100), 16, 1024
+#: Tokens read at a time.
+SEGMENT = 1024
 #: Minutes of a window's row on one core of the machine of the committed results.
 MINUTES = 70.0
 
@@ -71,8 +69,6 @@ class Config:
         long: documents of each kind that are read further, for perplexity by position.
         longest: tokens of those.
         first: position of the first target that counts in perplexities.
-        needle_lengths: tokens of the inputs that hide a needle.
-        distances: tokens of other text between a fact and its question.
         run_dir: of models and parts of results.
         output: folder of the results.
     """
@@ -93,10 +89,8 @@ class Config:
     long: int = 3
     longest: int = 16_384
     first: int = 512
-    needle_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384)
-    distances: tuple[int, ...] = (0, 512, 2048)
-    run_dir: Path = Path("runs/equal_bytes")
-    output: Path = RESULTS / "memories" / "equal_bytes"
+    run_dir: Path = Path("runs/equal_layers")
+    output: Path = RESULTS / "memories" / "equal_layers"
 
     def __post_init__(self):
         for name in self.rows:
@@ -155,9 +149,7 @@ def main(config: Config) -> None:
         setup = make_setup(config, loaded.model)
         for name, seed in missing:
             say(f"{name}, seed {seed}")
-            run_row(
-                name, config, setup._replace(seed=seed), path, loaded.tokenizer, test
-            )
+            run_row(name, config, setup._replace(seed=seed), path, test)
             report.write(config.output)
     print("every row has its result: python -m experiments.lab.render")
 
@@ -173,7 +165,6 @@ def make_setup(config: Config, backbone: Any) -> Setup:
     if not layers:
         rises = json.loads(file.read_text("utf-8"))["rise"]
         layers = most_sensitive([rise["all"]["nats"] for rise in rises], 3)
-    longest = max(config.longest, *config.needle_lengths)
     return Setup(
         backbone=backbone,
         window=config.window,
@@ -182,7 +173,7 @@ def make_setup(config: Config, backbone: Any) -> Setup:
         more=config.more,
         context=config.context,
         # Texts are read in whole segments.
-        tokens=-(-longest // SEGMENT) * SEGMENT,
+        tokens=-(-config.longest // SEGMENT) * SEGMENT,
         source=config.corpus,
         updates=config.updates,
         rate=config.rate,
@@ -194,7 +185,6 @@ def run_row(
     config: Config,
     setup: Setup,
     path: Path | str,
-    tokenizer: Tokenizer,
     test: Sequence[TokenisedDocument],
 ) -> None:
     """Trains and scores one row, and writes its result."""
@@ -211,7 +201,6 @@ def run_row(
             "updates": config.updates,
             "skipped_updates": spent.skipped_updates,
             "tokens": config.updates * config.context,
-            "cpu_seconds": spent.cpu_seconds,
             "rate": config.rate,
         }
     if row.scored is not None:
@@ -235,58 +224,22 @@ def run_row(
             "bytes_of_wide_window": wide,
             "texts_digest": digest.hexdigest(),
             "training": trained,
-            **score(model, setup.seed, config, tokenizer, test, folder / "scores"),
+            **score(model, config, test, folder / "scores"),
         },
     )
 
 
 def score(
-    model: Model,
-    seed: int,
-    config: Config,
-    tokenizer: Tokenizer,
-    test: Sequence[TokenisedDocument],
-    folder: Path,
+    model: Model, config: Config, test: Sequence[TokenisedDocument], folder: Path
 ) -> dict[str, Any]:
-    """All columns; each part is stored in a file and not measured again."""
+    """Losses of the test documents, each stored in a file and not measured again."""
     scored = measure.score_once(
         lambda: measure.score_text(model, SEGMENT), test, folder
     )
-    essay = essay_words(config.corpus)
-
-    def ask(inputs: Sequence[QuestionInput]) -> dict[str, Any]:
-        found = evaluation.score_answers(
-            model, inputs, tokens_per_call=SEGMENT, batch_size=2
-        )
-        return {
-            "questions": len(inputs),
-            "right": float(found.exact.mean()),
-            "nats": float(found.nll.sum(axis=1).mean()),
-        }
-
-    def needle(length: int, depth: int) -> dict[str, Any]:
-        inputs = [needle_input(tokenizer, essay, length, depth, seed)]
-        file = folder / f"needle-{length}-{depth}.json"
-        return study.once(file, lambda: ask(inputs))
-
-    def facts(distance: int) -> dict[str, Any]:
-        inputs = fact_inputs(tokenizer, FACTS, distance, seed)
-        file = folder / f"facts-{distance}.json"
-        return study.once(file, lambda: ask(inputs), FACTS)
-
     return {
         "edges": config.edges,
         "bins": (1, config.edges.index(config.tokens)),
         "documents": measure.bin_losses(scored.losses, config.edges),
-        "reading": {
-            "tokens": int(scored.losses.mask.sum()),
-            "cpu_seconds": scored.cpu_seconds,
-        },
-        "needles": {
-            str(length): {str(depth): needle(length, depth) for depth in DEPTHS}
-            for length in config.needle_lengths
-        },
-        "facts": {str(distance): facts(distance) for distance in config.distances},
     }
 
 

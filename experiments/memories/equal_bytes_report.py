@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.lab.intervals import select_kind
 from experiments.lab.measure import KINDS, binned_losses
-from experiments.lab.results import Rows, figure, number, percent, table, write_report
+from experiments.lab.results import Rows, figure, number, table, write_report
 from experiments.memories.equal_bytes_rows import ROWS
 from memjax import evaluation
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
@@ -88,7 +88,7 @@ def _columns(row: Result, base: Result | None) -> Result:
     long = [d for d in row["documents"] if d["targets"][-1]]
     positions = binned_losses(long, (0, count))
     by_position = evaluation.loss_by_position(positions, range(count + 1))
-    kept = ("row", "label", "seed", "bytes", "needles", "facts", "reading", "training")
+    kept = ("row", "label", "seed", "bytes", "training")
     found = {name: row[name] for name in kept} | {
         "perplexity": {k: evaluation.perplexity(scored, kind=k) for k in KINDS},
         "perplexity_by_position": np.exp(by_position).tolist(),
@@ -132,25 +132,6 @@ def saved(result: Result) -> Rows:
                 | {"state size, bytes": number(row["bytes"], 0)}
                 | {"baseline": row["saved_over"]}
             )
-
-
-@table("memories/questions", SUMMARY)
-def questions(result: Result) -> Rows:
-    """Needles by length, and facts by distance."""
-    for row in result["rows"]:
-        yield (
-            {"right answers": _name(row)}
-            | {
-                f"needle in {int(length):,}": percent(
-                    float(np.mean([x["right"] for x in by_depth.values()]))
-                )
-                for length, by_depth in row["needles"].items()
-            }
-            | {
-                f"fact {int(distance):,} tokens back": percent(cell["right"])
-                for distance, cell in row["facts"].items()
-            }
-        )
 
 
 @figure("memories/positions", source=SUMMARY)

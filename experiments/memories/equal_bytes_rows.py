@@ -1,9 +1,13 @@
 """The rows of the comparison at equal bytes: what is trained, and what is scored.
 
-All rows have one backbone and are tuned on equal texts by adapters of one rank. A
-memory beside the window has as many bytes in the chosen layers as the longer windows of
+All rows have one backbone and are tuned on equal texts by adapters of one rank in all
+layers. The hypothesis that was named before: memories that the query heads of a group
+share are ahead of the window of their bytes. All else explores. A memory beside the
+window has as many bytes in the chosen layers as the longer windows of
 "wide", as near as its sizes come; one that the query heads of a group share has a
-third, as "wide-shared". M+ and MemoryLLM have no more than "wide" in all layers, HMT
+third, as "wide-shared"; rows of equal width have 64 slots, as many as a head is wide.
+A memory is aligned before it is tuned; "wide-shared-longer" has as many updates in
+all. M+ and MemoryLLM have no more than "wide" in all layers, HMT
 and RMT a segment and the memories of the longest text.
 """
 
@@ -184,6 +188,7 @@ def tune_hybrid(
         sinks=setup.sinks,
         wider=more,
         context_length=setup.context,
+        first_adapter=0,
         dtype="float32",
         passes=PASSES,
         data=setup.data(),
@@ -303,19 +308,30 @@ ROWS: dict[str, Row] = {
     "wide-shared-tuned": Row(
         "wide window of a third", stages=lambda s: tune_hybrid(s, "none", "key_value")
     ),
+    "wide-shared-longer": Row(
+        "wide window of a third, as many updates",
+        stages=lambda s: tune_hybrid(
+            s._replace(updates=s.updates + PASSES * (s.updates // 2)),
+            "none",
+            "key_value",
+        ),
+        cost=4.0,
+    ),
     "reread-tuned": Row("re-read window", stages=_tune_reread, cost=2.2),
     "elastic-uniform": _memory("Elastic, uniform", "elastic", order=64),
     "elastic-exponential": _memory(
         "Elastic, exponential", "elastic", order=64, sampling="exponential"
     ),
-    "lattice": _memory("Lattice", "lattice", slots=32),
-    "trellis": _memory("Trellis", "trellis", slots=14, chunk_size=4),
+    "lattice": _memory("Lattice", "lattice", slots=38),
+    "lattice-width": _memory("Lattice, equal width", "lattice", slots=64),
+    "trellis": _memory("Trellis, C = 4", "trellis", slots=27, chunk_size=4),
+    "trellis-width": _memory("Trellis, equal width", "trellis", slots=64),
     "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet"),
     "lattice-shared": _memory(
-        "Lattice, shared", "lattice", slots=32, heads="key_value"
+        "Lattice, shared", "lattice", slots=38, heads="key_value"
     ),
     "trellis-shared": _memory(
-        "Trellis, shared", "trellis", slots=14, chunk_size=4, heads="key_value"
+        "Trellis, C = 4, shared", "trellis", slots=27, chunk_size=4, heads="key_value"
     ),
     "gated-deltanet-shared": _memory(
         "Gated DeltaNet, shared", "gated_deltanet", heads="key_value"

@@ -42,7 +42,6 @@ class RetrofitSettings:
             baseline with the same training.
         options: of the memory; None is the default, one memory head per query head.
         layers: numbers of the hybrid layers; all other attention layers become windows.
-            Adapters start at the first of them.
         window: tokens that a query sees, its own included.
         sinks: first tokens of the text that it sees in addition.
         wider: additional tokens in the windows of the chosen layers; only for "none",
@@ -55,6 +54,7 @@ class RetrofitSettings:
             in host memory: two numbers per token and channel of each hybrid layer.
         gate_rate: learning rate of the gate, relative to the rest; without decay.
         lora: the adapters of the tuning.
+        first_adapter: first layer with adapters; None is the first of `layers`.
         dtype: of activations; None is the backbone's own.
         remat: activations of a layer saved for the backward pass of the tuning: "all",
             "products" with weights, inputs of "attention", or its "input" alone, in
@@ -76,6 +76,7 @@ class RetrofitSettings:
     passes: int = 4
     gate_rate: float = 10.0
     lora: LoraConfig = LoraConfig()
+    first_adapter: int | None = None
     dtype: Dtype | None = None
     remat: Remat = "products"
     data: SampleConfig = SampleConfig(batch_size=1)
@@ -91,6 +92,8 @@ class RetrofitSettings:
         check_positive(gate_rate=self.gate_rate)
         for name in ("window", "context_length", "passes"):
             check_sizes(**{name: getattr(self, name)})
+        if self.first_adapter is not None:
+            check_sizes(least=0, first_adapter=self.first_adapter)
         if not 0 <= self.sinks <= self.window:
             raise ValueError(
                 f"sinks must be in [0, window={self.window}], got {self.sinks}"

@@ -43,7 +43,7 @@ GATE = ("balance/amount", "balance/bias")
 
 #: Settings of one part only, with their values in the other.
 OTHERS: dict[Part, dict[str, Any]] = {
-    "distill": {"lora": LoraConfig(), "remat": "products"},
+    "distill": {"lora": LoraConfig(), "first_adapter": None, "remat": "products"},
     "tune": {"passes": 1},
 }
 
@@ -223,5 +223,7 @@ class RetrofitStage(RetrofitSettings, SampleStage):
         if self.part == "distill":
             fixed = freeze(model)
         else:
-            fixed = add_lora(model, self.lora, key, first_layer=min(self.layers))
+            first = self.first_adapter
+            first = min(self.layers) if first is None else first
+            fixed = add_lora(model, self.lora, key, first_layer=first)
         return thaw(fixed, lambda name: NEW.search(name) is not None)

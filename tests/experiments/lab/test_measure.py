@@ -1,17 +1,16 @@
-"""Measurements: binned losses, stored scores, documents, needles, facts."""
+"""Measurements: binned losses, stored scores, documents."""
 
 import numpy as np
 import pytest
 
-from experiments.lab import measure, questions
+from experiments.lab import measure
 from memjax import evaluation
-from memjax.data import Passage, Question, load_tokenizer
 from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation.statistics import loss_difference_by_document
 from memjax.models.language_model.windowed import limit_attention
 from tests import tiny
 
-EDGES, BPE = [0, 5, 10, 20], load_tokenizer("bpe4k")
+EDGES = [0, 5, 10, 20]
 
 
 @pytest.fixture(scope="module", name="model")
@@ -64,26 +63,6 @@ def test_texts_are_scored_once_each_at_their_own_length(model, tmp_path):
     assert short["nats"][2] == 0 < long["nats"][2]
     expected = evaluation.token_losses(model, texts, tokens_per_call=20, batch_size=2)
     np.testing.assert_allclose(found.losses.nll, expected.nll, rtol=1e-5, atol=1e-6)
-
-
-def test_facts_are_asked_at_their_distance():
-    fact = Question("Its capital is Oslo.", "The capital is", "Oslo", "", "Norway")
-    passages = [Passage("In Norway."), Passage("Rain fell. " * 40)]
-    inputs = [questions.fact_input(BPE, fact, passages, n) for n in (0, 30)]
-    assert len(inputs[1].tokens) - len(inputs[0].tokens) == 30
-    for found in inputs:
-        assert BPE.decode(found.tokens[found.answer :]) == " Oslo"
-        text = BPE.decode(found.tokens)
-        assert text.startswith(fact.context) and "In Norway" not in text
-
-
-def test_needles_are_at_their_depths():
-    words = ("It rained. " * 50).split()
-    first, last = [questions.needle_input(BPE, words, 160, d, 0) for d in (0, 100)]
-    places = [BPE.decode(x.tokens).index("One of the special") for x in (first, last)]
-    assert places[0] < places[1]
-    assert all(len(x.tokens) <= 160 for x in (first, last))
-    assert BPE.decode(first.tokens[first.answer :])[1:].isdigit()
 
 
 def test_documents_are_long_enough_and_enough_of_each_kind(tmp_path):

@@ -1,11 +1,15 @@
 """The alignment of memories in one layer: what is read, kept and compared."""
 
+import functools
 import json
 
+import jax
 import pytest
 
+from experiments.lab import measure
 from experiments.memories import alignment
 from experiments.memories.alignment import WIDE, WIDE_SHARED, WINDOW, summary
+from memjax.mechanisms import CELLS
 
 
 @pytest.mark.slow
@@ -29,18 +33,23 @@ def test_memories_are_aligned_and_compared(small, tmp_path, capsys):
     alignment.main(config)
     together = config.output.with_suffix(".json")
     found = json.loads(together.read_text())
-    narrow, wide, shared, memory = found["summary"]
+    trained = [alignment.ALIGNED.format(name) for name in (WIDE, WIDE_SHARED)]
+    narrow, wide, shared, aligned, _, memory = found["summary"]
     assert [line["name"] for line in found["summary"]] == [
-        *(WINDOW, WIDE, WIDE_SHARED, "Gated DeltaNet")
+        *(WINDOW, WIDE, WIDE_SHARED, *trained, "Gated DeltaNet")
     ]
+    assert aligned["base"] == memory["base"] == trained[0]
     for kind in ("proofs", "code", "prose"):
         # A longer window misses less, and is compared with itself.
         assert wide[kind]["missed"] < shared[kind]["missed"] < narrow[kind]["missed"]
         assert wide[kind]["mean"] == 0 > narrow[kind]["mean"]
-        # Six updates at least do no harm.
+        # Six updates at least do no harm, to adapters either.
+        assert aligned[kind]["missed"] < 1.1 * wide[kind]["missed"]
+        assert aligned[kind]["missed"] != wide[kind]["missed"]
         assert memory[kind]["missed"] < 1.1 * narrow[kind]["missed"]
     # Keys and values of four tokens, and of two; a matrix a head.
     sizes = {WINDOW: 0, WIDE: 4 * 64, WIDE_SHARED: 2 * 64}
+    sizes |= dict(zip(trained, (4 * 64, 2 * 64), strict=True))
     assert found["bytes"] == sizes | {"Gated DeltaNet": 2 * 64 * 4}
     capsys.readouterr()
     together.unlink()
@@ -48,6 +57,22 @@ def test_memories_are_aligned_and_compared(small, tmp_path, capsys):
     # Nothing is read or aligned again.
     assert "texts" not in capsys.readouterr().err
     assert json.loads(together.read_text())["summary"] == found["summary"]
+
+
+def test_memories_have_as_many_bytes_as_their_window():
+    for name, (memory, given) in alignment.MEMORIES.items():
+        if "slots" not in given or name.endswith("equal width"):
+            continue
+        options: dict = given | {"model_dim": 576, "value_dim": 64}
+        shared = options.pop("heads", "query") == "key_value"
+        options |= {"num_heads": 3 if shared else 9}
+        if memory != "lattice":
+            options |= {"key_dim": 64}
+        cell = CELLS[memory](**options).cell()
+        size = measure.tree_bytes(jax.eval_shape(functools.partial(cell.init_state, 1)))
+        # Tokens of SmolLM2's keys and values in a layer.
+        budget = (33 if shared else 97) * 2 * 3 * 64 * 4
+        assert 0.95 * budget < size <= budget, name
 
 
 def test_summary_compares_documents_in_pairs():

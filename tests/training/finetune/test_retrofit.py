@@ -292,6 +292,16 @@ def tiny_loss(student, tokens):
     return np.asarray(jax.jit(loss)(variables))
 
 
+def test_adapters_begin_where_they_are_told():
+    sizes = {"memory": "none", "layers": (1,), "window": 4, "sinks": 1}
+    for first, begins in ((None, 1), (0, 0)):
+        stage = RetrofitStage(**sizes, context_length=12, first_adapter=first)
+        trained = nnx.state(stage.wrap(tiny.llama(), KEY), nnx.Param)
+        assert min(name.split(".")[1] for name in arrays(trained)) == str(begins)
+    with pytest.raises(ValueError, match="first_adapter must be at least 0, got -1"):
+        RetrofitStage(**sizes, first_adapter=-1)
+
+
 def test_adapters_begin_at_the_first_memory_and_reach_its_attention():
     model = add_memory(tiny.llama(), memory="gla", layers=(1,), window=4, key=KEY)
     adapted = add_lora(model, LoraConfig(rank=2), KEY, first_layer=1)
