@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.lab.results import load
-from experiments.tpu import peers
+from experiments.tpu import cases_peers, peers
 
 LOOP = """\
    0x0 LB: > {{ %s2 = smov 0 }} /* Start region 9 */
@@ -18,7 +18,7 @@ LOOP = """\
 def test_the_result_is_of_the_pinned_versions_and_programs():
     result = load("tpu/peers")
     assert result["config"]["pins"] == peers.PINS | peers.ALONE
-    assert {*result["cases"]} == {*peers.table()}
+    assert {*result["cases"]} == {*cases_peers.table()}
 
 
 @pytest.mark.parametrize(("peer", "of_branch"), [("flywheel-tpu", 6), ("tokamax", 0)])
