@@ -1,4 +1,4 @@
-"""Results of the comparison at equal bytes: summary, tables, plot.
+"""Results of the comparison at equal bytes: summary and tables.
 
 Rows are compared in pairs, on the same documents, with the wide window of the fewest
 bytes that are not below theirs: a tuned row with a tuned one of its seed. If both wide
@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from experiments.lab.intervals import select_kind
 from experiments.lab.measure import KINDS, binned_losses
-from experiments.lab.results import Rows, figure, number, table, write_report
+from experiments.lab.results import Rows, number, table, write_report
 from experiments.memories.equal_bytes_rows import ROWS
 from memjax import evaluation
-from memjax.evaluation.drawing import drawing, log_ticks, source_of
 from memjax.evaluation.statistics import loss_difference_by_document
 
 QUESTION = "which memory, and does it beat a window of equal bytes?"
@@ -25,18 +22,6 @@ QUESTION = "which memory, and does it beat a window of equal bytes?"
 SUMMARY = "memories/equal_bytes"
 #: Windows that other rows are compared with; tuned ones with "-tuned".
 WIDE = ("wide", "wide-shared")
-#: Rows of the plot: a ceiling, two baselines, and three kinds of memory.
-DRAWN = (
-    "full-tuned",
-    "reread-tuned",
-    "wide-shared-tuned",
-    "gated-deltanet-shared",
-    "hmt",
-    "mplus",
-)
-#: Differences in nats that the plot leaves out: full attention beyond the positions of
-#: its pretraining.
-OFF_SCALE = 1.0
 Result = dict[str, Any]
 
 
@@ -82,16 +67,11 @@ def _baseline(row: Result, rows: Mapping[tuple[str, int], Result]) -> Result | N
 
 
 def _columns(row: Result, base: Result | None) -> Result:
-    bins, count = tuple(row["bins"]), len(row["edges"]) - 1
+    bins = tuple(row["bins"])
     scored = binned_losses(row["documents"], bins)
-    # Of the documents that have all positions: lines of others would bend.
-    long = [d for d in row["documents"] if d["targets"][-1]]
-    positions = binned_losses(long, (0, count))
-    by_position = evaluation.loss_by_position(positions, range(count + 1))
     kept = ("row", "label", "seed", "bytes", "training")
     found = {name: row[name] for name in kept} | {
         "perplexity": {k: evaluation.perplexity(scored, kind=k) for k in KINDS},
-        "perplexity_by_position": np.exp(by_position).tolist(),
     }
     if base is not None:
         other = binned_losses(base["documents"], bins)
@@ -132,27 +112,3 @@ def saved(result: Result) -> Rows:
                 | {"state size, bytes": number(row["bytes"], 0)}
                 | {"baseline": row["saved_over"]}
             )
-
-
-@figure("memories/positions", source=SUMMARY)
-def plot_positions(result: Result, path: Path) -> None:
-    """Loss difference from the tuned window by position, seed 0."""
-    rows = {row["row"]: row for row in result["rows"] if row["seed"] == 0}
-
-    def losses(name: str) -> np.ndarray:
-        return np.log(rows[name]["perplexity_by_position"])
-
-    edges = result["edges"]
-    # A log axis has no 0: the first bin is drawn from half its end.
-    bins = [max(edges[0], edges[1] / 2), *edges[1:]]
-    title = "Loss difference from the window, by position (long test documents)"
-    with drawing(path, size=(8.5, 5.0), title=title, source=source_of(result)) as drawn:
-        axes = drawn.grid[0, 0]
-        for i, name in enumerate(DRAWN):
-            difference = losses("window-tuned") - losses(name)
-            shown = np.where(np.abs(difference) < OFF_SCALE, difference, np.nan)
-            drawn.steps(axes, shown, bins, rows[name]["label"], i)
-        log_ticks(axes, edges[1:])
-        axes.axhline(0, color="0.3", linewidth=1)
-        axes.set(xlabel="position in the text (tokens)")
-        axes.set_ylabel("nats/token; above 0 is better")

@@ -192,7 +192,7 @@ class Config:
     test_rows: int = 64
     plan: bool = False
     run_dir: Path = Path("runs/recall")
-    output: Path = RESULTS / "memories"
+    output: Path = RESULTS / "memories" / "columns"
 
     def __post_init__(self):
         check_seeds(self.seeds)
@@ -345,17 +345,6 @@ def by_pairs(result: Mapping[str, Any]) -> Rows:
             "state bytes": number(run["state_bytes"], 0),
             "learning rate": f"{run['learning_rate']:g}",
         } | found[name]
-
-
-@table("memories/recall_length", "memories/recall")
-def by_length(result: Mapping[str, Any]) -> Rows:
-    """Right answers by the length of the sequence, at a few pairs."""
-    pairs, lengths = f"{result['task']['pairs'][1]} pairs", result["task"]["lengths"]
-    found = {n: _by_pairs(result["accuracy"][str(n)]) for n in lengths}
-    for name in dict.fromkeys(row["name"] for row in result["rows"]):
-        yield {f"right answers, {pairs}": name} | {
-            f"{n:,} tokens": found[n][name][pairs] for n in lengths
-        }
 
 
 def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> Rows:
