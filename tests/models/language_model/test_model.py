@@ -137,14 +137,14 @@ def gradients(**options):
 
 
 @pytest.mark.slow
-def test_gradients_reach_all_parameters_and_the_memory_and_remat_keeps_them():
-    mechanisms = CONFIG.mechanisms[1:3]
-    loss, (params, memory) = plain = gradients(mechanisms=mechanisms, num_layers=2)
-    chex.assert_tree_all_finite(plain)
+def test_gradients_reach_all_parameters_and_the_memory():
+    """With remat, which changes no gradient: see `test_depth.py`."""
+    options = dict(mechanisms=CONFIG.mechanisms[1:3], num_layers=2, remat=True)
+    loss, (params, memory) = found = gradients(**options)
+    chex.assert_tree_all_finite(found)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(params))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(memory))
     assert abs(loss - np.log(V)) < 1.0
-    close(gradients(mechanisms=mechanisms, num_layers=2, remat=True), plain, 1e-6)
 
 
 @pytest.mark.slow

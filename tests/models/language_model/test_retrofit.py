@@ -66,11 +66,17 @@ def read(model, tokens, cuts=()):
     return state, jnp.concatenate(found, axis=1)
 
 
+# Of cells alike, the one with more gates: GDN-2 is KDA, GLA and DeltaNet are in Gated
+# DeltaNet, ABC is GSA without gates.
+ALIKE = {"gdn2", "gla", "deltanet", "abc"}
+
+
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=[] if name == "lattice" else pytest.mark.slow)
         for name in get_args(MemoryName)
+        if name not in ALIKE
     ],
 )
 def test_initial_hybrid_equals_windows(name):
