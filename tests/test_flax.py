@@ -99,9 +99,11 @@ def model(name: str) -> Any:
     )
     match name:
         case "language model":
-            return language_model("attention", "trellis")
+            return language_model("attention", "gated_deltanet")
         case "hmt":
-            config = HMTConfig(segment_length=4, num_sensory_tokens=1, num_memories=3)
+            config = HMTConfig(
+                segment_length=4, num_sensory_tokens=1, num_memories=3, retrieval=False
+            )
             return add_hmt(language_model("attention"), config, rngs=nnx.Rngs(1))
         case "reread":
             return ReReadWindow(language_model("attention"), reread=3, segment=4)
@@ -160,8 +162,7 @@ def arrays(model):
     return {name(path): np.array(leaf) for path, leaf in named}
 
 
-# Others have gradients of all their parameters in the contract of mechanisms; Trellis
-# is in the language model below.
+# Others have gradients of all their parameters in the contract of mechanisms.
 @pytest.mark.parametrize("name", rows(("attention", "hybrid"), ("attention",)))
 def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
     layer = Layer(CONFIGS[name], rngs=nnx.Rngs(0))
@@ -175,9 +176,7 @@ def test_flaxs_optimizer_trains_every_parameter_of_a_memory(name, x):
 def test_flaxs_optimizer_trains_a_model(name, tokens):
     whole = model(name)
     losses, stayed = train(whole, whole.init_state(B), tokens, jnp.roll(tokens, -1, 1))
-    assert losses[0] > losses[2]
-    # Logits alone teach no retriever.
-    assert all(n.startswith(("query", "key")) for n in stayed), stayed
+    assert losses[0] > losses[2] and not stayed
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from memjax.conversation.backends import Drawn, StateBackend
 from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import ByteTokenizer
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, SlidingWindowConfig
-from memjax.models import ReReadWindow, Sampling, add_mplus, add_rmt, generate
+from memjax.models import ReReadWindow, Sampling, add_mplus, generate
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.mplus.config import MPlusConfig
 from tests import tiny
@@ -43,8 +43,6 @@ MODELS = {
     "recurrent": lambda: tiny.llama(
         vocab_size=256, mechanisms=(GatedDeltaNetConfig(16, 2, 4, 4),), num_layers=1
     ),
-    # HMT without retrieval: its memory has the same arrays.
-    "rmt": lambda: add_rmt(llama(), 16, key=jax.random.key(1)),
     "mplus": lambda: tiny.drawn(
         lambda: add_mplus(llama(), MEMORY, key=jax.random.key(1))
     ),

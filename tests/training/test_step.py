@@ -273,7 +273,11 @@ def test_a_model_that_does_not_read_ahead_is_scored_everywhere(plain):
 def test_hmt_with_retrieval_is_scored_from_j_on():
     # L = 4 and j = 1: target i is token i + 1, at place (i + 1) % 4 of its segment.
     memory = HMTConfig(
-        segment_length=4, num_sensory_tokens=1, num_memories=2, summary_fraction=0.25
+        segment_length=4,
+        num_sensory_tokens=1,
+        num_memories=2,
+        summary_fraction=0.25,
+        activations="keep",
     )
     key = jax.random.key(5)
     model = tiny.drawn(lambda: add_hmt(LanguageModel(CONFIG, key=key), memory, key=key))
