@@ -92,7 +92,7 @@ def attention(kernel: str, of: Shape, backward: bool) -> Program:
     diagonal too, which a branch passes over: the kernel's own map of blocks says in
     which share of the steps it computes. Ours has no such steps.
     """
-    token = shape(*of)
+    token = shape(*of[:4])
     function = ATTENTION[kernel]
     flops = ops.cost("attention", of, 0, "bfloat16", backward).flops
     width = of.heads * of.width
