@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from memjax_kernels import LatticeState, lattice_state
 from memjax_kernels._src.lattice import Rule
@@ -14,36 +15,44 @@ from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(lattice_tpu, interpret=INTERPRETER)
+# Faster, for what does not depend on when memory is written.
+PLAINLY_INTERPRETED = functools.partial(lattice_tpu, interpret=True)
 
 
 def draw(batch, time, heads, slots, width, dtype=jnp.float32, seed=0) -> Any:
     """Queries, keys, values and step sizes."""
-    keys = jax.random.split(jax.random.key(seed), 4)
+    draws = np.random.default_rng(seed)
 
-    def normal(i, size):
-        return jax.random.normal(keys[i], (batch, time, heads, size))
+    def normal(size):
+        return draws.standard_normal((batch, time, heads, size), np.float32)
 
-    tokens = normal(0, slots), jax.nn.softmax(normal(1, slots)), normal(2, width)
-    gamma = jax.random.uniform(keys[3], (batch, time, heads))
-    return *(x.astype(dtype) for x in tokens), gamma
+    q, k, v = normal(slots), np.exp(normal(slots)), normal(width)
+    tokens = q, k / k.sum(-1, keepdims=True), v
+    gamma = draws.random((batch, time, heads), np.float32)
+    return *(jnp.asarray(x, dtype) for x in tokens), jnp.asarray(gamma)
 
 
 def rows(seed, *shape):
-    x = jax.random.normal(jax.random.key(seed), shape)
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    x = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
 
 
 def open_state(start, place, size) -> LatticeState:
     """A state with tokens at the first places of a chunk."""
     b, h, m, v = start.shape
-    opened = [jnp.moveaxis(x, 2, 1) for x in draw(b, size, h, m, v, seed=5)[1:]]
-    here = jnp.arange(size)[None] < place[:, None]
-    k, v, gamma = (
-        jnp.where(here.reshape(b, 1, size, *[1] * (x.ndim - 3)), x, 0) for x in opened
-    )
-    return LatticeState(start, LatticeTokens(k, v, gamma, -0.2 * gamma), place, size)
+    place = np.asarray(place, np.int32)
+    here = np.arange(size)[None] < place[:, None]
+
+    def token(x):
+        x = np.moveaxis(np.asarray(x), 2, 1)
+        return jnp.asarray(x * here.reshape(b, 1, size, *[1] * (x.ndim - 3)))
+
+    k, v, gamma = map(token, draw(b, size, h, m, v, seed=5)[1:])
+    tokens = LatticeTokens(k, v, gamma, -0.2 * gamma)
+    return LatticeState(start, tokens, jnp.asarray(place), size)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames="in_phase")
 def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
     """Results, and gradients of everything for random cotangents.
 
@@ -62,17 +71,11 @@ def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
         # Gates that forget have no gradient here.
         return y, after.start, after.tokens and after.tokens[:3]
 
-    def pull(*arguments):
-        values, back = jax.vjp(forward, *arguments)
-        leaves, tree = jax.tree.flatten(values)
-        keys = jax.random.split(jax.random.key(3), len(leaves))
-        weights = [
-            jax.random.normal(key, x.shape).astype(x.dtype)
-            for key, x in zip(keys, leaves, strict=True)
-        ]
-        return values, back(jax.tree.unflatten(tree, weights))
-
     # Without the gates, which only forget.
     opened = state.tokens and state.tokens._asdict()
     opened = opened and {name: opened[name] for name in ("k", "v", "gamma")}
-    return jax.jit(pull)(tokens, state.start, opened, empty)
+    values, back = jax.vjp(forward, tokens, state.start, opened, empty)
+    draws = np.random.default_rng(3)
+    return values, back(
+        jax.tree.map(lambda x: draws.standard_normal(x.shape).astype(x.dtype), values)
+    )

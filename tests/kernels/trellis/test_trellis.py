@@ -41,7 +41,7 @@ def draw_state(seed=3, position=(3, 0)) -> TrellisState:
         jnp.asarray(0.5 * draws.standard_normal((B, H, M, width), np.float32))
         for width in (K, V)
     )
-    return opened(trellis_state(keys, values, C), draw(C, seed=seed), position)
+    return opened(trellis_state(keys, values, C), draw(C, seed=seed + 20), position)
 
 
 def resized(state, size):

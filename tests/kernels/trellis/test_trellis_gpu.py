@@ -36,10 +36,11 @@ def draw(batch, time, heads, dtype, *, value=WIDTH, seed=0) -> Any:
     return *low, jnp.asarray(gamma), jnp.asarray(np.log(g))
 
 
-def memories(seed, batch, heads) -> Any:
-    """Of both passes."""
+def draw_state(seed, batch, heads, size):
+    """A state at a chunk's start."""
     shape = (2, batch, heads, WIDTH, WIDTH)
-    return 0.3 * np.random.default_rng(seed).standard_normal(shape, np.float32)
+    keys, values = 0.3 * np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return trellis_state(jnp.asarray(keys), jnp.asarray(values), size)
 
 
 def memories_and_reads(implementation, phi, reset, tokens: Any, state, empty):
@@ -82,9 +83,8 @@ def both(implementation, phi, reset, arguments):
 def test_open_chunks_and_resets_agree_with_the_token_loop(interpreted):
     b, t, h, c = 2, 20, 1, 16
     tokens = draw(b, t, h, jnp.float32)
-    state = trellis_state(*memories(3, b, h), c)
+    state, empty = (draw_state(seed, b, h, c) for seed in (3, 4))
     state = opened(state, draw(b, c, h, jnp.float32, seed=5), [13, 0])
-    empty = trellis_state(*memories(4, b, h), c)
     reset = jax.nn.one_hot(jnp.array([3, 0]), t, dtype=bool)
     arguments = (tokens, state, empty)
     expected = both(None, "l2_silu", reset, arguments)
@@ -118,7 +118,7 @@ def test_the_gradient_where_the_backward_kernel_does_not_fit(interpreted):
 def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
     b, t, h, c = 2, 20, 1, 8
-    state, empty = (trellis_state(*memories(i, b, h), c) for i in (3, 4))
+    state, empty = (draw_state(seed, b, h, c) for seed in (3, 4))
     reset = jax.nn.one_hot(jnp.array([16, t]), t, dtype=bool)
     given = draw(b, t, h, jnp.float32), state, empty
     monkeypatch.setattr(entry, "_chunks", entry._in_xla)
