@@ -86,19 +86,19 @@ def _flat(x: Array) -> Array:
 
 
 def attention(kernel: str, of: Shape, backward: bool) -> Program:
-    """Causal attention on tokens [B, T, H, D], as a layer has them.
+    """Causal attention on tokens as projections leave them, [B, T, H D].
 
     The grid of splash has every pair of blocks of queries and keys, those above the
-    diagonal too, which a branch passes over: the kernel's own map of blocks says in
-    which share of the steps it computes. Ours has no such steps.
+    diagonal too: its own map of blocks says in which share of the steps it computes.
     """
-    token = shape(*of[:4])
-    function = ATTENTION[kernel]
-    flops = ops.cost("attention", of, 0, "bfloat16", backward).flops
     width = of.heads * of.width
-    layer = AttentionConfig(
-        width, num_heads=of.heads, num_kv_heads=of.heads, head_dim=of.width
-    )
+    token = shape(of.batch, of.time, width)
+
+    def function(*tokens: Array) -> Array:
+        return _flat(ATTENTION[kernel](*(x.reshape(of[:4]) for x in tokens)))
+
+    flops = ops.cost("attention", of, 0, "bfloat16", backward).flops
+    layer = AttentionConfig(width, of.heads, of.heads, of.width)
     return Program(
         ops.with_gradients(function) if backward else function,
         (token,) * (4 if backward else 3),

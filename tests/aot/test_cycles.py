@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 
 from memjax.aot.cycles.attention import shares
-from memjax.aot.cycles.bundles import Shares, read_schedule, read_use
+from memjax.aot.cycles.bundles import Region, Shares, read_schedule, read_use
 from memjax.aot.cycles.count import PROGRAM, count, span
 from memjax.aot.cycles.program import read_program
 from memjax.aot.cycles.text import read_blocks
 from memjax.aot.cycles.traffic import traffic
-from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig, MemorizingConfig
+from memjax.mechanisms import (
+    AttentionConfig,
+    ElasticMemoryConfig,
+    MemorizingConfig,
+    SlidingWindowConfig,
+)
 
 SNIPPETS = Path(__file__).parent / "snippets"
 # A grid of 24 steps, in it a region for the first step of an axis and a loop of 7,
@@ -34,7 +39,7 @@ def test_loops_run_as_often_as_their_own_tests_say():
     ]
     # 2 outside; 16 of the grid alone, 4 of the middle loop and 5 of the inner.
     assert sum(schedule.weights()) == 2 + 24 * (16 + 7 * (4 + 5 * 5))
-    assert schedule.unknown == 0
+    assert schedule.unknown() == 0
 
 
 def test_the_end_of_an_axis_runs_in_a_share_of_the_steps():
@@ -54,9 +59,24 @@ def test_a_region_that_computes_runs_in_a_share_of_the_steps():
     assert sum(schedule.weights(steps=6)) == 6 * 10
 
 
+def test_code_of_a_kind_of_step_runs_in_its_share():
+    schedule = read_schedule(COMPUTES)
+    assert sum(schedule.weights(Shares(bodies=[0.625]))) == 8 * (9 + 0.625)
+    (region,) = schedule.regions
+    # Also where one has most of the grid, and would be a guard.
+    guard, other = region._replace(last=8), region._replace(first=1, last=2)
+    two = schedule._replace(regions=(other,), guards=(guard,))
+    share = Shares(0.0, 0.0, bodies=[0.25, 0.5])
+    assert sum(two.weights(share)) == 8 * (10 - 2 * 0.75 - 3 * 0.5)
+
+
 def test_a_loop_without_a_bound_counts_once():
     schedule = read_schedule(COMPUTES.replace("%s17, 10 /*", "%s17, %s18 /*"))
-    assert schedule.unknown == 1 and sum(schedule.weights()) == 10
+    assert schedule.unknown() == 1 and sum(schedule.weights()) == 10
+    # Nor is it named where it never runs.
+    (loop,) = schedule.loops
+    never = schedule._replace(regions=(Region(loop.first, loop.last, end=False),))
+    assert never.unknown(Shares(longest=0.0)) == 0
 
 
 def test_use_is_weighted_by_how_often_a_bundle_is_issued():
@@ -173,6 +193,16 @@ def test_loops_whose_length_a_run_finds_are_named(folder):
     # The second call has no file of its own, and the same schedule.
     assert counted.unknown == ("while.3", "kernel.1", "kernel.2")
     assert [(x.unknown, x.steps, x.cycles) for x in counted.kernels] == [(1, 1, 3)]
+
+
+def test_kernels_of_attention_have_shares_of_their_kinds_of_steps():
+    heads = (128, 2, 2, 64)
+    local = SlidingWindowConfig(*heads, window=600)
+    found = shares([AttentionConfig(*heads), local], 4096)
+    # Four blocks, with themselves and six pairs; a window reaches into the next.
+    assert found["causal_attention_forward"] == Shares(0.4, 0.0, (0.4, 0.6))
+    name = "causal_attention_backward_window_600"
+    assert found[name] == Shares(4 / 7, 1.0, (4 / 7, 3 / 7))
 
 
 def test_attention_inside_of_blocks_is_that_of_rows_as_long():

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from memjax_kernels import causal_attention
-from memjax_kernels._src.causal_attention import LONGEST, blocks, unsupported
+from memjax_kernels._src.causal_attention import LONGEST, blocks, grid, unsupported
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 
@@ -42,7 +42,7 @@ KERNEL = functools.partial(causal_attention, interpret=INTERPRETER)
 
 @pytest.mark.parametrize(
     ("time", "heads", "window"),
-    # Three blocks; the last sees a part of the first; a token sees itself.
+    # Three tiles; the last sees a part of the first; a token sees itself.
     [(384, 4, None), (384, 2, 200), (128, 2, 1)],
 )
 def test_outputs_and_gradients_are_those_of_softmax_attention(time, heads, window):
@@ -72,6 +72,49 @@ def test_scores_far_from_zero_do_not_overflow():
     q, k, v, _ = draw(256, 2)
     y = KERNEL(100 * q, 100 * k, v)
     np.testing.assert_allclose(y, plain(100 * q, 100 * k, v, None), atol=1e-4)
+    # The last query's score of its own key is rounded to thousands, up or down.
+    q, v = q.reshape(8, 128, 1, 64).repeat(2, 2), v.reshape(8, 128, 1, 64).repeat(2, 2)
+    q = q.at[:, -1].multiply(1e6)
+    np.testing.assert_allclose(KERNEL(q, q, v), plain(q, q, v, None), atol=1e-5)
+
+
+# What three blocks of keys add to the scores of all queries: the score of a query's own
+# key is the reference, and a block is computed again where others lie too far above it.
+LEVELS = {
+    "equal": (7, 7, 7),
+    "rising": (0, 1e3, 2e3),
+    "falling": (0, -1e3, -2e3),
+    "first far below": (-1e4, 0, 1),
+    "30 below": (0, -30, -30),
+    "90 below": (0, -90, -90),
+}
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_scores_of_any_distance_keep_outputs_and_gradients(window):
+    draws = np.random.default_rng(0)
+    shape = (4, len(LEVELS) // 2, 1152, 2, 64)
+    tokens = draws.standard_normal(shape, dtype=np.float32)
+    levels = np.repeat(list(LEVELS.values()), 384, axis=1)
+    tokens[0, ..., 0] = 8
+    tokens[1, ..., 0] = levels.reshape(-1, 2, 1152).swapaxes(1, 2)
+    found, expected = (with_gradients(f, window, tokens) for f in (KERNEL, plain))
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        each = (
+            np.asarray(x).swapaxes(1, 2).reshape(6, 1152, 64) for x in (ours, theirs)
+        )
+        for name, x, y in zip(LEVELS, *each, strict=True):
+            # Scores are rounded to 24 bits.
+            error = 2e-5 + 3e-7 * np.abs(LEVELS[name]).max()
+            atol = error * np.abs(y).max()
+            np.testing.assert_allclose(x, y, atol=atol, err_msg=name)
+
+
+def test_large_values_of_keys_far_above_do_not_overflow():
+    q, k, v, _ = draw(256, 2)
+    q, k = q.at[..., 0].set(8.0), k.at[..., 0].set(0.0).at[:, 0, :, 0].set(35.0)
+    found, expected = KERNEL(q, k, 1e30 * v), plain(q, k, v, None)
+    np.testing.assert_allclose(found / 1e30, expected, atol=2e-5)
 
 
 @settings(max_examples=40)
@@ -95,15 +138,37 @@ def test_grid_steps_are_the_visible_blocks(number, window, by_key):
     expected = set(zip(*np.nonzero(tiles.any((2, 3))), strict=True))
     found = list(zip(steps.query, steps.key, strict=True))
     assert set(found) == expected and len(found) == len(expected)
-    for i, j, mask in zip(steps.query, steps.key, steps.mask, strict=True):
-        first = plan.distances[mask]
+    for i, j, kind in zip(steps.query, steps.key, steps.kind, strict=True):
+        first = plan.distances[kind]
         assert (first is None) == tiles[i, j].all()
         assert first in (None, (i - j) * plan.block)
+        np.testing.assert_array_equal(computed(plan, int(kind)), tiles[i, j])
     outer = steps.key if by_key else steps.query
+    if not by_key:
+        # References of queries are scores of their own keys.
+        assert (steps.key == steps.query)[steps.first == 1].all()
     # Each sum starts and is written once.
     assert list(outer[steps.first == 1]) == list(outer[steps.last == 1])
     assert sorted(outer[steps.first == 1]) == sorted(set(outer))
     assert sorted(steps.query[steps.fresh == 1]) == sorted(set(steps.query))
+
+
+def computed(plan, kind):
+    """The pairs of a query and a key that a step adds up, [block, block]."""
+    found = np.zeros((plan.block, plan.block), int)
+    for part in plan.parts(kind):
+        if part.distance is None:
+            found[part.queries, part.keys] += 1
+            continue
+        for start in range(part.queries.start, part.queries.stop, plan.tile):
+            distance = part.distance + start - part.queries.start
+            if plan.hides(distance, plan.tile):
+                shape = (plan.tile, plan.tile)
+                seen = np.asarray(grid.seen(shape, distance, plan.window)).T
+            else:
+                seen = np.ones((plan.tile, plan.tile), bool)
+            found[start : start + plan.tile, part.keys] += seen
+    return found
 
 
 @pytest.mark.parametrize(

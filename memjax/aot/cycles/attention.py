@@ -2,7 +2,8 @@
 
 Splash attention has a step for every pair of blocks of queries and keys, and skips a
 fully masked block by a branch, according to its map of blocks. Our kernels have no such
-steps.
+steps, but code for each kind of step. That which computes a block of queries again,
+where scores lie too far apart, does not count.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from memjax.aot.cycles.bundles import Shares
 from memjax.mechanisms import MechanismConfig
 from memjax.mechanisms.layers.softmax import on_tpu
 from memjax_kernels._src.causal_attention import blocks
+from memjax_kernels._src.causal_attention.grid import kernel_name
 
 
 def shares(
@@ -30,8 +32,16 @@ def shares(
     found: dict[str, Shares] = {}
     for mechanism in set(mechanisms):
         for name, share in _of_mechanism(mechanism, time, ways).items():
-            found[name] = Shares(*map(max, found.get(name, share), share))
+            found[name] = _larger(found.get(name, share), share)
     return found
+
+
+def _larger(one, other):
+    # Kernels of one name and different kinds of steps: each step counts with all code.
+    alike = len(one.bodies) == len(other.bodies)
+    bodies = tuple(map(max, one.bodies, other.bodies)) if alike else ()
+    longest = max(one.longest, other.longest)
+    return Shares(max(one.ends, other.ends), longest, bodies)
 
 
 def _of_mechanism(mechanism, time, ways):
@@ -73,5 +83,11 @@ def _of_ours(time, window):
     for name, by_key in (("forward", False), ("backward", True)):
         plan = blocks.plan(time, window, by_key)
         begins = float(np.mean(plan.steps.first))
-        found[f"causal_attention_{name}"] = Shares(begins)
+        kinds = np.bincount(plan.steps.kind) / len(plan.steps.kind)
+        found[kernel_name(name, window)] = Shares(
+            begins,
+            longest=1.0 if by_key else 0.0,
+            # Without another kind there is no branch.
+            bodies=tuple(map(float, kinds)) if len(kinds) > 1 else (),
+        )
     return found

@@ -84,10 +84,13 @@ class Shares(NamedTuple):
     Attributes:
         ends: of regions for the first or the last step of an axis.
         longest: of the longest other region, which computes.
+        bodies: of regions with the code of a kind of step, the longest of all, in the
+            program's order.
     """
 
     ends: float = 1.0
     longest: float = 1.0
+    bodies: Sequence[float] = ()
 
 
 ALWAYS = Shares()
@@ -100,21 +103,23 @@ class Schedule(NamedTuple):
         bundles: number of bundles.
         loops: in the order of their ends, so inner loops come first.
         regions: of branches, without the guards of pipelines.
+        guards: regions with most of a grid, which count where a kernel has bodies.
     """
 
     bundles: int
     loops: tuple[Loop, ...]
     regions: tuple[Region, ...]
+    guards: tuple[Region, ...] = ()
 
     @property
     def longest(self) -> Loop | None:
         """The loop with the most bundles: the grid of a Pallas kernel."""
         return max(self.loops, key=lambda x: x.bundles, default=None)
 
-    @property
-    def unknown(self) -> int:
-        """Number of loops of dynamic length, which count as one run."""
-        return sum(loop.steps is None for loop in self.loops)
+    def unknown(self, shares: Shares = ALWAYS) -> int:
+        """Number of loops of dynamic length that run; they count as one run."""
+        weights = self.weights(shares)
+        return sum(x.steps is None and weights[x.first] > 0 for x in self.loops)
 
     def weights(self, shares: Shares = ALWAYS, steps: int | None = None) -> list[float]:
         """Number of times that each bundle is issued.
@@ -127,14 +132,23 @@ class Schedule(NamedTuple):
         for loop in self.loops:
             known = steps if loop.grid and steps else loop.steps
             _multiply(weights, loop.first, loop.last, known or 1)
-        inner = [region for region in self.regions if not region.end]
+        bodies = self._bodies(len(shares.bodies))
+        for region, share in zip(bodies, shares.bodies, strict=True):
+            _multiply(weights, region.first, region.last, share)
+        others = [region for region in self.regions if region not in bodies]
+        inner = [region for region in others if not region.end]
         longest = max(inner, key=lambda x: x.bundles, default=None)
-        for region in self.regions:
+        for region in others:
             if region.end:
                 _multiply(weights, region.first, region.last, shares.ends)
             elif region == longest:
                 _multiply(weights, region.first, region.last, shares.longest)
         return weights
+
+    def _bodies(self, count: int) -> list[Region]:
+        """The longest regions, in the program's order."""
+        by_length = sorted((*self.guards, *self.regions), key=lambda x: -x.bundles)
+        return sorted(by_length[:count])
 
 
 def read_schedule(text: str) -> Schedule:
@@ -156,8 +170,9 @@ def read_schedule(text: str) -> Schedule:
                 regions.append(Region(i + 1 + DELAY, start - 1, end))
     grid = max((loop.bundles for loop in loops), default=0)
     # A region with most of a grid is a guard, though with a test of another form.
-    regions = [x for x in regions if not (x.end and 2 * x.bundles > grid > 0)]
-    return Schedule(len(rows), tuple(loops), tuple(regions))
+    guards = [x for x in regions if x.end and 2 * x.bundles > grid > 0]
+    regions = [x for x in regions if x not in guards]
+    return Schedule(len(rows), tuple(loops), tuple(regions), tuple(guards))
 
 
 def _multiply(weights: list[float], first: int, last: int, factor: int | float) -> None:

@@ -198,7 +198,7 @@ class _Counter:
         waits = operation.opcode.startswith(_WAITS)
         if name is None or (operation.estimate is not None and not operation.kernel):
             return False
-        return self.schedule(name).unknown > 0 and not waits
+        return self.schedule(name).unknown(self.share(name)) > 0 and not waits
 
     def written(self, operation: Operation) -> str | None:
         """The name of the operation, or of an identical one, that has a file."""
@@ -213,8 +213,9 @@ class _Counter:
         return self.schedules[name]
 
     def share(self, name: str) -> Shares:
-        found = [share for part, share in self.shares.items() if part in name]
-        return found[0] if found else ALWAYS
+        found = [part for part in self.shares if part in name]
+        # The name of a kernel with a window begins as that of one without.
+        return self.shares[max(found, key=len)] if found else ALWAYS
 
     def kernel(self, name: str) -> Kernel:
         file = self.files[name]
@@ -231,7 +232,7 @@ class _Counter:
             steps=(loop and loop.steps) or 1,
             use=read_use(use.read_text(), weights),
             regions=sum(region.bundles for region in schedule.regions),
-            unknown=schedule.unknown,
+            unknown=schedule.unknown(self.share(name)),
         )
 
 

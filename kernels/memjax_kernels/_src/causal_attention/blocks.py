@@ -1,9 +1,12 @@
 """The visible pairs of blocks of queries and keys, one per step of a kernel's grid.
 
-A grid of all pairs would spend time on pairs that the causal mask hides.
+A grid of all pairs would spend time on pairs that the causal mask hides. How far a
+block of keys lies behind the queries decides what a step hides, and few distances hide
+anything: a kernel has code for each of them, without the tiles that no query sees.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +14,9 @@ from jaxtyping import Int32
 
 from memjax_kernels._src.common.packs.tiles import LANES
 
-#: The largest blocks; counted for a v5e, with 256 and with 1,024 tokens a kernel takes
-#: longer.
-LARGEST = 512
+#: The largest blocks, and tiles of a block where a mask hides some; counted for a v5e
+#: at 2,048 tokens: blocks of 512 take 15% more cycles, 256 more than twice as many.
+LARGEST, TILE = 1024, 256
 
 
 class Steps(NamedTuple):
@@ -22,7 +25,7 @@ class Steps(NamedTuple):
     Attributes:
         query: number of the block of queries.
         key: number of the block of keys.
-        mask: number of the mask, see `Plan`.
+        kind: number of the distance between both, see `Plan`.
         first: 1 at the first step of what is added up, a block of queries or of keys.
         last: 1 at its last step.
         fresh: 1 where the block of queries comes for the first time.
@@ -30,22 +33,67 @@ class Steps(NamedTuple):
 
     query: Int32[np.ndarray, " N"]
     key: Int32[np.ndarray, " N"]
-    mask: Int32[np.ndarray, " N"]
+    kind: Int32[np.ndarray, " N"]
     first: Int32[np.ndarray, " N"]
     last: Int32[np.ndarray, " N"]
     fresh: Int32[np.ndarray, " N"]
 
 
+class Part(NamedTuple):
+    """Keys of a block, and the queries that see some of them.
+
+    Attributes:
+        keys: rows of the block of keys.
+        queries: rows of the block of queries.
+        distance: position of the first query less that of the first key; None where
+            every query sees every key.
+    """
+
+    keys: slice
+    queries: slice
+    distance: int | None
+
+
 class Plan(NamedTuple):
     """The steps of a kernel.
 
-    Of each mask `distances` has the position of the first query less that of the first
-    key; None where every query sees every key.
+    Attributes:
+        block: tokens of a block.
+        tile: tokens of a tile.
+        window: keys that a query sees, its own among them; None is all before it.
+        steps: of the grid.
+        distances: of each kind of step, position of the first query less that of the
+            first key; None where every query sees every key.
     """
 
     block: int
+    tile: int
+    window: int | None
     steps: Steps
     distances: tuple[int | None, ...]
+
+    def parts(self, kind: int) -> Iterator[Part]:
+        """What a step of this kind computes: each part's own queries and keys."""
+        first, block, tile = self.distances[kind], self.block, self.tile
+        if first is None:
+            yield Part(slice(0, block), slice(0, block), None)
+            return
+        for row in range(0, block, tile):
+            at = [c for c in range(0, block, tile) if self._sees(first + c - row)]
+            if at:
+                queries = slice(at[0], at[-1] + tile)
+                yield Part(slice(row, row + tile), queries, first + at[0] - row)
+
+    def hides(self, distance: int, size: int) -> bool:
+        """Whether some of `size` queries do not see some of as many keys."""
+        nearest, farthest = distance - (size - 1), distance + (size - 1)
+        beyond = self.window is not None and farthest >= self.window
+        return nearest < 0 or beyond
+
+    def _sees(self, distance):
+        """Whether some query of a tile sees some key."""
+        nearest, farthest = distance - (self.tile - 1), distance + (self.tile - 1)
+        return farthest >= 0 and (self.window is None or nearest < self.window)
 
 
 def block_size(time: int, largest: int) -> int:
@@ -60,9 +108,11 @@ def plan(time: int, window: int | None, by_key: bool) -> Plan:
     Args:
         time: T.
         window: keys that a query sees, its own among them; None is all before it.
-        by_key: whether steps of one block of keys follow each other, else of queries.
+        by_key: whether steps of one block of keys follow each other, else of queries,
+            those of a block with itself first.
     """
     block = block_size(time, LARGEST)
+    tile = block_size(block, TILE)
     pairs = [
         (i, j)
         for i in range(time // block)
@@ -70,25 +120,22 @@ def plan(time: int, window: int | None, by_key: bool) -> Plan:
         # The first query is the one with the most distant keys to see.
         if window is None or (i - j) * block - (block - 1) < window
     ]
-    pairs.sort(key=lambda pair: pair[::-1] if by_key else pair)
-    masks: dict[int | None, int] = {None: 0}
-    numbers = [
-        masks.setdefault(_distance((i - j) * block, block, window), len(masks))
-        for i, j in pairs
-    ]
+    pairs.sort(key=lambda p: p[::-1] if by_key else (p[0], p[0] != p[1], p[1]))
+    empty = Plan(block, tile, window, Steps(*(np.zeros(0, np.int32),) * 6), ())
+    kinds: dict[int | None, int] = {}
+
+    def kind(pair):
+        first = (pair[0] - pair[1]) * block
+        return kinds.setdefault(
+            first if empty.hides(first, block) else None, len(kinds)
+        )
+
+    numbers = np.array([kind(pair) for pair in pairs], np.int32)
     query, key = np.array(pairs, np.int32).T
     outer = key if by_key else query
     changes = np.concatenate([[True], outer[1:] != outer[:-1], [True]])
     fresh = np.zeros(len(pairs), bool)
     fresh[np.unique(query, return_index=True)[1]] = True
     flags = (changes[:-1], changes[1:], fresh)
-    numbered = np.array(numbers, np.int32)
-    steps = Steps(query, key, numbered, *(flag.astype(np.int32) for flag in flags))
-    return Plan(block, steps, tuple(masks))
-
-
-def _distance(first, block, window):
-    """`first`, or None where nothing is hidden."""
-    nearest, farthest = first - (block - 1), first + (block - 1)
-    hidden = nearest < 0 or (window is not None and farthest >= window)
-    return first if hidden else None
+    steps = Steps(query, key, numbers, *(flag.astype(np.int32) for flag in flags))
+    return empty._replace(steps=steps, distances=tuple(kinds))
