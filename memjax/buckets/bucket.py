@@ -71,10 +71,9 @@ def as_path(path: AnyPath | str) -> AnyPath:
 
 def on_disk(folder: Any) -> Path:
     """The path of a folder; ValueError for a URL, and for what is no path."""
-    path = as_path(folder) if isinstance(folder, str | Path) else None
-    if not isinstance(path, Path):
+    if not isinstance(folder, str | Path) or _URL.fullmatch(str(folder)):
         raise ValueError(f"folder must be on a disk, got {short(folder)}")
-    return path
+    return Path(folder).expanduser()
 
 
 def is_bucket(path: AnyPath | str) -> bool:
