@@ -71,9 +71,10 @@ def as_path(path: AnyPath | str) -> AnyPath:
 
 def on_disk(folder: Any) -> Path:
     """The path of a folder; ValueError for a URL, and for what is no path."""
-    if not isinstance(folder, str | Path) or _URL.fullmatch(str(folder)):
+    # Nothing is asked of the store: without credentials its answer takes long.
+    if not isinstance(folder, str | Path) or is_bucket(folder):
         raise ValueError(f"folder must be on a disk, got {short(folder)}")
-    return Path(folder).expanduser()
+    return Path(as_path(folder))
 
 
 def is_bucket(path: AnyPath | str) -> bool:
