@@ -1,0 +1,169 @@
+"""Facts in a log: questions agree with statements, and rivals are memories."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.memories import facts as program
+from experiments.memories import facts_task as task
+from experiments.memories import rivals
+from memjax.models import LanguageModel
+
+NAME = f"({'|'.join(task.NAMES)})"
+
+
+def patterns(wordings):
+    for wording in wordings:
+        text = re.escape(wording).replace(r"\{\}", "{}")
+        yield re.compile(text.format(NAME, r"(\d{3})").encode())
+
+
+def found(text, wordings):
+    """Names and codes of the texts of some wordings, in their order."""
+    matches = [m for x in patterns(wordings) for m in x.finditer(text)]
+    return [m.groups() for m in sorted(matches, key=lambda m: m.start())]
+
+
+@pytest.fixture(name="text", scope="module")
+def _text():
+    # No statement is in it.
+    return jnp.asarray(np.arange(5000) % 26 + ord("a"), jnp.uint8)
+
+
+def test_a_training_text_asks_for_what_was_stated_last(text):
+    batch = task.training_batch(text, 6, (8, 16), 1024, jax.random.key(3))
+    assert batch.tokens.shape == (6, 1024) and batch.tokens.max() < task.VOCAB_SIZE
+    again = 0
+    arrays = map(np.asarray, (batch.tokens, batch.mask, batch.targets))
+    for row, mask, targets in zip(*arrays, strict=True):
+        read = row.astype(np.uint8).tobytes()
+        stated, asked = found(read, task.STATEMENTS), found(read, task.QUESTIONS)
+        again += len(stated) - len(dict(stated))
+        assert asked and dict(asked).items() <= dict(stated).items()
+        # Each digit is predicted at the byte before it, and nothing else is.
+        right = b"".join(code for _, code in asked)
+        assert targets[mask > 0].astype(np.uint8).tobytes() == right
+        np.testing.assert_array_equal(row[1:][mask[:-1] > 0], targets[mask > 0])
+    assert again == 3 * 2 + 3 * 4
+
+
+def test_a_stream_is_a_log_of_all_facts_and_then_documents():
+    stream = task.draw_streams("validation", 2, 16, 1024, 512, seed=5)
+    document = task.text_of("validation").tobytes()
+    for row in range(2):
+        log = np.asarray(stream.log.tokens[row]).astype(np.uint8).tobytes()
+        stated = dict(found(log, task.STATEMENTS))
+        for name, code, place in zip(*(x[row] for x in stream.log[1:]), strict=True):
+            right = f"{int(code):03}".encode()
+            assert stated[task.NAMES[int(name)].encode()] == right
+            assert right in log[int(place) : int(place) + task.SLOT]
+        assert stream.text[row].tobytes() in document + document
+        asked = np.asarray(stream.questions.tokens[row]).astype(np.uint8).tobytes()
+        assert dict(found(asked, task.QUESTIONS)) == stated
+    for count, distance, message in (
+        (32, 512, "count must be in .* and have 40 places"),
+        (16, 2_000_000, "distance=2000000 must be at most 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            task.draw_streams("validation", 2, count, 1024, distance, seed=5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        rivals.LearnedCacheConfig(8, 2, 4, 4, entries=3),
+        rivals.GRUConfig(8, 2, 4, 4),
+    ],
+)
+def test_a_rival_reads_a_segment_as_token_by_token(config, monkeypatch):
+    monkeypatch.setattr(rivals, "CHUNK", 5)
+    mechanism = config.build()
+    params = mechanism.init_params(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 12, 8))
+    whole, y = jax.jit(mechanism.apply)(params, mechanism.init_state(2), x)
+    tokens = jnp.moveaxis(x, 1, 0)
+
+    def step(state, token):
+        return mechanism.step(params, state, token)
+
+    state, steps = jax.lax.scan(step, mechanism.init_state(2), tokens)
+    np.testing.assert_allclose(jnp.moveaxis(steps, 0, 1), y, atol=1e-5)
+    assert jax.tree.structure(state) == jax.tree.structure(whole)
+
+
+def test_the_cache_keeps_the_tokens_of_the_highest_scores():
+    config = rivals.LearnedCacheConfig(8, 1, 4, 4, entries=3)
+    mechanism = config.build()
+    params = mechanism.init_params(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, 9, 8))
+
+    def read(params):
+        return mechanism.apply(params, mechanism.init_state(1), x)
+
+    state, _ = read(params)
+    scores = np.asarray(x[0] @ params.cell.score)[:, 0]
+    best = np.argsort(scores)[::-1][:3]
+    np.testing.assert_allclose(state.memory.scores[0], scores[best], rtol=1e-5)
+    np.testing.assert_array_equal(state.memory.ages[0], 8 - best)
+    # What is dropped by a hard choice still has a gradient.
+    gradient = jax.grad(lambda params: read(params)[1].sum())(params)
+    assert jnp.abs(gradient.cell.score).min() > 0
+
+
+def test_a_question_is_asked_of_the_state_at_its_distance(monkeypatch):
+    monkeypatch.setattr(program, "LOG", 512)
+    streams = {4: task.draw_streams("validation", 2, 4, 512, 512, seed=1)}
+    config = program.model("DeltaNet", 5632)
+    model = LanguageModel(config, key=jax.random.key(0))
+    found = program.answer(model, streams, (256, 512))[4]
+    assert found.shape == (2, 2, 4)
+    stream = streams[4]
+    log = jnp.concatenate([stream.log.tokens, stream.text], axis=1)
+    state, _ = model(model.init_state(2), log[:, : 512 + 256].astype(jnp.int32))
+    for n in range(4):
+        _, logits = model(state, jnp.asarray(stream.questions.tokens[:, n]))
+        digits = stream.questions.mask[:, n] > 0
+        hit = (logits.argmax(-1) == stream.questions.targets[:, n]) | ~digits
+        np.testing.assert_array_equal(found[0, :, n], hit.all(axis=-1))
+
+
+def row(name, near, far):
+    right = {"32": [[near], [far]], "64": [[near], [far]]}
+    return {"name": name, "budget": 100, "runs": [{"right": right}] * 3}
+
+
+def test_the_falsifiers_are_printed():
+    def say(*rows):
+        result = {"rows": {x["name"]: x for x in rows}}
+        return [*program.verdict(result, (32, 64), (256, program.FAR))]
+
+    cache = row(program.CACHE, 0.5, 0.4)
+    assert say(cache) == ["100 bytes: not decided, rows are missing"]
+    assert say(cache, row("DeltaNet", 0.6, 0.5)) == ["100 bytes: holds"]
+    (both,) = say(cache, row("DeltaNet", 0.4, 0.3))
+    assert both == (
+        "100 bytes: falsified: the learned cache is ahead of every memory; no memory "
+        "holds half of 32 facts so far"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(streams=4), "streams must be at least 5 for an interval, got 4"),
+        (dict(seeds=(0, 1)), "seeds must be at least 3"),
+        (dict(distances=(100,)), "each a multiple of 256"),
+        (dict(counts=(65,)), r"counts must be in \[1, 64\], got \(65,\)"),
+    ],
+)
+def test_too_little_for_an_interval_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        program.Config(**changes)
+
+
+def test_a_budget_smaller_than_an_entry_is_refused():
+    with pytest.raises(ValueError, match="goal must be at least the 2064 bytes of one"):
+        program.model(program.CACHE, 1152)
