@@ -94,23 +94,28 @@ def test_a_rival_reads_a_segment_as_token_by_token(config, monkeypatch):
     assert jax.tree.structure(state) == jax.tree.structure(whole)
 
 
-def test_the_cache_keeps_the_tokens_of_the_highest_scores():
-    config = rivals.LearnedCacheConfig(8, 1, 4, 4, entries=3)
-    mechanism = config.build()
-    params = mechanism.init_params(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (1, 9, 8))
-
-    def read(params):
-        return mechanism.apply(params, mechanism.init_state(1), x)
-
-    state, _ = read(params)
-    scores = np.asarray(x[0] @ params.cell.score)[:, 0]
+def test_the_cache_attends_to_the_tokens_of_the_highest_scores():
+    cell = rivals.LearnedCacheConfig(8, 1, 4, 4, entries=3).cell()
+    params = cell.init_params(jax.random.key(0))
+    x, q, k, v = (jax.random.normal(jax.random.key(i), (1, 9, 8)) for i in range(4))
+    q, k, v = (z[..., None, :4] for z in (q, k, v))
+    cache, y = cell.apply(params, None, q, k, v, x)
+    scores = np.asarray(x[0] @ params.score)[:, 0]
     best = np.argsort(scores)[::-1][:3]
-    np.testing.assert_allclose(state.memory.scores[0], scores[best], rtol=1e-5)
-    np.testing.assert_array_equal(state.memory.ages[0], 8 - best)
+    np.testing.assert_allclose(cache.scores[0], scores[best], rtol=1e-5)
+    np.testing.assert_array_equal(cache.ages[0], 8 - best)
+    # The last token reads the best before it, and itself.
+    seen = np.asarray([*np.argsort(scores[:8])[::-1][:3], 8])
+    logits = jax.nn.softplus(params.scale) * (k[0, seen, 0] @ q[0, 8, 0])
+    logits -= jax.nn.softplus(params.slope) * np.log1p(8 - seen)
+    read = jax.nn.softmax(logits) @ v[0, seen, 0]
+    np.testing.assert_allclose(y[0, 8, 0], read, rtol=1e-4)
+
     # What is dropped by a hard choice still has a gradient.
-    gradient = jax.grad(lambda params: read(params)[1].sum())(params)
-    assert jnp.abs(gradient.cell.score).min() > 0
+    def total(params):
+        return cell.apply(params, None, q, k, v, x)[1].sum()
+
+    assert jnp.abs(jax.grad(total)(params).score).min() > 0
 
 
 def test_a_question_is_asked_of_the_state_at_its_distance(monkeypatch):
