@@ -116,7 +116,8 @@ def close(actual, expected, tolerance=1e-5):
 def test_values_are_those_of_the_recurrence(op):
     arguments = draw(op)
     expected = numpy_loop(*arguments, reset=PACKED)
-    for how in ("reference", "xla", SMALL):
+    # In small chunks: with their gradients.
+    for how in ("reference", "xla"):
         close(forward(op, how)(*arguments, PACKED), expected)
 
 
@@ -153,7 +154,7 @@ def test_split_invariance(op):
     *tokens, state = draw(op, 6)
     expected = numpy_loop(*tokens, state)
     run = jax.jit(with_options(op))
-    for split in range(1, 6):
+    for split in (2, 4):
         middle, first = run(*(x[:, :split] for x in tokens), state)
         last, second = run(*(x[:, split:] for x in tokens), middle)
         close((last, np.concatenate([first, second], axis=1)), expected)
@@ -171,16 +172,16 @@ def test_a_step_is_one_token(op):
 @pytest.mark.slow
 @every_op
 def test_defaults_are_empty_memory_and_fastest_form(op):
-    *tokens, _ = draw(op, 9)
-    assert not getattr(memjax_kernels, f"{op}_init_state")(B, H, K, V).any()
+    *tokens, _ = draw(op)
+    empty = np.zeros((B, H, K, V), np.float32)
+    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    same(getattr(memjax_kernels, f"{op}_init_state")(B, H, K, V), empty)
 
     # A small memory on a CPU is looped over, and its gradient is that of chunks.
     def run(how):
         return jax.jit(with_options(op, implementation=how))
 
-    close(run(None)(*tokens), numpy_loop(*tokens, np.zeros((B, H, K, V))))
-    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
-    same(run(None)(*tokens), run("reference")(*tokens))
+    same(run(None)(*tokens), forward(op, "reference")(*tokens, empty, WHOLE))
 
     def loss(how):
         return lambda *tokens: (run(how)(*tokens)[1] ** 2).sum()
