@@ -45,7 +45,7 @@ ASKED = (
     "M+",
     "MemoryLLM",
 )
-NOTED = ("TTT", "DeltaNet", "Trellis", "Lattice", COMPRESSED, "sliding window")
+NOTED = ("TTT", "DeltaNet", "Lattice", COMPRESSED, "sliding window")
 COLUMNS = "you have|text|you need|take|evidence|do not take|not known".split("|")
 #: Cells of the table, row by row, with the names of `_evidence`.
 SITUATIONS = """
@@ -171,7 +171,7 @@ def _evidence(
         + f"; {recalled('sliding window')}",
         "notes": _link("right", "memories", "notes-what-as-many-bytes-of-text-lose")
         + f" of 4 notes (of 16), {notes['config']['distances'][-1]:,} bytes later: "
-        + listed(noted, "TTT", "DeltaNet", "Trellis", COMPRESSED),
+        + listed(noted, "TTT", "DeltaNet", _trellis(notes), COMPRESSED),
         "books": f"{_link('PPL', 'memories', 'books-perplexity-beyond-the-window')}: "
         + listed(
             lambda name: f"{name} {number(books['models'][name]['perplexity'], 1)}",
@@ -192,6 +192,11 @@ def _evidence(
 def _link(text: str, room: str, anchor: str) -> str:
     """To the table of a study, from a page of `docs/`."""
     return f"[{text}](../experiments/{room}/README.md#{anchor})"
+
+
+def _trellis(notes: Result) -> str:
+    """Its first row, whose name has the size of its chunks in newer results."""
+    return next(name for name in notes["models"] if name.startswith("Trellis"))
 
 
 def _size(method: Result) -> str:
@@ -311,7 +316,7 @@ def plot_distance(facts: Result, path: Path) -> None:
                 size = rows[name]["kept_bytes"][-1]["device"]
                 end = size / _bytes_a_token(load(LENGTH))
                 left.axvline(end, color="0.3", linestyle=":")
-        for i, name in enumerate(NOTED):
+        for i, name in enumerate((*NOTED, _trellis(notes))):
             shares = [x["mean"] for x in notes["models"][name]["right"]["16"]]
             drawn.line(right, late, shares, name, i)
         right.axvline(notes["models"][COMPRESSED]["state_bytes"], color="0.3", ls=":")
