@@ -141,7 +141,10 @@ def counted_peers(result: dict[str, Any]) -> Rows:
                     "with backward": shown[1] if shown[1:] else lacks,
                     "in kernels": "; ".join(number(x, 1) for x in kernels),
                 }
+    found = (kernel for case in cases.values() for kernel in case["kernel"])
+    loops = {x["name"] for x in found if x["loops_found_at_run_time"]}
     yield f"jax {pins['jax']}, libtpu {pins['libtpu']}"
+    yield f"a run finds the loops of {', '.join(sorted(loops))}"
 
 
 @results.table("ops/calibration", "tpu/peers")
