@@ -15,7 +15,7 @@ from experiments.lab.measure import KINDS
 from experiments.lab.results import Rows, figure, load, number, percent, table
 from experiments.mplus.answers import by_method
 from experiments.speed.hybrids import LENGTHS
-from experiments.tpu.cycles import SUMMARY
+from experiments.tpu.cycles import SUMMARY, cycles_of
 from memjax.evaluation.drawing import apart, drawing, log_ticks, source_of
 from memjax.models import HMTConfig
 from memjax.training.finetune.segment_stage import SegmentStage
@@ -142,7 +142,7 @@ def _evidence(
 
     def counted(name: str) -> str:
         case = cycles["cases"][f"{SUMMARY[name]}/both"]
-        return f"{name} {number(case['cycles'], 1)}"
+        return f"{name} {cycles_of(case, 1)}"
 
     def listed(describe, *names: str) -> str:
         return "; ".join(map(describe, names))
