@@ -177,19 +177,24 @@ def test_defaults_are_empty_memory_and_fastest_form(op):
     same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
     same(getattr(memjax_kernels, f"{op}_init_state")(B, H, K, V), empty)
 
-    # A small memory on a CPU is looped over, and its gradient is that of chunks.
-    def run(how):
-        return jax.jit(with_options(op, implementation=how))
+    # A small memory on a CPU is looped over.
+    found = jax.jit(with_options(op))(*tokens)
+    same(found, forward(op, "reference")(*tokens, empty, WHOLE))
 
-    same(run(None)(*tokens), forward(op, "reference")(*tokens, empty, WHOLE))
 
-    def loss(how):
-        return lambda *tokens: (run(how)(*tokens)[1] ** 2).sum()
+@pytest.mark.slow
+def test_gradient_of_the_default_is_that_of_chunks():
+    """Of any linear op: `table.run` chooses for all."""
+    *tokens, _ = draw("gated_delta_rule", 9)
 
     def gradient(how):
-        return jax.jit(jax.value_and_grad(loss(how), (0, 1, 2, 3)))(*tokens)
+        def loss(*tokens):
+            run = with_options("gated_delta_rule", implementation=how)
+            return (run(*tokens)[1] ** 2).sum()
 
-    same(gradient(None), gradient("xla"))
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*tokens)
+
+    jax.tree.map(np.testing.assert_array_equal, gradient(None), gradient("xla"))
 
 
 def test_rate_one_recalls_last_value_of_key():

@@ -107,6 +107,11 @@ def close(actual, expected, tolerance=1e-5):
     )
 
 
+@jax.jit
+def absorb(features, state, start, count):
+    return op.hippo_update(features, state, start, count)
+
+
 @pytest.mark.parametrize("name", EDGES)
 def test_the_reference_computes_the_float64_oracle(name):
     start, count = EDGES[name]
@@ -204,11 +209,12 @@ def test_the_state_is_that_of_the_papers_recurrence():
 def test_on_demand_matrices_equal_bank_at_any_offset(start):
     order, length = 64, 32
     stop = start + length
-    kernel = on_demand.kernel(order, int32([start]), int32([stop]), length)[0]
+    jitted = jax.jit(on_demand.kernel, static_argnums=(0, 3))
+    kernel = jitted(order, int32([start]), int32([stop]), length)[0]
     expected = bank.block_kernel(order, start, stop)
     assert np.abs(kernel - expected).max() <= 1e-6 * np.abs(expected).max()
-    eye = jnp.eye(order)[None]
-    transition = on_demand.advance(int32([start]), int32([stop]), eye)[0]
+    eye = np.eye(order, dtype=np.float32)[None]
+    transition = jax.jit(on_demand.advance)(int32([start]), int32([stop]), eye)[0]
     expected = bank.transition(order, start / stop)
     assert np.linalg.norm(transition - expected, 2) <= 2e-6
 
@@ -219,12 +225,13 @@ def test_on_demand_matrices_equal_bank_at_any_offset(start):
     [
         *((64, 64, start) for start in (0, 1, 2048, 1_000_003, 2**30)),
         (64, 256, 2**30),
-        (540, 2048, 1_000_003),
+        (540, 512, 1_000_003),
     ],
 )
 def test_block_at_nodes_equals_kernel_at_any_offset(order, length, start):
-    eye = jnp.eye(length)[None]
-    written = op.hippo_update(eye, jnp.zeros((1, order, length)), int32([start]))[0]
+    eye = np.eye(length, dtype=np.float32)[None]
+    empty = np.zeros((1, order, length), np.float32)
+    written = absorb(eye, empty, int32([start]), None)[0]
     expected = bank.block_kernel(order, start, start + length)
     assert np.linalg.norm(written - expected, 2) <= 2e-6 * np.linalg.norm(expected, 2)
 
@@ -286,22 +293,17 @@ def test_on_demand_matrices_change_after_a_million_tokens():
     state, signal = draw(order, X), draw(steps * length, X, seed=1)
     blocks = jnp.asarray(signal.reshape(steps, 1, length, X))
 
-    def absorb(c, item):
+    def one_block(c, item):
         features, start = item
         return op.hippo_update(features, c, start[None]), None
 
     starts = begin + length * jnp.arange(steps, dtype=jnp.int32)
-    after, _ = jax.lax.scan(absorb, jnp.asarray(state)[None], (blocks, starts))
+    after, _ = jax.lax.scan(one_block, jnp.asarray(state)[None], (blocks, starts))
     end = begin + steps * length
     expected = bank.transition(order, begin / end) @ np.float64(state)
     expected += bank.block_kernel(order, begin, end) @ signal
     assert np.abs(expected - state).max() > 0.4
     assert np.abs(after[0] - expected).max() < 5e-4
-
-
-@jax.jit
-def absorb_padded(features, state, start, count):
-    return op.hippo_update(features, state, start, count)
 
 
 @pytest.mark.slow
@@ -314,13 +316,13 @@ def test_any_cuts_give_coefficients_of_one_block(cuts):
         # Beyond the count stand tokens that must not be read.
         padded = np.full((1, size, X), 1e6, np.float32)
         padded[0, : stop - start] = signal[start:stop]
-        state = absorb_padded(padded, state, int32([start]), int32([stop - start]))
+        state = absorb(padded, state, int32([start]), int32([stop - start]))
     close(state[0], bank.block_kernel(N, 0, 40) @ np.float64(signal))
 
 
 def test_zero_count_leaves_state_unchanged():
     features = FEATURES[:2, 0]
-    after = op.hippo_update(features, STATE[:2], int32([0, 9]), int32([0, L]))
+    after = np.asarray(absorb(features, STATE[:2], int32([0, 9]), int32([0, L])))
     np.testing.assert_array_equal(after[0], STATE[0])
     assert np.abs(after[1] - STATE[1]).max() > 0.1
 

@@ -245,15 +245,20 @@ def test_defaults_are_empty_memory_and_fastest_form(name):
     sizes = (B, H, M, K, V) if CASES[name].op == "gated_slots" else (B, H, K, V)
     actual = getattr(memjax_kernels, f"{CASES[name].op}_init_state")(*sizes)
     jax.tree.map(np.testing.assert_array_equal, actual, empty)
-    # A small memory on a CPU is looped over, and its gradient is that of chunks.
+    # A small memory on a CPU is looped over.
     given = (*tokens, empty, WHOLE)
-    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
     found = jax.jit(op)(*tokens)
     close(found, numpy_loop(name, *tokens, empty))
-    same(found, forward(name, SLOW)(*given))
+    jax.tree.map(np.testing.assert_array_equal, found, forward(name, SLOW)(*given))
+
+
+@pytest.mark.slow
+def test_gradient_of_the_default_is_that_of_chunks():
+    """Of a state of two memories; `test_delta_rule` has one of a single memory."""
+    arguments = draw("gsa")
     close(
-        with_gradients(name, None, given[:-1]),
-        with_gradients(name, SMALL, given[:-1]),
+        with_gradients("gsa", None, arguments),
+        with_gradients("gsa", SMALL, arguments),
         2e-5,
     )
 
