@@ -30,7 +30,7 @@ def draw(seed, queries, keys, width, dtype=jnp.float32):
 def test_mean_of_sigmoids_over_masked_queries(keys):
     q, mask, k = draw(0, 7, keys, 3)
     mask = mask.at[1].set(False)
-    found = jax.jit(sigmoid_scores)(q, mask, k)
+    found = np.asarray(jax.jit(sigmoid_scores)(q, mask, k))
     products = np.asarray(q[0])[np.asarray(mask[0])] @ np.asarray(k[0]).T
     expected = (1 / (1 + np.exp(-products))).mean(axis=0)
     np.testing.assert_allclose(found[0], expected, atol=1e-6)
@@ -46,9 +46,9 @@ def test_mean_of_sigmoids_over_masked_queries(keys):
 )
 def test_kernel_equals_xla(queries, keys, width):
     q, _, k = draw(queries, queries, keys, width)
-    q = q / width**0.5
-    found = jax.jit(KERNEL)(q, k)
-    np.testing.assert_allclose(found, xla.sum_tanh(q, k), rtol=1e-5, atol=2e-4)
+    q = np.asarray(q) / np.float32(width**0.5)
+    found, expected = (jax.jit(form)(q, k) for form in (KERNEL, xla.sum_tanh))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_bfloat16_keys_have_float32_sums():
     q, _, k = draw(1, 600, 300, 64, jnp.bfloat16)
     found = jax.jit(KERNEL)(q, k)
     assert found.dtype == jnp.float32
-    expected = xla.sum_tanh(q.astype(jnp.float32), k.astype(jnp.float32))
+    expected = jax.jit(xla.sum_tanh)(*(np.asarray(x, np.float32) for x in (q, k)))
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 

@@ -206,7 +206,7 @@ def test_split_invariance():
     tokens, memory = draw(6)
     expected = numpy_loop(tokens, memory)
     run = jax.jit(functools.partial(ttt_linear, chunk_size=C))
-    for split in range(1, 6):
+    for split in (2, 4):
         first, second = split_tokens(tokens, split)
         middle, before = run(*first, open_state(memory))
         last, after = run(*second, middle)
