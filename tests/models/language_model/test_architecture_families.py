@@ -23,6 +23,8 @@ from memjax.models.checkpoints.hf.tensor_names import (
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 NAMES = sorted(path.name for path in GOLDEN.iterdir())
 PIECE = 5
+#: Of each way that a mask shifts: learned positions, windows, two kinds of layers.
+PLACED = {"opt", "mistral", "gemma3"}
 
 
 def read_safetensors(path):
@@ -98,7 +100,8 @@ def test_padding_is_not_seen_whole_or_in_pieces(name):
     tokens, mask = golden["tokens"], golden["mask"]
     # What is masked makes a difference.
     assert np.abs(golden["padded"] - golden["logits"])[mask].max() > 0.1
-    close(_encode(*nnx.split(model), tokens, mask), golden["padded"], mask)
+    if name in PLACED:
+        close(_encode(*nnx.split(model), tokens, mask), golden["padded"], mask)
     close(read_in_pieces(model, tokens, mask, PIECE), golden["padded"], mask)
 
 
