@@ -241,7 +241,7 @@ def test_step_equals_apply_and_reset_clears(x):
 
 
 def test_a_block_is_a_layer(x):
-    block = language_model("trellis").blocks[0]
+    block = language_model("gated_deltanet").blocks[0]
     read = nnx.jit(type(block).__call__)
     _, h = read(block, block.init_state(B), x)
     first, one = read(block, block.init_state(B), x[:, :1])

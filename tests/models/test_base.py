@@ -87,7 +87,7 @@ def test_parameters_and_settings_of_other_types_run(name, setting):
         "strict": jax.numpy_dtype_promotion("strict"),
     }
     with settings[setting]:
-        model = nnx.eval_shape(lambda: make_model(name))
+        model = nnx.eval_shape(lambda: make_model(name, num_layers=1))
         params = nnx.state(model, nnx.Param)
         if setting == "bfloat16":
             nnx.update(model, jax.tree.map(low, params))

@@ -306,14 +306,14 @@ def test_batch_elements_may_have_different_lengths(steps):
 
 
 @pytest.mark.slow
-def test_decode_retrieves_for_each_new_token(told):
-    _, state = told
+def test_decode_retrieves_for_each_new_token(steps):
+    state, model = steps[0][-1], one_layer()
     prompt, count = TOKENS[:, 5:9], 3
     greedy = Sampling(temperature=0.0)
     key = jax.random.key(0)
-    answer = shared().generate(state, prompt, count, key=key, sampling=greedy)
+    answer = model.generate(state, prompt, count, key=key, sampling=greedy)
     text = jnp.concatenate([prompt, answer[:, :-1]], axis=1)
-    _, logits = verb("read", state, text)
+    _, logits = verb("read", state, text, model=model)
     np.testing.assert_array_equal(answer, np.argmax(logits[:, 3:], axis=-1))
 
 
@@ -333,8 +333,8 @@ def test_there_is_no_retriever():
 
 
 @pytest.mark.slow
-def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
-    text = TOKENS[:, :7]
+def test_a_step_has_no_retriever_loss_and_scores_every_token(steps):
+    model, text = one_layer(), TOKENS[:, :7]
     batch = TaskBatch(
         chunks=TOKENS[:, None, 7 : 7 + C],
         lengths=jnp.full((B, 1), C, jnp.int32),
@@ -342,10 +342,10 @@ def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
         num_queries=jnp.array([2, 4], jnp.int32),
         keep=jnp.ones(B, bool),
     )
-    memory = mplus_tasks.first_memory(shared(), B, 6, jax.random.key(0))
-    closed = told[0]._replace(length=jnp.zeros(B, jnp.int32))
+    memory = mplus_tasks.first_memory(model, B, 6, jax.random.key(0))
+    closed = steps[0][5 * C]._replace(length=jnp.zeros(B, jnp.int32))
     memory = memory._replace(state=closed)
-    graph, params, rest = nnx.split(shared(), nnx.Param, ...)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
         model = nnx.merge(graph, params, rest)
@@ -354,7 +354,7 @@ def test_a_step_has_no_retriever_loss_and_scores_every_token(told):
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (total, (after, losses)), grads = run(params)
     assert losses.retriever is None and after.state.store.num_valid.tolist() == [M, M]
-    _, logits = verb("read", after.state, text[:, :-1])
+    _, logits = verb("read", after.state, text[:, :-1], model=model)
     scores = jax.nn.log_softmax(logits)
     near(total, -jnp.take_along_axis(scores, text[:, 1:, None], axis=-1).mean())
     chex.assert_tree_all_finite(grads)
