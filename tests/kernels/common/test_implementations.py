@@ -208,7 +208,7 @@ def test_default_lowers_to_xla_on_cpu_under_transformations():
 @pytest.mark.slow
 def test_gradients_of_gradients_exist_where_the_platform_decides(on_hopper):
     """As for a gradient penalty: no kernel, of a TPU or GPU, stands in their way."""
-    function, tokens = draw_half("trellis")
+    function, tokens = draw_half("lattice")
     second = jax.eval_shape(
         jax.jit(
             jax.grad(

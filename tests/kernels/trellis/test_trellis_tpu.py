@@ -203,9 +203,9 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
         ("v6e:2x2", (1, 10, 1, 24, 136, 40, 8), jnp.float32),
         # Heads in pairs.
         ("v5p:2x2x1", (1, 64, 4, 128, 128, 128, 64), jnp.bfloat16),
-        ("v6e:2x2", (2, 40, 2, 64, 128, 64, 32), jnp.float32),
-        # Chunks of fewer than 16 tokens, with as many heads as a program takes.
-        ("v5e:2x2", (8, 32, 12, 64, 64, 64, 1), jnp.bfloat16),
+        ("v6e:2x2", (1, 40, 2, 64, 128, 64, 32), jnp.float32),
+        # Chunks of fewer than 16 tokens. Seven packs fill what a program may take.
+        ("v5e:2x2", (14, 16, 2, 128, 128, 128, 1), jnp.bfloat16),
         ("v6e:2x2", (1, 32, 4, 64, 128, 64, 4), jnp.float32),
     ],
 )
