@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from memjax_kernels import LATTICE_VARIANTS, lattice_init_state
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import blocks as pack_blocks
+from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.lattice import Rule, packed, packed_gradient, tpu_packed
 from memjax_kernels._src.lattice import chunk as one_chunk
 from memjax_kernels._src.lattice.segment import Chunks
@@ -81,16 +82,38 @@ def test_packed_chunk_and_gradient_equal_single_heads(drawn):
     wide = pack_heads(jnp.broadcast_to(gamma, q.shape))
     x = packed.Chunk(pack_heads(q), pack_heads(k), pack_heads(v), wide)
     given = x, pack_heads(start)
-    moved, y = jax.jit(functools.partial(packed.advance, options=options))(*given)
+
+    def whole(phases):
+        function = functools.partial(phases, options=options)
+        # Packs one behind the other, as groups of them are in the kernels.
+        return jax.jit(lambda *arrays: staggered(function, arrays, number, lag=2))
+
+    moved, y = whole(packed.advance)(*given)
     close((moved.after, y), [*map(pack_heads, expected)], 2e-5)
-    vjp = jax.jit(functools.partial(packed_gradient.vjp, options=options))
-    found = vjp(*given, *map(pack_heads, cotangents))
+    found = whole(packed_gradient.vjp)(*given, *map(pack_heads, cotangents))
     by_head = found.x.gamma.reshape(number, size, heads, slots).sum(-1)
     actual = *found.x[:3], by_head, found.start
     theirs = pack_heads(d_q), pack_heads(d_k), pack_heads(d_v)
     theirs = *theirs, pack_heads(d_gamma), pack_heads(d_start)
     for mine, other in zip(actual, theirs, strict=True):
         np.testing.assert_allclose(mine, other, atol=3e-4 * (1 + np.abs(other).max()))
+
+
+def test_each_group_is_its_lag_behind_the_one_before():
+    order = []
+
+    def phases(x):
+        for phase in "abc":
+            order.append(f"{phase}{x[0]}")
+            yield
+        return 2 * x
+
+    found = staggered(phases, (np.arange(3),), groups=3, lag=2)
+    assert list(found) == [0, 2, 4]
+    assert order == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]
+    order.clear()
+    staggered(phases, (np.arange(2),), groups=2, lag=1)
+    assert order == ["a0", "b0", "a1", "c0", "b1", "c1"]
 
 
 def test_sums_over_tokens_are_those_of_float32():

@@ -14,6 +14,7 @@ and pairs of tokens [P, C, CC]. With S = start, D(.)
 |x| are sums over a slot's channels.
 """
 
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax
@@ -91,18 +92,26 @@ class Moved(NamedTuple):
 
 def advance(
     x: Chunk, start: Float[Array, "P M VV"], options: Options
-) -> tuple[Moved, Float[Array, "P C VV"]]:
-    """Takes a memory through a chunk."""
+) -> Generator[None, None, tuple[Moved, Float[Array, "P C VV"]]]:
+    """Takes a memory through a chunk.
+
+    Yields between its phases; see `common.packs.staggered`.
+    """
     dot, heads = options.multiply, options.heads
     slots = block_diagonal(start, heads)
     error = errors(x, slots, options)
+    yield
     h, w = error.h, x.gamma * error.c
     apart = block_diagonal(w, heads)
+    yield
     norm = norms(h, w, apart, error.a, options)
+    yield
     r = x.q.astype(F32) * norm.rho
     y = dot(r + r * norm.taken, slots, "nn")
+    yield
     scores = lower(dot(r, apart, "nt"), heads)
     y -= dot(scores, block_diagonal(h, heads), "nn")
+    yield
     return move(h, w, start, options), y
 
 

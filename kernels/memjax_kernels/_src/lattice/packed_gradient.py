@@ -4,6 +4,7 @@ Written by hand instead of by `jax.vjp`, to choose the recomputed values, to joi
 products that are summed, and to read transposed operands as they are.
 """
 
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -36,8 +37,10 @@ def vjp(
     d_after: Float[Array, "P M VV"],
     d_y: Float[Array, "P C VV"],
     options: Options,
-) -> Cotangents:
+) -> Generator[None, None, Cotangents]:
     """The cotangents of a chunk, which is computed again from its memory.
+
+    Yields between its phases; see `common.packs.staggered`.
 
     The cotangents given are of the memory after the tokens, 0 where the chunk is not
     full, and of the reads.
@@ -49,47 +52,61 @@ def vjp(
 
     slots = block_diagonal(start, heads)
     error = packed.errors(x, slots, options)
+    yield
     h, w = error.h, x.gamma * error.c
     apart_h, apart_w = block_diagonal(h, heads), block_diagonal(w, heads)
+    yield
     norm = packed.norms(h, w, apart_w, error.a, options)
+    yield
     q = x.q.astype(F32)
     r = q * norm.rho
     scores = lower(dot(r, apart_w, "nt"), heads)
+    yield
     moved = packed.move(h, w, start, options)
+    yield
 
     # The memory after the chunk.
     d_memory = d_after - moved.after * sum_channels(moved.after * d_after, heads)
     d_memory *= moved.inverse
     along = sum_channels(d_memory * start, heads)
+    yield
     d_written = along * start - d_memory
     d_start = (1.0 + moved.along) * d_memory + along * moved.written
     apart_d = block_diagonal(d_written, heads)
+    yield
 
     # The reads.
     d_past = dot(d_y, slots, "nt")
     d_scores = lower(-dot(d_y, apart_h, "nt"), heads)
+    yield
     d_r = d_past * (1.0 + norm.taken) + dot(d_scores, apart_w, "nn")
     d_norm = -0.5 * norm.rho * norm.rho * norm.rho * (d_r * q)
     d_norm = jnp.where(norm.across > 0, d_norm, 0.0)
+    yield
     d_taken = d_past * r - 2.0 * norm.taken * d_norm
     sums = sum_tokens(jnp.concatenate([d_taken, d_norm], axis=-1), reverse=True)
     of_along, of_before = jnp.split(sums, 2, axis=-1)
+    yield
 
     # The writes.
     d_before = of_before * w
     d_pairs = weigh(dot(d_before, apart_w, "nt"), heads)
+    yield
     d_w = of_along * error.a + of_before * norm.before + dot(h, apart_d, "nt")
     d_w += diagonal_blocks(
         dot(rows(norm.pairs, d_scores), rows(d_before, r), "tn"), heads
     )
+    yield
     d_c = x.gamma * d_w
     d_a = of_along * w
     if options.variant == "enc":
         d_a += d_c
     d_h = diagonal_blocks(dot(rows(d_pairs, scores), rows(h, -d_y), "tn"), heads)
     d_h += dot(d_pairs, apart_h, "nn")
+    yield
     both = jnp.concatenate([apart_d, slots], axis=1)
     d_h += dot(jnp.concatenate([w, d_a], axis=-1), both, "nn")
+    yield
 
     # The tokens and the memory that the errors are of.
     by_slots, by_channels = (r + r * norm.taken, d_a), (d_y, h)

@@ -40,8 +40,9 @@ from memjax_kernels._src.lattice.tpu_packed_kernels import Layout
 from memjax_kernels._src.lattice.xla import lattice_xla
 
 F32 = jnp.float32
-# Tokens of all packs of a program, at most. A short chunk alone waits for its products.
-TOKENS = 256
+# At most: batch elements of a program, and tokens of all packs that go through a chunk's
+# phases in step. A short chunk alone waits for its products.
+BATCH, TOKENS = 4, 256
 
 
 class Static(NamedTuple):
@@ -99,8 +100,10 @@ def lattice_packed(
     each = heads * _block_bytes(size, slots, width)
     group = group_size(number // heads, each)
     # Batch elements of a program, each with its tokens in all packs.
-    rows = min(TOKENS // (group * size), BLOCK_BYTES // (group * each))
-    layout = Layout(divisor(b, rows), group, heads, tokens.reset is not None)
+    most = BLOCK_BYTES // (group * each)
+    rows = divisor(b, min(BATCH, most))
+    phased = rows // divisor(rows, max(1, TOKENS // (group * size)))
+    layout = Layout(rows, group, heads, tokens.reset is not None, phased)
     floats = (tokens.gamma, tokens.full, tokens.reset)
     gamma, full, reset = jax.tree.map(operator.methodcaller("astype", F32), floats)
     tokens = tokens._replace(gamma=gamma, full=full, reset=reset)

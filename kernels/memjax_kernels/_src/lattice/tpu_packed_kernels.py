@@ -4,6 +4,7 @@ Each takes references to blocks in VMEM. `after` and its cotangent are output bl
 that all chunks of a head share: they hold them between chunks.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,23 +13,28 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import columns as pack_columns
+from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.lattice import packed, packed_gradient
 from memjax_kernels._src.lattice.packed import Chunk, Options
 
 F32 = jnp.float32
+# Phases by which a group of rows is behind the one before it, counted for a v5e.
+FORWARD_LAG, BACKWARD_LAG = 3, 6
 
 
 class Layout(NamedTuple):
     """Sizes of a program's blocks.
 
     `group` packs of `heads` heads for each of `rows` batch elements; `resets`: whether
-    there is a flag of chunks that start from `empty`.
+    there is a flag of chunks that start from `empty`; `phased`: groups of rows that go
+    through a chunk's phases one behind the other.
     """
 
     rows: int
     group: int
     heads: int
     resets: bool
+    phased: int
 
 
 class _Block(NamedTuple):
@@ -54,7 +60,12 @@ def forward_kernel(
         start = _choose(block.reset, _load(empty), start)
     if residuals is not None:
         _store(residuals, start)
-    moved, read = packed.advance(block.chunk, start, options)
+    moved, read = staggered(
+        functools.partial(packed.advance, options=options),
+        (block.chunk, start),
+        layout.phased,
+        FORWARD_LAG,
+    )
     # A chunk that stays open leaves the memory at its start.
     _store(after, _choose(block.full, moved.after, start))
     packs.store_rows(y, read)
@@ -85,12 +96,12 @@ def backward_kernel(
     d_whole = _load(d_start)
     zeros = jnp.zeros_like(d_whole)
     d_new = _choose(block.full, d_whole, zeros)
-    found = packed_gradient.vjp(
-        block.chunk,
-        _load(residuals).astype(F32),
-        d_new,
-        packs.load_rows(d_y, layout.group),
-        options,
+    reads = packs.load_rows(d_y, layout.group)
+    found = staggered(
+        functools.partial(packed_gradient.vjp, options=options),
+        (block.chunk, _load(residuals).astype(F32), d_new, reads),
+        layout.phased,
+        BACKWARD_LAG,
     )
     d = found.start + (d_whole - d_new)
     if block.reset is not None:
