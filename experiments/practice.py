@@ -73,8 +73,8 @@ a pretrained model with recurrent layers | is longer than a cache | to read and 
 on | it as it is | {published} | | what it recalls, against attention of its size
 
 a model to train | has many pairs, near by | recall in kilobytes | DeltaNet, Linear
-Attention, GLA, Lattice | {recall} | ABC, a window | Trellis as wide as DeltaNet: it has
-half the width here; KDA, GDN-2
+Attention, GLA, Lattice | {recall} | ABC, a window | Trellis in as many bytes: as wide
+as DeltaNet it recalls as much; KDA, GDN-2
 
 the same | has few notes, far back | recall in kilobytes | TTT; a list, where notes can
 be recognised | {notes} | a forget gate that has to learn to keep: Trellis fades |

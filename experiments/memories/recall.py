@@ -55,6 +55,10 @@ RATES, FIRST = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), 1e-2
 LEARNED = 0.5
 
 
+#: Trellis as it has the best perplexity.
+SMALL_STEPS = "C = 64, at most 1/64, l2_silu"
+
+
 class Row(NamedTuple):
     """A mechanism with its options, in the columns where it is comparable.
 
@@ -115,9 +119,7 @@ TRELLIS: dict[str, Row] = _BASELINES | {
     "C = 1": _chunk("trellis", 1),
     # In as many bytes an open chunk of 64 leaves no memory.
     "C = 64": _of_width("trellis", chunk_size=64),
-    "C = 64, at most 1/64, phi = l2_silu": _of_width(
-        "trellis", chunk_size=64, step_size=1 / 64, phi="l2_silu"
-    ),
+    SMALL_STEPS: _of_width("trellis", chunk_size=64, step_size=1 / 64, phi="l2_silu"),
     "at most 1/16": _of_width("trellis", step_size=1 / 16),
     "at most 1": _of_width("trellis", step_size=1.0),
     "targets of any size": _of_width("trellis", normalize_target=False),
@@ -389,14 +391,32 @@ def _score(run: Mapping[str, Any], pairs: int, length: int) -> float:
     return found
 
 
+@table("memories/trellis_perplexity", "memories/trellis_steps")
+def perplexity(result: Mapping[str, Any]) -> Rows:
+    """Perplexities of memories of one width, by an earlier program."""
+    for row in result["perplexity"]:
+        cells = {"validation data": row["name"]}
+        yield cells | {"PPL per byte": spread(row["mean"], row["error"], 2)}
+    for name, value in result["ngrams"].items():
+        yield {"validation data": name, "PPL per byte": number(value, 2)}
+    yield "by a program whose last commit is 224480a"
+
+
+@table("memories/columns", "memories/columns/recall")
+def both_columns(result: Mapping[str, Any]) -> Rows:
+    """Recall at equal width and in equal bytes, at a length with room for all pairs."""
+    task = result["task"]
+    return complete(result, task["lengths"][1], task["tested"][-3:])
+
+
 def show_complete(result: Mapping[str, Any]) -> None:
     """Prints the complete rows of a study."""
-    task = result["task"]
-    length, counts = task["scale"]["context_length"], task["pairs"]
     if result["config"]["of"] == "recall":
-        # A length with room for all pairs.
-        length, counts = task["lengths"][1], task["tested"][-3:-1]
-    rows = [x for x in complete(result, length, counts) if isinstance(x, Mapping)]
+        found = both_columns.rows(result)
+    else:
+        task = result["task"]
+        found = complete(result, task["scale"]["context_length"], task["pairs"])
+    rows = [x for x in found if isinstance(x, Mapping)]
     first, *columns = rows[0]
     show(result["question"], columns, {x[first]: [x[c] for c in columns] for x in rows})
 

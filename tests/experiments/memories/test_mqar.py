@@ -80,6 +80,26 @@ def test_a_training_that_diverges_did_not_learn(tiny, tmp_path, monkeypatch):
     assert rows[0]["tried"]["0.03"] is None
 
 
+def test_rows_show_the_seeds_that_learned():
+    def run(seed, column, share, **more):
+        scores = [{"pairs": n, "length": 64, "tokens": share} for n in TASK.tested]
+        about = {"name": "a", "seed": seed, "column": column, "task": "recall"}
+        sizes = {"width": 4, "state_bytes": 1000}
+        return about | sizes | {"validation": [share, 0], "scores": scores} | more
+
+    runs = [run(seed, "width", share) for seed, share in enumerate((0.5, 0.4, 0.9))]
+    diverged = {"name": "b", "column": "bytes", "task": "recall", "diverged": "x"}
+    runs += [diverged | {"width": 3, "state_bytes": 900}] * 3
+    config = {"of": "recall", "columns": ["width", "bytes"]}
+    result = {"rows": runs, "task": TASK._asdict(), "config": config}
+    first, second, *_ = recall.both_columns.rows(result)
+    assert first["equal width: learned"] == "2 of 3"
+    assert first["equal width: 16 pairs"] == "0.70 (0.50 to 0.90)"
+    assert first["equal bytes: width"] == first["equal bytes: learned"] == ""
+    assert second["equal bytes: learned"] == "0 of 3"
+    assert second["equal bytes: state bytes"] == "900"
+
+
 def test_examples_depend_on_seed_and_step_alone():
     first, again, other = (mqar.batch(TASK, 3, step) for step in (1, 1, 2))
     np.testing.assert_array_equal(again.tokens, first.tokens)
