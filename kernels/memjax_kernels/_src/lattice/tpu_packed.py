@@ -40,8 +40,8 @@ from memjax_kernels._src.lattice.tpu_packed_kernels import Layout
 from memjax_kernels._src.lattice.xla import lattice_xla
 
 F32 = jnp.float32
-# At most: batch elements of a program, and tokens of all packs that go through a chunk's
-# phases in step. A short chunk alone waits for its products.
+# At most: batch elements of a program, and tokens of all packs that go through phases
+# in step. A short chunk alone waits for its products.
 BATCH, TOKENS = 4, 256
 
 
