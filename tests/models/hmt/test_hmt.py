@@ -361,7 +361,7 @@ def test_no_logit_depends_on_masked_tokens():
     close(logits[1], unmasked[1])
     assert np.abs(logits - unmasked)[0, 2:].max() > 1e-4
     # The open segment's padding stays masked when tokens follow one by one.
-    after = empty
+    after, following = empty, logits
     for t in range(5):
         token = slice(t, t + 1)
         after, following = call(model, after, TOKENS[:, token], mask[:, token])

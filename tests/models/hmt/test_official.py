@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "hmt"
 WEIGHTS = GOLDEN / "tiny_model.safetensors"
 OFFICIAL = json.loads((GOLDEN / "config.json").read_text())
 MORE = json.loads((GOLDEN / "more.json").read_text())
+Activations = Literal["keep", "recompute", "offload"]
 CASES = ("hmt4", "hmt_window", "rmt4", "stage1_4")
 
 
@@ -40,7 +42,9 @@ def numbers(name="more.npz"):
 
 
 @functools.cache
-def build(length, sensory, memories, retrieval, fraction, activations="keep"):
+def build(
+    length, sensory, memories, retrieval, fraction, activations: Activations = "keep"
+):
     """The tiny model, split into its graph and its parameters."""
     config = HMTConfig(
         segment_length=length,
