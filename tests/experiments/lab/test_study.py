@@ -20,13 +20,13 @@ def test_a_value_is_measured_once_and_bound_to_its_settings(tmp_path):
 
 def test_rates_are_tried_until_the_best_is_inside():
     losses = {1e-3: 4.0, 3e-3: 3.0, 1e-2: 2.0, 3e-2: 1.0, 1e-1: math.nan}
-    found = study.climb_rate([*losses], 3e-3, losses.get)
+    found = study.climb_rate([*losses], 3e-3, losses.__getitem__)
     assert found["rate"] == 3e-2
     # Upwards first; no rate is tried that is no neighbour of a best one.
     assert [*found["tried"]] == ["0.003", "0.01", "0.03", "0.1"]
-    assert study.climb_rate([1e-3, 3e-3], 3e-3, losses.get)["rate"] == 3e-3
+    assert study.climb_rate([1e-3, 3e-3], 3e-3, losses.__getitem__)["rate"] == 3e-3
     with pytest.raises(ValueError, match=r"rates must ascend and have 0.1, got \(0.3"):
-        study.climb_rate([0.3, 0.1], 0.1, losses.get)
+        study.climb_rate([0.3, 0.1], 0.1, losses.__getitem__)
 
 
 def test_rows_continue_with_the_missing_runs(tmp_path):
