@@ -13,8 +13,7 @@ import numpy as np
 from memjax.aot.cycles.bundles import Shares
 from memjax.mechanisms import MechanismConfig
 from memjax.mechanisms.layers.softmax import on_tpu
-from memjax_kernels._src.causal_attention import blocks
-from memjax_kernels._src.causal_attention.grid import kernel_name
+from memjax_kernels._src.causal_attention import blocks, grid
 
 
 def shares(
@@ -84,7 +83,7 @@ def _of_ours(time, window):
         plan = blocks.plan(time, window, by_key)
         begins = float(np.mean(plan.steps.first))
         kinds = np.bincount(plan.steps.kind) / len(plan.steps.kind)
-        found[kernel_name(name, window)] = Shares(
+        found[grid.kernel_name(name, window)] = Shares(
             begins,
             longest=1.0 if by_key else 0.0,
             # Without another kind there is no branch.
