@@ -35,12 +35,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
 
 from experiments.lab import study
-from experiments.lab.baselines import NGram, compressed_bytes
 from experiments.lab.intervals import check_seeds, median_and_range
 from experiments.lab.results import RESULTS, Rows, number, settings, write_report
+from experiments.memories import facts_answers as answers
 from experiments.memories import facts_task as task
 from experiments.memories import mqar, small_models
 from experiments.memories.notes_task import text_of
@@ -48,7 +47,6 @@ from experiments.memories.recall import Row
 from experiments.memories.rivals import UNITS, GRUConfig, LearnedCacheConfig
 from experiments.memories.small_models import Scale
 from memjax.config_io import to_record
-from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.models import LanguageModel, ModelConfig
 from memjax.status import say
@@ -63,12 +61,10 @@ STAGES: tuple[tuple[Scale, tuple[int, ...], float], ...] = (
 RATES, FIRST = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), 1e-2
 #: CPU minutes of DeltaNet's training, compilation and reading.
 MINUTES = 11.0
-#: Bytes of a log; bytes that are read in one call; validation texts of a count.
-LOG, PIECE, VALIDATION = 4096, 256, 16
+#: Validation texts of a count.
+VALIDATION = 16
 #: Distance of the second falsifier, and the share that has to be held there.
 FAR, HALF = 262_144, 0.5
-#: Of the n-gram of the compressed text, and the fewest bits that a byte takes in it.
-ORDER, LEAST_BITS = 5, 1.0
 WINDOW, CACHE, GRU = "sliding window", "learned cache", "GRU"
 #: The most telling first.
 ROWS: dict[str, Row] = {
@@ -119,11 +115,11 @@ class Config:
                 f"streams must be at least {MIN_DOCUMENTS} for an interval, got "
                 f"{self.streams}"
             )
-        if any(n % PIECE for n in self.distances) or (
+        if any(n % answers.PIECE for n in self.distances) or (
             sorted(set(self.distances)) != [*self.distances]
         ):
             raise ValueError(
-                f"distances must ascend, each a multiple of {PIECE}, "
+                f"distances must ascend, each a multiple of {answers.PIECE}, "
                 f"got {self.distances}"
             )
         if not all(1 <= n <= len(task.NAMES) for n in self.counts):
@@ -176,8 +172,10 @@ def main(config: Config) -> None:
     streams = draw(config)
     asked = [config.budgets, *_asked(config)]
     file = config.run_dir / f"baselines-{study.digest(asked)}.json"
-    read_again = study.once(file, lambda: baselines(config, streams), asked)
-    results: dict[str, Any] = {"log": LOG, "baselines": read_again}
+    parameters = small_models.parameters(model("DeltaNet", Config.budgets[0]))
+    given = config.budgets, config.distances, streams, parameters
+    read_again = study.once(file, lambda: answers.read_again(*given), asked)
+    results: dict[str, Any] = {"log": answers.LOG, "baselines": read_again}
     # All rows once; then other rates; then other seeds.
     first = config.seeds[:1]
     for rates, seeds in (((FIRST,), first), (RATES, first), (RATES, config.seeds)):
@@ -203,7 +201,7 @@ def _about(name: str, budget: int, made: ModelConfig) -> dict[str, Any]:
 
 
 def _asked(config: Config) -> list[Any]:
-    return [config.counts, config.distances, config.streams, LOG]
+    return [config.counts, config.distances, config.streams, answers.LOG]
 
 
 def _identity(config: Config, made: ModelConfig) -> list[Any]:
@@ -275,7 +273,7 @@ def measure(
         return {"diverged": str(error)}
     assert trained is not None  # There are stages.
     began = time.process_time()
-    found = answer(trained, streams, config.distances)
+    found = answers.answer(trained, streams, config.distances)
     return {
         "cpu_seconds": seconds,
         "reading_cpu_seconds": time.process_time() - began,
@@ -308,111 +306,10 @@ def validation(trained: LanguageModel) -> float:
 
 def draw(config: Config) -> dict[int, task.Stream]:
     """The test streams by their number of facts."""
-    sizes = (LOG, config.distances[-1], mqar.TEST)
+    sizes = (answers.LOG, config.distances[-1], mqar.TEST)
     return {
         n: task.draw_streams("test", config.streams, n, *sizes) for n in config.counts
     }
-
-
-def answer(
-    model: LanguageModel,
-    streams: Mapping[int, task.Stream],
-    distances: Sequence[int],
-) -> dict[int, np.ndarray]:
-    """Whether each fact is answered [distances, R, N], by the number of facts.
-
-    Texts are read once, all together: questions are asked of copies of the state.
-    """
-    graph, params = nnx.split(model)
-    parts = [np.concatenate([x.log.tokens, x.text], 1) for x in streams.values()]
-    text = jnp.asarray(np.concatenate(parts).astype(np.uint8))
-    state, read = model.init_state(len(text)), 0
-    found: dict[int, list[np.ndarray]] = {n: [] for n in streams}
-    for distance in distances:
-        last = (LOG + distance) // PIECE
-        state, read = _read(graph, params, state, text, read, last), last
-        first = 0
-        for n, stream in streams.items():
-            rows = slice(first, first := first + len(stream.text))
-            own = jax.tree.map(lambda x, rows=rows: x[rows], state)
-            found[n].append(np.asarray(_ask(graph, params, own, stream.questions)))
-    return {n: np.stack(x) for n, x in found.items()}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _read(graph, params, state, text, first, last):
-    """The state after pieces `first` to `last` of the texts."""
-    model = nnx.merge(graph, params)
-
-    def piece(i, state):
-        tokens = jax.lax.dynamic_slice_in_dim(text, i * PIECE, PIECE, 1)
-        return model(state, tokens.astype(jnp.int32))[0]
-
-    return jax.lax.fori_loop(first, last, piece, state)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _ask(graph, params, state, questions):
-    """Whether all digits are right [R, N], each question asked of the state itself."""
-    shape = questions.tokens.shape
-    copies = jax.tree.map(lambda x: jnp.repeat(x, shape[1], axis=0), state)
-    tokens = questions.tokens.reshape(-1, shape[2])
-    _, logits = nnx.merge(graph, params)(copies, tokens)
-    hit = logits.argmax(axis=-1).reshape(shape) == questions.targets
-    return (hit | (questions.mask == 0)).all(axis=-1)
-
-
-def baselines(
-    config: Config, streams: Mapping[int, task.Stream]
-) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Right answers of text that is read again, by budget, row and count."""
-    documents = load_tokens("embedded", load_tokenizer("bytes"), "train")
-    ngram = NGram(documents, ORDER, task.VOCAB_SIZE)
-    # As many bytes as the models' parameters, which are kept too.
-    prime = text_of("train").tobytes()[-4 * _parameters() :]
-    primed = compressed_bytes(prime)
-
-    def lzma(text: np.ndarray) -> float:
-        return compressed_bytes(prime + text.tobytes()) - primed
-
-    def ppm(text: np.ndarray) -> float:
-        losses = ngram.losses([TokenisedDocument("", "", text)])
-        return float(losses.nll.sum()) / math.log(2) / 8
-
-    def share(size: Callable[[np.ndarray], float], budget, stream, distance) -> float:
-        # The log itself is not counted. Longer texts are not tried: none fits.
-        if distance * LEAST_BITS > 8 * budget:
-            return 1 / task.CODES
-        fits = [size(text[:distance]) <= budget for text in stream.text]
-        return float(np.where(fits, 1, 1 / task.CODES).mean())
-
-    def plain(budget, stream, distance) -> float:
-        since = LOG + distance - np.asarray(stream.log.places)
-        return float(np.where(since <= budget, 1, 1 / task.CODES).mean())
-
-    def listed(budget, stream, distance) -> float:
-        return min(1.0, budget / task.dictionary_bytes(stream.log.names.shape[1]))
-
-    kinds = {
-        "text": plain,
-        "text, LZMA": functools.partial(share, lzma),
-        f"text, PPM of order {ORDER}": functools.partial(share, ppm),
-        "dictionary": listed,
-    }
-    return {
-        str(budget): {
-            name: {
-                str(n): [kind(budget, x, d) for d in config.distances]
-                for n, x in streams.items()
-            }
-            for name, kind in kinds.items()
-        }
-        for budget in config.budgets
-    }
-
-
-def _parameters() -> int:
-    return small_models.parameters(model("DeltaNet", Config.budgets[0]))
 
 
 def _shares(row: Mapping[str, Any], count: int, i: int) -> list[float]:

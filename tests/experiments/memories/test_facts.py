@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.memories import facts as program
+from experiments.memories import facts_answers as answers
 from experiments.memories import facts_task as task
 from experiments.memories import rivals
 from memjax.models import LanguageModel
@@ -119,11 +120,11 @@ def test_the_cache_attends_to_the_tokens_of_the_highest_scores():
 
 
 def test_a_question_is_asked_of_the_state_at_its_distance(monkeypatch):
-    monkeypatch.setattr(program, "LOG", 512)
+    monkeypatch.setattr(answers, "LOG", 512)
     streams = {4: task.draw_streams("validation", 2, 4, 512, 512, seed=1)}
     config = program.model("DeltaNet", 5632)
     model = LanguageModel(config, key=jax.random.key(0))
-    found = program.answer(model, streams, (256, 512))[4]
+    found = answers.answer(model, streams, (256, 512))[4]
     assert found.shape == (2, 2, 4)
     stream = streams[4]
     log = jnp.concatenate([stream.log.tokens, stream.text], axis=1)
