@@ -74,7 +74,7 @@ on | it as it is | {published} | | what it recalls, against attention of its siz
 
 a model to train | has many pairs, near by | recall in kilobytes | DeltaNet, Linear
 Attention, GLA, Lattice | {recall} | ABC, a window | Trellis in as many bytes: as wide
-as DeltaNet it recalls as much; KDA, GDN-2
+as DeltaNet it recalls about as much; KDA, GDN-2
 
 the same | has few notes, far back | recall in kilobytes | TTT; a list, where notes can
 be recognised | {notes} | a forget gate that has to learn to keep: Trellis fades |
