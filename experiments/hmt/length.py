@@ -28,15 +28,11 @@ from typing import Any, cast
 import numpy as np
 import tyro
 
-from experiments.hmt import training
+from experiments.hmt import length_tables, training
 from experiments.hmt.rows import (
-    AGAIN,
     APART,
     CAUSAL,
-    FULL,
-    HIERARCHICAL,
     SENSORY,
-    SINK_WINDOW,
     TUNED,
     Row,
     rows,
@@ -44,7 +40,6 @@ from experiments.hmt.rows import (
 from experiments.lab import backbones
 from experiments.lab.intervals import (
     check_seeds,
-    format_interval,
     loss_difference,
     mean_losses,
     select_kind,
@@ -52,20 +47,15 @@ from experiments.lab.intervals import (
 from experiments.lab.measure import Scored, score_once, score_text, state_bytes
 from experiments.lab.results import (
     RESULTS,
-    Rows,
-    figure,
-    number,
     settings,
     show,
-    table,
     write_report,
 )
 from experiments.lab.study import climb_rate, digest, once, selected, show_plan
 from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokens
-from memjax.evaluation import TokenLosses, plots
-from memjax.evaluation.drawing import source_of
+from memjax.evaluation import TokenLosses
 from memjax.models.base import Model
 from memjax.status import say
 from memjax.training import LoopConfig, StepConfig
@@ -75,11 +65,8 @@ from memjax.training.finetune.hmt_presets import presets
 from memjax.training.finetune.segment_stage import SegmentStage
 from memjax.training.finetune.stage import SampleConfig
 
-TUNED_WINDOW = TUNED.format(SINK_WINDOW)
 #: What every other row is compared with.
-BASES = (TUNED_WINDOW, TUNED.format(APART))
-#: The lines of the plot.
-PLOTTED = (CAUSAL, HIERARCHICAL, TUNED_WINDOW, TUNED.format(AGAIN), FULL, SINK_WINDOW)
+BASES = (length_tables.TUNED_WINDOW, TUNED.format(APART))
 #: Inputs are scored up to these positions; shorter documents count as they are.
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 #: Segments of a sample, and those of it that gradients of a memory flow through.
@@ -87,7 +74,7 @@ DEPTH, TRUNCATED = 16, 4
 #: Tokens of a validation document, the learning rates that it chooses from, the first.
 VALIDATION_TOKENS, RATES, FIRST = 2048, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
 #: Rows of the curve; of "k tokens again" HMT has the memories beside.
-CURVE = (CAUSAL, TUNED.format(SENSORY), TUNED_WINDOW)
+CURVE = (CAUSAL, TUNED.format(SENSORY), length_tables.TUNED_WINDOW)
 #: Minutes of a training, for a target and a token read for one, on two cores.
 MINUTES = 9e-5
 Texts = Sequence[TokenisedDocument]
@@ -353,7 +340,7 @@ def report(
     question = "how does perplexity change with the length of the input?"
     given = settings(study.config)
     result = write_report(study.config.output, question, given, results)
-    plot(result, Path(f"{study.config.output}.png"))
+    length_tables.plot(result, Path(f"{study.config.output}.png"))
     cells = {
         name: ["" if value is None else value for value in values]
         for name, values in result["perplexity"]["all"].items()
@@ -384,60 +371,6 @@ def _differences(
 def up_to(losses: TokenLosses, length: int) -> TokenLosses:
     """The first `length` positions."""
     return losses._replace(nll=losses.nll[:, :length], mask=losses.mask[:, :length])
-
-
-@figure("hmt/smollm2/length")
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws the perplexities of some rows."""
-    found = result["perplexity"]["all"]
-    curves = {
-        name: [np.nan if value is None else value for value in found[name]]
-        for name in PLOTTED
-        if name in found
-    }
-    start = result["scored_from"]
-    title = f"Held-out documents, targets from {start} on in each segment"
-    plots.perplexity_by_length(
-        curves, result["lengths"], path, title=title, source=source_of(result)
-    )
-
-
-@table("hmt/length", "hmt/smollm2/length")
-def length(result: dict[str, Any]) -> Rows:
-    """Perplexity by row and length of the input."""
-    for name, values in result["perplexity"]["all"].items():
-        facts = result["models"][name]
-        trained = "none"
-        if "learning_rate" in facts:
-            seeds = facts["seeds"]
-            trained = f"rate {facts['learning_rate']:g}, {seeds} seed{'s'[: seeds > 1]}"
-            if "targets" in facts:
-                trained += f", {facts['targets']:,} targets"
-        cells = {
-            "PPL": name,
-            "state, bytes": number(facts["state_bytes"], 0),
-            "tokens read for one": number(facts["reads"], 2),
-            "training": trained,
-        }
-        for tokens, value in zip(result["lengths"], values, strict=True):
-            cells[f"{number(tokens, 0)} tokens"] = number(value, 2)
-        yield cells
-    for name in result["missing"]:
-        yield {"PPL": f"{name} (not run yet)"}
-
-
-@table("hmt/length_difference", "hmt/smollm2/length")
-def length_difference(result: dict[str, Any]) -> Rows:
-    """Loss of the tuned window minus each row's, at the longest input of both."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for gain in result["gains"]:
-        if gain["base"] == TUNED_WINDOW:
-            # The longest comes last.
-            found.setdefault(gain["model"], {})[gain["kind"]] = gain
-    for name, by in found.items():
-        cells = {f"nats/token below the {TUNED_WINDOW}": name}
-        cells["tokens"] = number(by["all"]["length"], 0)
-        yield cells | {kind: format_interval(x) for kind, x in by.items()}
 
 
 if __name__ == "__main__":

@@ -21,25 +21,19 @@ nothing but this task. Language models that a CPU can train are beaten by counte
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from experiments.lab import study
-from experiments.lab.intervals import check_seeds, median_and_range
+from experiments.lab.intervals import check_seeds
 from experiments.lab.results import (
     RESULTS,
-    Rows,
-    number,
     settings,
-    show,
-    spread,
-    table,
     write_report,
 )
-from experiments.memories import mqar, small_models, text
+from experiments.memories import mqar, recall_tables, small_models, text
 from memjax.config_io import to_record
 from memjax.models import ModelConfig
 from memjax.status import say
@@ -50,11 +44,6 @@ Column = Literal["width", "bytes"]
 MINUTES = 1.7
 #: Rates that may be tried, from `FIRST` up or down until the best is inside.
 RATES, FIRST = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), 1e-2
-#: Validation sequences of the fewest pairs that a model answers which has learned the
-#: task: twice as many as by guessing among the values shown.
-LEARNED = 0.5
-
-
 #: Trellis as it has the best perplexity.
 SMALL_STEPS = "C = 64, at most 1/64, l2_silu"
 
@@ -325,100 +314,7 @@ def main(config: Config) -> None:
         say(f"{case.name}, equal {case.column}, {case.task}")
         results["rows"] += train_row(config, case)
         report = write_report(output, question, settings(config), results)
-    show_complete(report)
-
-
-def _by_pairs(summary: list[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Mean and standard error over seeds by model and number of pairs."""
-    found: dict[str, dict[str, str]] = {}
-    for row in sorted(summary, key=lambda row: row["pairs"]):
-        cell = spread(row["mean"], row["error"], 2)
-        found.setdefault(row["name"], {})[f"{row['pairs']} pairs"] = cell
-    return found
-
-
-@table("memories/recall")
-def by_pairs(result: Mapping[str, Any]) -> Rows:
-    """Right answers by pairs, at a length with room for all of them."""
-    found = _by_pairs(result["accuracy"][str(result["task"]["lengths"][1])])
-    for name, run in {row["name"]: row for row in result["rows"]}.items():
-        yield {
-            "right answers": name,
-            "state bytes": number(run["state_bytes"], 0),
-            "learning rate": f"{run['learning_rate']:g}",
-        } | found[name]
-
-
-def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> Rows:
-    """A row a mechanism: width, bytes, seeds that learned, and what those answer.
-
-    Of a study that was stopped those rows that all of its seeds have finished.
-    """
-    found: dict[str, dict[tuple[str, str], list[Mapping[str, Any]]]] = {}
-    for run in result["rows"]:
-        of = found.setdefault(run["name"], {})
-        of.setdefault((run["column"], run["task"]), []).append(run)
-    has_text = any(run["task"] == "text" for run in result["rows"])
-    for name, of in found.items():
-        cells = {"right answers": name}
-        for column in result["config"]["columns"]:
-            runs, at = of.get((column, "recall"), []), f"equal {column}"
-            learned = [x for x in runs if x.get("validation", (0,))[0] >= LEARNED]
-            for field in ("width", "state_bytes"):
-                own = number(runs[0][field], 0) if runs else ""
-                cells[f"{at}: {field.replace('_', ' ')}"] = own
-            cells[f"{at}: learned"] = f"{len(learned)} of {len(runs)}" if runs else ""
-            for count in counts:
-                cells[f"{at}: {count} pairs"] = median_and_range(
-                    [_score(x, count, length) for x in learned]
-                )
-        if has_text:
-            runs = of.get(("width", "text"), [])
-            values = [x["perplexity"] for x in runs if "perplexity" in x]
-            cells["PPL per byte, equal width"] = median_and_range(values)
-        yield cells
-    yield "median (range) of the seeds that learned; cells without a row: not trained"
-    for order, value in result.get("ngrams", {}).items():
-        yield f"PPL of {order}s {number(value, 2)}"
-
-
-def _score(run: Mapping[str, Any], pairs: int, length: int) -> float:
-    (found,) = (
-        x["tokens"]
-        for x in run["scores"]
-        if (x["pairs"], x["length"]) == (pairs, length)
-    )
-    return found
-
-
-@table("memories/trellis_perplexity", "memories/trellis_steps")
-def perplexity(result: Mapping[str, Any]) -> Rows:
-    """Perplexities of memories of one width, by an earlier program."""
-    for row in result["perplexity"]:
-        cells = {"validation data": row["name"]}
-        yield cells | {"PPL per byte": spread(row["mean"], row["error"], 2)}
-    for name, value in result["ngrams"].items():
-        yield {"validation data": name, "PPL per byte": number(value, 2)}
-    yield "by a program whose last commit is 224480a"
-
-
-@table("memories/columns", "memories/columns/recall")
-def both_columns(result: Mapping[str, Any]) -> Rows:
-    """Recall at equal width and in equal bytes, at a length with room for all pairs."""
-    task = result["task"]
-    return complete(result, task["lengths"][1], task["tested"][-3:])
-
-
-def show_complete(result: Mapping[str, Any]) -> None:
-    """Prints the complete rows of a study."""
-    if result["config"]["of"] == "recall":
-        found = both_columns.rows(result)
-    else:
-        task = result["task"]
-        found = complete(result, task["scale"]["context_length"], task["pairs"])
-    rows = [x for x in found if isinstance(x, Mapping)]
-    first, *columns = rows[0]
-    show(result["question"], columns, {x[first]: [x[c] for c in columns] for x in rows})
+    recall_tables.show_complete(report)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from experiments.lab.intervals import check_seeds
 from experiments.lab.results import (
     RESULTS,
     Rows,
-    figure,
     number,
     settings,
     table,
@@ -65,8 +64,6 @@ from experiments.mplus.methods import (
 )
 from experiments.mplus.samples import Samples, choose_facts, in_rounds, make_samples
 from memjax.data import Question
-from memjax.evaluation import plots
-from memjax.evaluation.drawing import source_of
 from memjax.evaluation.provenance import device_name, version
 from memjax.models import LanguageModel
 from memjax.models.mplus.build import add_mplus
@@ -81,15 +78,6 @@ ROWS = (
     *MEMORIES,
     *get_args(Baseline),
     *(f"{name}, {TUNED}" for name in get_args(Baseline)),
-)
-#: The lines of the plot.
-PLOTTED = (
-    "M+",
-    f"M+, {FITTED}",
-    "MemoryLLM",
-    f"window, device, {TUNED}",
-    f"window, all, {TUNED}",
-    f"BM25, {TUNED}",
 )
 #: Updates of a training in all its stages, and the rates that are tried, from `FIRST`.
 UPDATES, RATES, FIRST = 240, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
@@ -141,7 +129,6 @@ def main(config: Config) -> None:
         for seed in seeds if is_trained else (None,):
             study.ask(name, seed)
             jax.clear_caches()
-    plot(study.result, Path(f"{config.output}.png"))
 
 
 def plan(config: Config) -> dict[str, float]:
@@ -343,23 +330,6 @@ class Study:
             label = "M+, attention retrieves"
             model = models.with_attention_retrieval(model)
         return label, LatentMemory(model), models.recipe(folder)
-
-
-@figure("mplus/retention")
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draws the right answers of some rows against the distance."""
-    rows = by_method(result)
-    curves = {
-        rows[name]["label"]: [
-            (x["accuracy"], x["low"], x["high"]) for x in rows[name]["after"]
-        ]
-        for name in PLOTTED
-        if name in rows
-    }
-    title = f"Right answers, of up to {len(result['facts'])} facts; 95% intervals"
-    plots.accuracy_by_distance(
-        curves, result["distances"], path, title=title, source=source_of(result)
-    )
 
 
 @table("mplus/retention")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.memories import mqar, recall, small_models
+from experiments.memories import mqar, recall, recall_tables, small_models
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
 from memjax.training.distributed import sharding
@@ -92,7 +92,7 @@ def test_rows_show_the_seeds_that_learned():
     runs += [diverged | {"width": 3, "state_bytes": 900}] * 3
     config = {"of": "recall", "columns": ["width", "bytes"]}
     result = {"rows": runs, "task": TASK._asdict(), "config": config}
-    found = recall.both_columns.rows(result)
+    found = recall_tables.both_columns.rows(result)
     first, second = (row for row in found if isinstance(row, dict))
     assert first["equal width: learned"] == "2 of 3"
     assert first["equal width: 16 pairs"] == "0.70 (0.50 to 0.90)"
