@@ -6,7 +6,8 @@ from experiments.hmt.rows import AGAIN, CAUSAL, HIERARCHICAL, SINK_WINDOW
 from experiments.lab.intervals import format_interval
 from experiments.lab.results import Rows, number, spread, table, times
 from experiments.memories.books import MEMORY
-from experiments.memories.recall import SMALL_STEPS, both_columns
+from experiments.memories.recall import SMALL_STEPS
+from experiments.memories.recall_tables import both_columns
 from experiments.mplus import answers
 
 

@@ -1,12 +1,12 @@
 """Does a memory hold more facts than a cache of as many bytes has entries?
 
-    python -m experiments.memories.facts --plan
-    python -m experiments.memories.facts            # resumes, writes after each run
-    python -m experiments.memories.facts --only DeltaNet "learned cache" --budgets 5632
+    python -m experiments.facts.study --plan
+    python -m experiments.facts.study            # resumes, writes after each run
+    python -m experiments.facts.study --only DeltaNet "learned cache" --budgets 5632
 
 A log in plain bytes states 16 to 64 facts in twelve wordings, a quarter of them anew
 with another code. Text of test documents goes on for up to 1,048,576 bytes, and every
-fact is asked in other words (`facts_task`). Rows: memories of equal parameters and
+fact is asked in other words (`task`). Rows: memories of equal parameters and
 equal state; rivals that are trained alike, a sliding window, a cache that learns what
 to keep and a GRU (`rivals`), which has more parameters than all others; baselines that
 are not trained: text, plain or compressed, which a reader who makes no mistake reads
@@ -36,15 +36,14 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from experiments.facts import answers, task
+from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
 from experiments.lab import study
 from experiments.lab.intervals import check_seeds, median_and_range
 from experiments.lab.results import RESULTS, Rows, number, settings, write_report
-from experiments.memories import facts_answers as answers
-from experiments.memories import facts_task as task
 from experiments.memories import mqar, small_models
 from experiments.memories.notes_task import text_of
 from experiments.memories.recall import Row
-from experiments.memories.rivals import UNITS, GRUConfig, LearnedCacheConfig
 from experiments.memories.small_models import Scale
 from memjax.config_io import to_record
 from memjax.evaluation.statistics import MIN_DOCUMENTS
@@ -106,7 +105,7 @@ class Config:
     streams: int = 8
     plan: bool = False
     run_dir: Path = Path("runs/facts")
-    output: Path = RESULTS / "memories" / "facts"
+    output: Path = RESULTS / "facts" / "study"
 
     def __post_init__(self):
         check_seeds(self.seeds)

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.memories import facts as program
-from experiments.memories import facts_answers as answers
-from experiments.memories import facts_task as task
-from experiments.memories import rivals
+from experiments.facts import answers, rivals, task
+from experiments.facts import study as program
 from memjax.models import LanguageModel
 
 NAME = f"({'|'.join(task.NAMES)})"

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from experiments.facts import task
 from experiments.lab.baselines import NGram, compressed_bytes
-from experiments.memories import facts_task as task
 from experiments.memories.notes_task import text_of
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.models import LanguageModel

@@ -1,0 +1,1 @@
+"""More facts than a cache has entries."""
