@@ -188,7 +188,8 @@ def slow_gates(config: ModelConfig, seed: int) -> LanguageModel:
         assert isinstance(mechanism, CellConfig)
         params = as_arrays(block.mechanism)
         # These gates have biases, or rates: they need no constant weight.
-        cell = mechanism.with_half_lives(params.cell, HALF_LIVES, jnp.zeros(()))
+        none = jnp.zeros(config.model_dim)
+        cell = mechanism.with_half_lives(params.cell, HALF_LIVES, none)
         block.mechanism = nnx.data(as_params(params._replace(cell=cell)))
     return model
 

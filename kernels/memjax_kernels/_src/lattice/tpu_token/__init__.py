@@ -94,7 +94,8 @@ def lattice_tokens(
     each = heads * _block_bytes(slots, width)
     group = divisor(number // heads, min(PACKS, BLOCK_BYTES // each))
     rows = min(PACKS // group, BLOCK_BYTES // (group * each))
-    layout = Layout(divisor(b, rows), group, heads, tokens.reset is not None)
+    rows, resets = divisor(b, rows), tokens.reset is not None
+    layout = Layout(rows, group, heads, resets, phased=1)
     reset = None if tokens.reset is None else tokens.reset.astype(F32)
     tokens = tokens._replace(gamma=tokens.gamma.astype(F32), reset=reset)
     # Every chunk is full, but those of padding, which write nothing.
