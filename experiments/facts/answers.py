@@ -30,7 +30,7 @@ def answer(
     streams: Mapping[int, task.Stream],
     distances: Sequence[int],
 ) -> dict[int, np.ndarray]:
-    """Whether each fact is answered [distances, R, N], by the number of facts.
+    """Right answers [distances, R, N] of each number of facts N.
 
     Texts are read once, all together: questions are asked of copies of the state.
     """
@@ -64,7 +64,7 @@ def _read(graph, params, state, text, first, last):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _ask(graph, params, state, questions):
-    """Whether all digits are right [R, N], each question asked of the state itself."""
+    """Answers with all digits right [R, N]; all questions start from one state."""
     shape = questions.tokens.shape
     copies = jax.tree.map(lambda x: jnp.repeat(x, shape[1], axis=0), state)
     tokens = questions.tokens.reshape(-1, shape[2])
@@ -85,7 +85,7 @@ def read_again(
     """
     documents = load_tokens("embedded", load_tokenizer("bytes"), "train")
     ngram = NGram(documents, ORDER, task.VOCAB_SIZE)
-    # As many bytes as the models' parameters, which are kept too.
+    # A model stores its parameters beside its state; LZMA gets the same bytes of text.
     prime = text_of("train").tobytes()[-4 * parameters :]
     primed = compressed_bytes(prime)
 

@@ -5,9 +5,9 @@ value in every head, and attends to them and to the token being read:
 
     y_t = Σ_i g_i exp(c q_tᵀ k_i - a log(1 + age_i)) v_i / Σ_i (the same without v_i)
 
-g_i is 1 for what is kept and 0 for the rest; its gradient is that of the sigmoid of the
-score's distance from the lowest one kept (straight-through), also for what was dropped,
-as far as a chunk reaches. Learned eviction as in the scores of H2O
+g_i is 1 for a kept token and 0 for a dropped one. Its gradient is straight-through:
+that of the sigmoid of the token's score minus the lowest kept score. Tokens dropped
+within the open chunk have it too. Learned eviction as in the scores of H2O
 (https://arxiv.org/abs/2306.14048), trained instead of summed.
 
 The GRU (Cho et al. 2014, https://arxiv.org/abs/1406.1078) has blocks of H units, whose
@@ -71,7 +71,7 @@ class CacheParams(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The tokens that are kept; empty entries have the score `EMPTY`."""
+    """The N tokens of the highest scores; an empty entry has the score `EMPTY`."""
 
     keys: Float[Array, "B N H K"]
     values: Float[Array, "B N H V"]
@@ -135,7 +135,7 @@ def _cache_chunk(params, memory: Cache, q, k, v, x):
     logits *= jax.nn.softplus(params.scale)[None, :, None, None]
     since = jnp.log1p(jnp.maximum(age, 0))[:, None]
     logits -= jax.nn.softplus(params.slope)[None, :, None, None] * since
-    # Of what is read; more would make all others vanish.
+    # The maximum of the gated-in tokens alone: a larger one would underflow them all.
     top = jnp.where(gate > 0, logits, EMPTY).max(axis=-1, keepdims=True)
     weights = gate * jnp.exp(jnp.minimum(logits - jax.lax.stop_gradient(top), 20.0))
     weights /= weights.sum(axis=-1, keepdims=True)

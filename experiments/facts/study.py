@@ -130,8 +130,8 @@ class Config:
 def model(name: str, budget: int) -> ModelConfig:
     """The model of a row, its state nearest to `budget` bytes.
 
-    The feed-forward makes up for the parameters of the mechanism, but those of the GRU,
-    so that all have as many as DeltaNet.
+    The width of the feed-forward gives every row DeltaNet's number of parameters; the
+    GRU has more.
 
     Raises:
         ValueError: if the budget is smaller than one entry, or no size comes near it.
@@ -322,7 +322,7 @@ def _shares(row: Mapping[str, Any], count: int, i: int) -> list[float]:
 def verdict(
     result: Mapping[str, Any], counts: Sequence[int], distances: Sequence[int]
 ) -> Iterator[str]:
-    """What the falsifiers say, by medians over seeds; of complete rows alone."""
+    """Results of both falsifiers at each budget, by medians over seeds."""
     rows = result["rows"].values()
     for budget in dict.fromkeys(row["budget"] for row in rows):
         of = {row["name"]: row for row in rows if row["budget"] == budget}

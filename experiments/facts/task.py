@@ -248,7 +248,7 @@ class Stream(NamedTuple):
 def draw_streams(
     split: Split, rows: int, count: int, log: int, distance: int, seed: int
 ) -> Stream:
-    """`rows` streams: a log of so many bytes, and then text up to a distance.
+    """`rows` streams: a log of `log` bytes, then `distance` bytes of text.
 
     The text is that of all embedded documents of a split, one after the other and round
     again, from places drawn at random.

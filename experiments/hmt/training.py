@@ -39,7 +39,7 @@ def scored(stage: SegmentStage) -> int:
 
 
 def with_targets(stage: SegmentStage, targets: int) -> SegmentStage:
-    """The stage with as many updates as score so many targets.
+    """The stage with the number of updates that scores `targets` targets.
 
     Raises:
         ValueError: if that is less than one update.

@@ -183,7 +183,8 @@ def train(
     return nnx.merge(structure(model), state.params), time.process_time() - began
 
 
-@functools.lru_cache(maxsize=2)
+# Three stages of a model at most.
+@functools.lru_cache(maxsize=3)
 def _programs(
     scale: Scale, model: ModelConfig, draw: Callable
 ) -> tuple[Callable, Callable]:
