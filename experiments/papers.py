@@ -4,7 +4,7 @@ from typing import Any
 
 from experiments.hmt.rows import AGAIN, CAUSAL, HIERARCHICAL, SINK_WINDOW
 from experiments.lab.intervals import format_interval
-from experiments.lab.results import Rows, number, spread, table, times
+from experiments.lab.results import Rows, number, spread, table
 from experiments.memories.books import MEMORY
 from experiments.memories.recall import SMALL_STEPS
 from experiments.memories.recall_tables import both_columns
@@ -19,7 +19,6 @@ from experiments.mplus import answers
     "memories/trellis_steps",
     "hmt/smollm2/length",
     "mplus/retention",
-    "speed/official_mplus",
 )
 def papers(
     books: dict[str, Any],
@@ -28,7 +27,6 @@ def papers(
     steps: dict[str, Any],
     length: dict[str, Any],
     retention: dict[str, Any],
-    speed: dict[str, Any],
 ) -> Rows:
     """The claim of each paper, what was measured here, and at what size."""
     # From the abstracts.
@@ -47,7 +45,7 @@ def papers(
     measured, scale = found["Trellis"]
     found["Trellis"] = f"{measured}. {_perplexity(steps)}", scale
     found |= {MEMORY: _elastic(books), "HMT": _hmt(length)}
-    found["M+"] = _mplus(retention, speed)
+    found["M+"] = _mplus(retention)
     for paper, claim in claims.items():
         measured, scale = found[paper]
         room = {"HMT": "hmt", "M+": "mplus"}.get(paper, "memories")
@@ -131,10 +129,9 @@ def _hmt(result: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def _mplus(result: dict[str, Any], speed: dict[str, Any]) -> tuple[str, str]:
+def _mplus(result: dict[str, Any]) -> tuple[str, str]:
     found = answers.by_method(result)
     right = {name: number(x["after"][-1]["accuracy"], 2) for name, x in found.items()}
-    inject = speed["rounds"][0]["implementations"]["ours"]["inject"]
     return (
         f"right answers {result['distances'][-1]:,} tokens later, with the last of "
         f"three stages trained alone: {right['M+']}, with "
@@ -142,7 +139,6 @@ def _mplus(result: dict[str, Any], speed: dict[str, Any]) -> tuple[str, str]:
         f"the "
         f"backbone tuned on as many updates, windows of its bytes on the device "
         f"{right['window, device, tuned']} and of all its bytes "
-        f"{right['window, all, tuned']}, BM25 {right['BM25, tuned']}; injects "
-        f"{times(inject['speedup']['official'])} as fast as the authors' program",
+        f"{right['window, all, tuned']}, BM25 {right['BM25, tuned']}",
         f"SmolLM2-135M, 240 updates, {len(result['facts'])} facts, one seed",
     )

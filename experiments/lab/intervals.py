@@ -8,10 +8,8 @@ import numpy as np
 from memjax.evaluation import TokenLosses
 from memjax.evaluation.statistics import (
     MIN_DOCUMENTS,
-    interval,
     loss_difference_by_document,
     mean_loss_difference,
-    standard_error,
 )
 
 
@@ -85,41 +83,3 @@ def median_and_range(values: Sequence[float], digits: int = 2) -> str:
         return ""
     low, median, high = np.quantile(values, (0, 0.5, 1))
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    if not values:
-        return None, None
-    error = standard_error(values) if len(values) > 1 else None
-    return float(np.mean(values)), error
-
-
-def summarise_seeds(
-    rows: Sequence[Mapping[str, Any]], metric: str, base: str, by: str | None = None
-) -> list[dict[str, Any]]:
-    """Mean and standard error over seeds, and the difference from a base by seeds.
-
-    The difference is paired: model minus base with the same seed, and so the same
-    batches. It is `clear` if its 95% interval excludes zero (Student's t over three
-    seeds or more, without correction for the number of rows). `by` is another field
-    that distinguishes rows.
-    """
-    groups: dict[tuple, dict[int, float]] = {}
-    for row in rows:
-        key = (row["name"], row[by] if by else None)
-        groups.setdefault(key, {})[row["seed"]] = row[metric]
-    summary = []
-    for (name, key), values in groups.items():
-        against = groups.get((base, key), {})
-        seeds = [seed for seed in values if seed in against]
-        paired = [values[seed] - against[seed] for seed in seeds if name != base]
-        mean, error = _mean_and_error([*values.values()])
-        difference, difference_error = _mean_and_error(paired)
-        summary.append(
-            {"name": name}
-            | ({by: key} if by else {})
-            | {"mean": mean, "error": error, "seeds": len(values)}
-            | {"difference": difference, "difference_error": difference_error}
-            | {"clear": len(paired) >= 3 and interval(paired).excludes_zero}
-        )
-    return summary

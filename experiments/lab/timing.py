@@ -13,25 +13,14 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 
-#: Settings of glibc 2.35 for memory that a step frees, which otherwise goes back to the
-#: kernel and is cleared again at the next step. "large" pages are quicker in a process
-#: by itself; next to others it may wait for the kernel to make room. With "kept" it
-#: never does, but all threads share one heap.
-Pages = Literal["large", "kept"]
-PAGES: dict[Pages, dict[str, str]] = {
-    "large": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
-    "kept": {
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    },
-}
+#: A setting of glibc 2.35: memory that a step frees goes back to the kernel, and large
+#: pages are quickly cleared again at the next step.
+ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Round(NamedTuple):
@@ -81,7 +70,6 @@ def time_processes(
     arguments: Mapping[str, tuple[Any, ...]],
     threads: int,
     repeats: int,
-    pages: Pages = "large",
 ) -> dict[str, list[Round]]:
     """All rounds of each implementation, the first, in which it compiles, included.
 
@@ -90,7 +78,7 @@ def time_processes(
     spawn = multiprocessing.get_context("spawn")
     lines, processes = {}, []
     # The C library reads these variables when a process begins.
-    with mock.patch.dict(os.environ, PAGES[pages]):
+    with mock.patch.dict(os.environ, ENVIRONMENT):
         for name, given in arguments.items():
             lines[name], other = spawn.Pipe()
             target = (other, threads, make, given)
@@ -121,15 +109,6 @@ def _serve(line: Any, threads: int, make: Callable[..., Any], given: Any) -> Non
         seconds = time.perf_counter() - begin
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         line.send((seconds, value, peak))
-
-
-def require_checkout(official: Path, file: str) -> None:
-    """Raises ValueError if the checkout lacks this file, or PyTorch is missing."""
-    if not (official / file).is_file():
-        raise ValueError(f"official must be a folder with {file}, got {official}")
-    for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"official={official} needs {package}: not installed")
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ from experiments.lab.results import (
     write_report,
 )
 from experiments.lab.timing import (
-    PAGES,
+    ENVIRONMENT,
     Round,
     speedup,
     summary,
@@ -211,7 +211,7 @@ def main() -> None:
         show(f"batch {batch}, cores {cores}", columns, cells)
     results = {"rows": rows, "packages": versions("torch", "transformers")}
     question = "speed of generation with a pretrained model"
-    used = {"model": file.name, "document": DOCUMENT, "environment": PAGES["large"]}
+    used = {"model": file.name, "document": DOCUMENT, "environment": ENVIRONMENT}
     write_report(RESULTS / "speed" / "generation", question, used, results)
 
 

@@ -21,7 +21,13 @@ import numpy as np
 
 import memjax
 from experiments.lab.results import RESULTS, Rows, number, table, write_report
-from experiments.lab.timing import PAGES, speedup, summary, time_processes, versions
+from experiments.lab.timing import (
+    ENVIRONMENT,
+    speedup,
+    summary,
+    time_processes,
+    versions,
+)
 from experiments.speed import generation
 from experiments.speed.generation import Prompts
 from memjax.config_io import read_json
@@ -102,7 +108,7 @@ def main() -> None:
         sizes = {n: apart.submit(state_bytes, f).result() for n, f in folders.items()}
     rows = [{"bytes": sizes[n]} | time_row(n, folders[n]) for n in MODELS]
     results = {"rows": rows, "packages": versions("torch", "transformers")}
-    used = {"cores": CORES, "prompt": PROMPT, "environment": PAGES["large"]}
+    used = {"cores": CORES, "prompt": PROMPT, "environment": ENVIRONMENT}
     write_report(RESULTS / "speed/hybrids", "published hybrids on a CPU", used, results)
 
 

@@ -1,12 +1,10 @@
-"""The protocol of studies: stored runs, chosen rates, differences by seed."""
+"""The protocol of studies: stored runs, chosen rates, costs."""
 
 import math
 
-import numpy as np
 import pytest
 
 from experiments.lab import study
-from experiments.lab.intervals import summarise_seeds
 from memjax.training.config import Outcome
 
 
@@ -67,19 +65,3 @@ def test_a_training_adds_the_time_of_stopped_processes(tmp_path):
     assert found.finished and found.seconds > first.seconds > 0
     assert found.skipped_updates == 1
     assert study.train_once(tmp_path, lambda: next(outcomes)) == found
-
-
-def test_differences_are_paired_by_seed():
-    rows = [
-        {"name": name, "seed": seed, "ppl": value}
-        for name, values in {"a": (1.0, 2.0, 4.0), "b": (0.5, 1.4, 3.5)}.items()
-        for seed, value in enumerate(values)
-    ]
-    a, b = summarise_seeds(rows, "ppl", "a")
-    assert a["difference"] is None and not a["clear"]
-    np.testing.assert_allclose(a["mean"], 7 / 3)
-    np.testing.assert_allclose(a["error"], np.std([1, 2, 4], ddof=1) / 3**0.5)
-    np.testing.assert_allclose(b["difference"], np.mean([-0.5, -0.6, -0.5]))
-    assert b["clear"]
-    (_, b) = summarise_seeds(rows[:2] + rows[3:5], "ppl", "a")
-    assert not b["clear"], "two seeds claim nothing"
