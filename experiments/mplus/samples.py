@@ -8,7 +8,6 @@ Shapes: B batch, I chunks, C tokens of a chunk, P tokens of a question.
 """
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,9 +17,6 @@ from jaxtyping import Int32
 
 from memjax.data import Passage, Question, Tokenizer, pick_facts, unrelated
 
-# After the full stop and before the space, because a token begins with its space.
-_ENDS = re.compile(r"(?<=[.!?])(?=\s)")
-
 
 class Samples(NamedTuple):
     """A batch of samples.
@@ -28,15 +24,12 @@ class Samples(NamedTuple):
     Attributes:
         facts: one for each batch element.
         context: the chunk that ends with the fact's context.
-        answers: first token of the context's sentence with the answer, and the first
-            token after that sentence.
         chunks: what is injected after the context.
         prompts: the questions.
     """
 
     facts: list[Question]
     context: Int32[np.ndarray, "B C"]
-    answers: Int32[np.ndarray, "B 2"]
     chunks: Int32[np.ndarray, "I B C"]
     prompts: Int32[np.ndarray, "B P"]
 
@@ -113,9 +106,9 @@ def make_samples(
     for i in range(0, len(facts), batch):
         some = list(facts[i : i + batch])
         parts = [_sequence(fact, passages, encode, num_chunks, chunk) for fact in some]
-        context, answers, chunks = zip(*parts, strict=True)
+        context, chunks = zip(*parts, strict=True)
         prompts = np.stack([encode(fact.question) for fact in some])
-        stacked = np.stack(context), np.stack(answers), np.stack(chunks, axis=1)
+        stacked = np.stack(context), np.stack(chunks, axis=1)
         made.append(Samples(some, *stacked, prompts))
     return made
 
@@ -125,7 +118,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def _sequence(fact, passages, encode, num_chunks, chunk):
-    """The context's chunk [C], the answer's sentence in it, other chunks [I, C]."""
+    """The context's chunk [C], and other chunks [I, C]."""
     context = encode(fact.context)
     missing, wanted = chunk - len(context), num_chunks * chunk
     texts, total = [], 0
@@ -141,17 +134,7 @@ def _sequence(fact, passages, encode, num_chunks, chunk):
         )
     stream = np.concatenate([np.zeros(0, np.int32), *texts])
     first = np.concatenate([stream[wanted : wanted + missing], context])
-    before = [len(encode(fact.context[:at])) for at in _sentence(fact)]
-    answer = missing + np.array(before, np.int32)
-    return first.astype(np.int32), answer, stream[:wanted].reshape(num_chunks, chunk)
-
-
-def _sentence(fact) -> tuple[int, int]:
-    """Where the context's first sentence with the answer begins, and ends."""
-    at = fact.context.index(fact.answer)
-    begin = max((x.start() for x in _ENDS.finditer(fact.context, 0, at)), default=0)
-    after = _ENDS.search(fact.context, at + len(fact.answer))
-    return begin, len(fact.context) if after is None else after.start()
+    return first.astype(np.int32), stream[:wanted].reshape(num_chunks, chunk)
 
 
 def _shuffled(fact, passages) -> Iterator[Passage]:

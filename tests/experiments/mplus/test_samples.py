@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.mplus.samples import choose_facts, in_rounds, make_samples
-from memjax.data import Question, load_tokenizer
-from tests.experiments.mplus.tiny import BYTES, CHUNK, FACTS, NAMES, PASSAGES, samples
+from experiments.mplus.samples import choose_facts, in_rounds
+from tests.experiments.mplus.tiny import BYTES, CHUNK, FACTS, NAMES, samples
 
 
 def test_samples_are_context_other_text_and_question():
@@ -27,25 +26,6 @@ def test_samples_are_context_other_text_and_question():
     assert len(firsts) > 1
     same = samples()
     np.testing.assert_array_equal(same[1].chunks, batches[1].chunks)
-
-
-@pytest.mark.parametrize("tokenizer", [BYTES, load_tokenizer("bpe4k")])
-def test_samples_know_the_sentence_of_the_answer(tokenizer):
-    said = "It is old. The pass of Yk is 3.5 km up! Few go there? Yes, 3.5 do."
-    fact = Question(said, "The pass of Yk is", "3.5 km", "", "Yk")
-
-    def sample(context):
-        facts = [fact._replace(context=context)]
-        sizes = {"batch": 1, "num_chunks": 1, "chunk": 90}
-        return make_samples(facts, PASSAGES, tokenizer, **sizes)[0]
-
-    for context, expected in (
-        (said, " The pass of Yk is 3.5 km up!"),
-        ("The pass of Yk is 3.5 km", "The pass of Yk is 3.5 km"),
-    ):
-        found = sample(context)
-        begin, end = found.answers[0]
-        assert tokenizer.decode(found.context[0, begin:end]).lstrip("\n") == expected
 
 
 def test_second_group_of_passages_follows_the_first():

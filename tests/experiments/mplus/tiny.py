@@ -55,7 +55,7 @@ def memory_model(seed: int = 0, **changes: Any):
 
 
 def samples(samples=4, num_chunks=3, chunk=CHUNK, facts=(), **changes: Any):
-    """Of facts as the study of retrieval draws them, or of these."""
+    """Of facts in random order, or of these."""
     chosen = facts or choose_facts(
         pick_facts(FACTS, seed=0), BYTES, samples=samples, batch=2, **changes
     )
