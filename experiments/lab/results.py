@@ -113,13 +113,13 @@ def percent(share: float) -> str:
     return f"{share:.0%}"
 
 
-def settings(config: Any) -> dict[str, Any]:
+def settings(config: Any, *but: str) -> dict[str, Any]:
     """The fields of a config that change its result, as JSON; paths by their last part.
 
-    `run_dir` and `output` are left out.
+    `run_dir`, `output` and those named in `but` are left out.
     """
-    fields = dataclasses.asdict(config)
-    kept = {k: v for k, v in fields.items() if k not in ("run_dir", "output")}
+    fields, out = dataclasses.asdict(config), ("run_dir", "output", *but)
+    kept = {k: v for k, v in fields.items() if k not in out}
     return json.loads(json.dumps(kept, default=lambda path: path.name))
 
 

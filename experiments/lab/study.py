@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from memjax.training import Outcome
 
 #: In the folder of a training its cost so far, in that of a run its numbers.
 SPENT, SCORE = "spent.json", "score.json"
+#: A row and its seed.
+Run = tuple[str, int]
 
 
 def digest(record: Any) -> str:
@@ -146,19 +148,17 @@ def selected(only: Sequence[str], rows: Sequence[str]) -> list[str]:
 
 
 def run_all(
-    rows: Sequence[str],
-    seeds: Sequence[int],
+    runs: Iterable[Run],
     measure: Callable[[str, int, Path], dict[str, Any]],
     *,
     run_dir: Path,
     identity: Callable[[str, int], Any],
     report: Callable[[list[dict[str, Any]]], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Runs every row with every seed, the finished ones excepted.
+    """Does all runs, the finished ones excepted.
 
     Args:
-        rows: names.
-        seeds: of each row.
+        runs: rows with their seeds.
         measure: (row, seed, folder) -> numbers of this run, as JSON has them.
         run_dir: of the runs' numbers.
         identity: (row, seed) -> settings that these numbers depend on.
@@ -166,18 +166,17 @@ def run_all(
             `seed` and the numbers of each.
     """
     found, is_new = [], False
-    for row in rows:
-        for seed in seeds:
-            folder = run_folder(run_dir, row, seed)
-            file = folder / SCORE
-            is_new = not file.is_file()
-            if is_new:
-                say(f"{row}, seed {seed}")
-            run = (row, seed, folder)
-            numbers = once(file, lambda run=run: measure(*run), identity(row, seed))
-            found.append({"name": row, "seed": seed} | numbers)
-            if is_new and report is not None:
-                report(found)
+    for row, seed in runs:
+        folder = run_folder(run_dir, row, seed)
+        file = folder / SCORE
+        is_new = not file.is_file()
+        if is_new:
+            say(f"{row}, seed {seed}")
+        run = (row, seed, folder)
+        numbers = once(file, lambda run=run: measure(*run), identity(row, seed))
+        found.append({"name": row, "seed": seed} | numbers)
+        if is_new and report is not None:
+            report(found)
     if not is_new and report is not None:
         report(found)
     return found
@@ -188,13 +187,23 @@ def run_folder(run_dir: Path, row: str, seed: int) -> Path:
     return run_dir / row.replace(" ", "_").replace("/", "_") / f"seed{seed}"
 
 
-def plan(
-    rows: Sequence[str], seeds: Sequence[int], run_dir: Path, minutes: float
-) -> None:
-    """Prints the runs that `run_all` would do, and their cost."""
-    runs = [(row, seed) for row in rows for seed in seeds]
+def stored(run_dir: Path, rows: Iterable[str]) -> list[dict[str, Any]]:
+    """Finished runs of these rows with any seed, as `run_all` reports them."""
+    found = []
+    for row in rows:
+        for file in sorted(
+            run_dir.glob(f"{run_folder(Path(), row, 0).parent}/*/{SCORE}")
+        ):
+            seed = int(file.parent.name.removeprefix("seed"))
+            numbers = json.loads(file.read_text("utf-8"))["value"]
+            found.append({"name": row, "seed": seed} | numbers)
+    return found
+
+
+def plan(runs: Iterable[Run], run_dir: Path, minutes: Callable[[str], float]) -> None:
+    """Prints the runs that `run_all` would do, and their cost by row."""
     missing = [run for run in runs if not (run_folder(run_dir, *run) / SCORE).is_file()]
-    show_plan({f"{row}, seed {seed}": minutes for row, seed in missing})
+    show_plan({f"{row}, seed {seed}": minutes(row) for row, seed in missing})
 
 
 def show_plan(minutes: Mapping[str, float]) -> None:

@@ -10,16 +10,15 @@ before: memories that query heads share miss less than the aligned window of the
 bytes. All else explores. Columns: the share of the variance of the
 layer's full attention that is missed on test documents, by kind, for tokens beyond the
 window. Each memory learns it for the same inputs (layer-wise distillation). The
-backbone reads each text once for all memories, of which each takes 5 minutes. A memory
-has a result of its own, and is skipped once that exists.
+backbone reads each text once for all memories, of which each takes 5 minutes. A run has
+a result of its own, and is skipped once that exists.
 
 It does not show perplexity: one layer is replaced, and the model is not tuned.
 """
 
 import dataclasses
 import functools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,16 +66,15 @@ WINDOW, WIDE = "window", "wide window"
 WIDE_SHARED = "wide window of a third"
 #: Windows with adapters in the layer, trained on the texts of a memory.
 ALIGNED = "{}, aligned"
-#: The result of these.
-WINDOWS = "windows"
+WINDOWS = (WINDOW, WIDE, WIDE_SHARED, ALIGNED.format(WIDE), ALIGNED.format(WIDE_SHARED))
 #: Initialised at random, not from the backbone's statistics.
 RANDOM = "Gated DeltaNet, random start"
 #: Learning rate of a window's adapters, as where they are tuned.
 ADAPTER_RATE = 1e-3
 #: Texts of these statistics.
 START_TEXTS = 8
-#: Of one memory, with two seeds.
-MINUTES = 5.0
+#: Of one run.
+MINUTES = 2.5
 
 _SHARED = {"heads": "key_value"}
 # The bytes of 97 tokens of SmolLM2's keys and values in a layer; of 33 where one memory
@@ -124,7 +122,7 @@ class Config:
         passes: over these texts.
         least: documents that each kind must have to be tested.
         plan: print the missing rows, and stop.
-        output: folder of a result for each memory; all together are in its .json.
+        output: folder of a result for each run; all together are in its .json.
     """
 
     only: tuple[str, ...] = ()
@@ -145,6 +143,16 @@ class Config:
     def __post_init__(self):
         for name in self.only:
             require_known("only", name, tuple(MEMORIES))
+
+    def runs(self) -> list[study.Run]:
+        """Rows and seeds; windows that are not trained have one."""
+        names = (*WINDOWS, *(self.only or MEMORIES))
+        once = {WINDOW, WIDE, WIDE_SHARED}
+        return [
+            (name, seed)
+            for name in names
+            for seed in ((0,) if name in once else self.seeds)
+        ]
 
     def stage(self, name: str, seed: int = 0) -> RetrofitStage:
         """The distillation of one memory."""
@@ -177,7 +185,7 @@ class Data(NamedTuple):
     moments: Mapping[int, Moments]
     train: Sequence[TeacherOutput]
     test: Sequence[TeacherOutput]
-    kinds: Mapping[str, str]
+    kinds: Sequence[str]
 
 
 def prepare(config: Config) -> Data:
@@ -206,73 +214,51 @@ def prepare(config: Config) -> Data:
         measure_moments(student, model.config, drawn[:START_TEXTS]),
         read([*drawn]),
         read([text.tokens[:-1] for text in test]),
-        {text.name: text.kind for text in test},
+        [text.kind for text in test],
     )
 
 
-def align(name: str, seed: int, config: Config, data: Data) -> list[float]:
-    """Trains a memory; returns the share that it misses of each test document."""
+def train(learn: Callable, state: Any, seed: int, config: Config, data: Data) -> Any:
+    """The state after all passes over the texts, in the order of the seed."""
+    order = np.random.default_rng(seed)
+    for _ in range(config.passes):
+        for i in order.permutation(len(data.train)):
+            state = learn(state, data.train[i])
+    return state
+
+
+def align(
+    name: str, seed: int, config: Config, data: Data
+) -> tuple[Callable[[TeacherOutput], Any], int]:
+    """The loss of a trained memory, the share that it misses of a text; its bytes."""
     stage = config.stage(name, seed)
     model = stage.wrap(data.backbone, jax.random.key(seed))
     if name != RANDOM:
         model = initialise_layers(model, data.moments, config.tokens)
-    state = stage.first_state(model, jax.random.key(seed))
     graph = nnx.graphdef(model)
     _, learn = make_distillation_steps(model, data.backbone.config, stage.transform())
     # Not donated: all memories have the arrays of one backbone.
-    step, order = jax.jit(learn), np.random.default_rng(seed)
-    for _ in range(config.passes):
-        for i in order.permutation(len(data.train)):
-            state, _ = step(state, data.train[i])
+    step = jax.jit(lambda state, one: learn(state, one)[0])
+    first = stage.first_state(model, jax.random.key(seed))
+    state = train(step, first, seed, config, data)
 
     @jax.jit
-    def loss(state, one):
+    def loss(one):
         return distillation_loss(model_of(graph, state), one)[0]
 
-    return [float(loss(state, one)) for one in data.test]
+    size = jax.eval_shape(lambda: model.blocks[config.layer].init_state(1).memory)
+    return loss, tree_bytes(size)
 
 
-def measure_memory(name: str, config: Config, data: Data) -> dict[str, Any]:
-    """One memory with all seeds: the shares that it misses, and its bytes."""
-    rows = [
-        {"name": name, "seed": seed, "missed": align(name, seed, config, data)}
-        for seed in config.seeds
-    ]
-    model = config.stage(name).wrap(data.backbone, jax.random.key(0))
-    state = jax.eval_shape(lambda: model.blocks[config.layer].init_state(1))
-    return {"rows": rows, "bytes": {name: tree_bytes(state.memory)}}
+def align_window(
+    name: str, seed: int, config: Config, data: Data
+) -> tuple[Callable[[TeacherOutput], Any], int]:
+    """The same of a longer window, its attention's adapters trained if it is aligned.
 
-
-def measure_windows(config: Config, data: Data) -> dict[str, Any]:
-    """The window and the wide ones; bytes are those of the tokens in addition."""
-    mechanism = data.backbone.config.layers[config.layer]
-    assert isinstance(mechanism, AttentionConfig)
-    params = as_arrays(data.backbone.blocks[config.layer].mechanism)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def share(size, one):
-        (x,), (y,) = one["x"], one["y"]
-        narrow = limit_layer(mechanism, size, config.sinks)
-        return missed(whole_window(narrow, params, x), y, config.window)
-
+    Bytes are those of the tokens in addition.
+    """
     shared = baselines.equal_tokens(data.backbone, config.more, "key_value")
-    longer = {WINDOW: 0, WIDE: config.more, WIDE_SHARED: shared}
-    rows = []
-    for name, more in longer.items():
-        shares = [float(share(config.window + more, one)) for one in data.test]
-        rows.append({"name": name, "seed": 0, "missed": shares})
-    for name in (WIDE, WIDE_SHARED):
-        longer[ALIGNED.format(name)] = more = longer[name]
-        for seed in config.seeds:
-            shares = align_window(more, seed, config, data)
-            row = {"name": ALIGNED.format(name), "seed": seed, "missed": shares}
-            rows.append(row)
-    token = 2 * mechanism.num_kv_heads * mechanism.head_dim * 4
-    return {"rows": rows, "bytes": {name: token * n for name, n in longer.items()}}
-
-
-def align_window(more: int, seed: int, config: Config, data: Data) -> list[float]:
-    """Trains adapters of a longer window's attention; otherwise as `align`."""
+    more = shared if WIDE_SHARED in name else config.more if WIDE in name else 0
     stage, layer = config.stage("Infini-attention", seed), config.layer
     mechanism = data.backbone.config.layers[layer]
     assert isinstance(mechanism, AttentionConfig)
@@ -282,39 +268,34 @@ def align_window(more: int, seed: int, config: Config, data: Data) -> list[float
     optimizer = dataclasses.replace(stage.optimizer, learning_rate=ADAPTER_RATE)
     transform = make_optimizer(optimizer, stage.loop.steps)
 
+    @jax.jit
     def loss(params, one):
         block = nnx.merge(graph, params, frozen)
         y = whole_window(window, as_arrays(block.mechanism), one["x"][0])
         return missed(y, one["y"][0], config.window)
 
     @jax.jit
-    def step(params, state, one):
-        gradients = jax.grad(loss)(params, one)
-        updates, state = transform.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+    def step(state, one):
+        params, moments = state
+        updates, moments = transform.update(
+            jax.grad(loss)(params, one), moments, params
+        )
+        return optax.apply_updates(params, updates), moments
 
-    state, order = transform.init(params), np.random.default_rng(seed)
-    for _ in range(config.passes):
-        for i in order.permutation(len(data.train)):
-            params, state = step(params, state, data.train[i])
-    score = jax.jit(loss)
-    return [float(score(params, one)) for one in data.test]
-
-
-def result_file(folder: Path, name: str) -> Path:
-    """The result of a memory, or that of the windows."""
-    return folder / f"{name.lower().replace(',', '').replace(' ', '-')}.json"
+    if name in (ALIGNED.format(WIDE), ALIGNED.format(WIDE_SHARED)):
+        params, _ = train(step, (params, transform.init(params)), seed, config, data)
+    size = more * 2 * mechanism.num_kv_heads * mechanism.head_dim * 4
+    return functools.partial(loss, params), size
 
 
-def write(folder: Path) -> None:
-    """Writes the results of a folder together, as `folder`.json."""
-    files = [result_file(folder, name) for name in (WINDOWS, *MEMORIES)]
-    found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
-    rows = [row for result in found for row in result["rows"]]
-    sizes = {k: n for result in found for k, n in result["bytes"].items()}
-    lines = summary(rows, list(found[0]["documents"].values()), sizes)
-    shown = found[0]["config"] | {"only": []}
-    write_report(folder, QUESTION, shown, {"bytes": sizes, "summary": lines})
+def write(folder: Path, config: Config) -> None:
+    """Writes the results of a folder together, once it has those of both baselines."""
+    rows = study.stored(folder, (*WINDOWS, *MEMORIES))
+    sizes = {row["name"]: row["bytes"] for row in rows}
+    if not {WIDE, WIDE_SHARED} <= sizes.keys():
+        return
+    lines = summary(rows, rows[0]["kinds"], sizes)
+    write_report(folder, QUESTION, settings(config), {"bytes": sizes, "summary": lines})
 
 
 def summary(
@@ -367,29 +348,27 @@ def alignment(result: dict[str, Any]) -> Rows:
 
 
 def main(config: Config) -> None:
-    """Measures the memories without a result, and writes all results together."""
-    names = (WINDOWS, *(config.only or MEMORIES))
-    missing = [name for name in names if not result_file(config.output, name).exists()]
+    """Does the missing runs, and writes all results together."""
     if config.plan:
-        study.show_plan(dict.fromkeys(missing, MINUTES))
+        study.plan(config.runs(), config.output, lambda _: MINUTES)
         return
-    if not missing:
-        write(config.output)
-        return
-    data = prepare(config)
-    for name in missing:
-        if name == WINDOWS:
-            found = measure_windows(config, data)
-        else:
-            found = measure_memory(name, config, data)
-        write_report(
-            result_file(config.output, name).with_suffix(""),
-            QUESTION,
-            settings(config) | {"only": [name]},
-            {"documents": data.kinds, **found},
-        )
-        say(f"{name} has its result")
-        write(config.output)
+    used = settings(config, "only", "seeds", "plan")
+    ready = functools.cache(lambda: prepare(config))
+
+    def measured(name: str, seed: int, folder: Path) -> dict[str, Any]:
+        data = ready()
+        found = align_window if name in WINDOWS else align
+        loss, size = found(name, seed, config, data)
+        missed = [float(loss(one)) for one in data.test]
+        return {"missed": missed, "bytes": size, "kinds": data.kinds}
+
+    study.run_all(
+        config.runs(),
+        measured,
+        run_dir=config.output,
+        identity=lambda name, seed: used,
+        report=lambda _: write(config.output, config),
+    )
 
 
 if __name__ == "__main__":

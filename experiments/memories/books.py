@@ -18,6 +18,7 @@ the models with windows of 64.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,9 +138,10 @@ def run_config(config: Config, model: ModelConfig, seed: int) -> run.RunConfig:
 def main(config: Config) -> None:
     """Trains and scores the missing runs, writes and prints."""
     made = models(config.window, config.baselines)
+    wanted = [*itertools.product(made, config.seeds)]
     if config.plan:
         minutes = config.steps * SECONDS_AN_UPDATE / 60
-        study.plan([*made], config.seeds, config.run_dir, minutes)
+        study.plan(wanted, config.run_dir, lambda _: minutes)
         return
     study.use_compile_cache(config.run_dir)
     texts = test_texts(config)
@@ -166,9 +168,7 @@ def main(config: Config) -> None:
         trained = to_record(run_config(config, made[name], seed))
         return [trained, config.test_texts, *filter(None, [config.reference])]
 
-    rows = study.run_all(
-        [*made], config.seeds, measured, run_dir=config.run_dir, identity=identity
-    )
+    rows = study.run_all(wanted, measured, run_dir=config.run_dir, identity=identity)
     found = report(config, rows)
     output = config.run_dir / "results"
     question = "does a memory help beyond the window?"

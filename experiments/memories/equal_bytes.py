@@ -7,8 +7,8 @@
 Rows (`equal_bytes_rows`): every memory beside the windows of a few layers of SmolLM2,
 HMT, RMT, M+, MemoryLLM, and baselines. Columns (`equal_bytes_report`): perplexity of
 held-out documents by kind and by position, bytes of the state. A
-row has a result of its own, `results/memories/equal_layers/ROW-seedN.json`, and is
-skipped once that exists; a stopped one continues. The layers come from
+row has a result of its own, `results/memories/equal_layers/ROW/seedN/score.json`, and
+is skipped once that exists; a stopped one continues. The layers come from
 `experiments.memories.layers`.
 
 It does not show how memories do with more training than 160 texts of 2,048 tokens, in
@@ -16,6 +16,7 @@ a larger model, or trained with the backbone from the start.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -26,17 +27,17 @@ import numpy as np
 import tyro
 
 from experiments.lab import backbones, measure, study
-from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, settings
 from experiments.memories import equal_bytes_report as report
 from experiments.memories.equal_bytes_rows import ROWS, Setup, wide_window
 from memjax import evaluation
 from memjax.checks import require_known
 from memjax.data import TokenisedDocument
+from memjax.evaluation.provenance import provenance
 from memjax.evaluation.sensitivity import most_sensitive
 from memjax.models.adapters import merge_lora
 from memjax.status import say
 from memjax.training.finetune import finetune
-from memjax.training.finetune.stage import Model
 
 #: First tokens that every window sees too.
 SINKS = 4
@@ -106,52 +107,55 @@ class Config:
         """Of the bins of positions: 0, `first`, 2 `first`, ..., `longest`."""
         return evaluation.log2_bins(self.longest, self.first)
 
-    def missing(self) -> list[tuple[str, int]]:
-        """Rows and seeds without a result, seed by seed."""
+    def runs(self) -> list[study.Run]:
+        """Rows and seeds, seed by seed; without training every seed is the same."""
         return [
-            (name, seed)
-            for i, seed in enumerate(self.seeds)
-            for name in self.rows or ROWS
-            # Without training every seed is the same.
-            if (ROWS[name].stages or i == 0)
-            and not Path(f"{self.result(name, seed)}.json").exists()
+            *dict.fromkeys(
+                (name, seed if ROWS[name].stages else 0)
+                for seed in self.seeds
+                for name in self.rows or ROWS
+            )
         ]
-
-    def result(self, name: str, seed: int) -> Path:
-        """The result's file, without its ending."""
-        return self.output / f"{name}-seed{seed if ROWS[name].stages else 0}"
 
 
 def main(config: Config) -> None:
-    """Runs the missing rows, one after the other."""
-    missing = config.missing()
+    """Does the missing runs, one after the other."""
     if config.plan:
-        study.show_plan(
-            {
-                f"{name}, seed {seed}": MINUTES * ROWS[name].cost
-                for name, seed in missing
-            }
-        )
+        study.plan(config.runs(), config.output, lambda row: MINUTES * ROWS[row].cost)
         return
-    if missing:
-        study.use_compile_cache(config.run_dir)
-        path = backbones.located(config.backbone)
-        loaded = finetune.load_backbone(path)
-        test = measure.documents_of_kinds(
-            config.corpus,
-            loaded.tokenizer,
-            "test",
-            config.tokens,
-            least=config.least,
-            long=config.long,
-            longest=config.longest,
-        )
-        setup = make_setup(config, loaded.model)
-        for name, seed in missing:
-            say(f"{name}, seed {seed}")
-            run_row(name, config, setup._replace(seed=seed), path, test)
-            report.write(config.output)
+    study.use_compile_cache(config.run_dir)
+    used = settings(config, "rows", "seeds", "plan")
+    ready = functools.cache(lambda: prepare(config))
+
+    def measured(row: str, seed: int, folder: Path) -> dict[str, Any]:
+        setup, path, test = ready()
+        found = run_row(row, config, setup._replace(seed=seed), path, test)
+        return provenance(report.QUESTION, used) | found
+
+    study.run_all(
+        config.runs(),
+        measured,
+        run_dir=config.output,
+        identity=lambda row, seed: used,
+        report=lambda _: report.write(config.output),
+    )
     print("every row has its result: python -m experiments.lab.render")
+
+
+def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]:
+    """Sizes and training of all rows, the backbone's files, and test documents."""
+    path = backbones.located(config.backbone)
+    loaded = finetune.load_backbone(path)
+    test = measure.documents_of_kinds(
+        config.corpus,
+        loaded.tokenizer,
+        "test",
+        config.tokens,
+        least=config.least,
+        long=config.long,
+        longest=config.longest,
+    )
+    return make_setup(config, loaded.model), path, test
 
 
 def make_setup(config: Config, backbone: Any) -> Setup:
@@ -186,8 +190,8 @@ def run_row(
     setup: Setup,
     path: Path | str,
     test: Sequence[TokenisedDocument],
-) -> None:
-    """Trains and scores one row, and writes its result."""
+) -> dict[str, Any]:
+    """Trains a row and scores the test documents, each once."""
     row, model, trained = ROWS[name], setup.backbone, None
     folder = config.run_dir / f"{name}-seed{setup.seed}"
     if row.stages is not None:
@@ -208,35 +212,19 @@ def run_row(
     size = measure.state_bytes(model, config.longest)
     wide = measure.state_bytes(wide_window(setup.backbone, setup), config.longest)
     say(f"{name}: {size:,} bytes of state, the wide window {wide:,}")
+    scored = measure.score_once(
+        lambda: measure.score_text(model, SEGMENT), test, folder / "scores"
+    )
     digest = hashlib.sha256()
     for text in test:
         digest.update(text.name.encode() + np.asarray(text.tokens).tobytes())
-    write_report(
-        config.result(name, setup.seed),
-        report.QUESTION,
-        settings(config) | {"rows": [name], "seeds": [setup.seed]},
-        {
-            "row": name,
-            "label": row.label,
-            "seed": setup.seed,
-            "layers": setup.layers,
-            "bytes": size,
-            "bytes_of_wide_window": wide,
-            "texts_digest": digest.hexdigest(),
-            "training": trained,
-            **score(model, config, test, folder / "scores"),
-        },
-    )
-
-
-def score(
-    model: Model, config: Config, test: Sequence[TokenisedDocument], folder: Path
-) -> dict[str, Any]:
-    """Losses of the test documents, each stored in a file and not measured again."""
-    scored = measure.score_once(
-        lambda: measure.score_text(model, SEGMENT), test, folder
-    )
     return {
+        "label": row.label,
+        "layers": setup.layers,
+        "bytes": size,
+        "bytes_of_wide_window": wide,
+        "texts_digest": digest.hexdigest(),
+        "training": trained,
         "edges": config.edges,
         "bins": (1, config.edges.index(config.tokens)),
         "documents": measure.bin_losses(scored.losses, config.edges),

@@ -5,7 +5,6 @@ bytes that are not below theirs: a tuned row with a tuned one of its seed. If bo
 windows have fewer bytes, the larger of the two is the baseline.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from experiments.lab.intervals import select_kind
 from experiments.lab.measure import KINDS, binned_losses
 from experiments.lab.results import Rows, number, table, write_report
+from experiments.lab.study import stored
 from experiments.memories.equal_bytes_rows import ROWS
 from memjax import evaluation
 from memjax.evaluation.statistics import loss_difference_by_document
@@ -27,11 +27,7 @@ Result = dict[str, Any]
 
 def write(folder: Path) -> None:
     """Puts the rows of a folder together, in the order of `ROWS`."""
-    files = [
-        file for name in ROWS for file in sorted(folder.glob(f"{name}-seed?.json"))
-    ]
-    rows = [json.loads(file.read_text("utf-8")) for file in files]
-    write_report(folder, QUESTION, {}, summary(rows))
+    write_report(folder, QUESTION, {}, summary(stored(folder, ROWS)))
 
 
 def summary(rows: Sequence[Result]) -> Result:
@@ -41,10 +37,10 @@ def summary(rows: Sequence[Result]) -> Result:
         for field in ("texts_digest", "edges", "bins", "layers"):
             if row[field] != first[field]:
                 raise ValueError(
-                    f"{row['row']} and {first['row']} cannot be compared: "
+                    f"{row['name']} and {first['name']} cannot be compared: "
                     f"{field} must be {first[field]}, got {row[field]}"
                 )
-    by_name = {(row["row"], row["seed"]): row for row in rows}
+    by_name = {(row["name"], row["seed"]): row for row in rows}
     return {
         "edges": first["edges"],
         "bins": first["bins"],
@@ -69,10 +65,14 @@ def _baseline(row: Result, rows: Mapping[tuple[str, int], Result]) -> Result | N
 def _columns(row: Result, base: Result | None) -> Result:
     bins = tuple(row["bins"])
     scored = binned_losses(row["documents"], bins)
-    kept = ("row", "label", "seed", "bytes", "training")
-    found = {name: row[name] for name in kept} | {
-        "perplexity": {k: evaluation.perplexity(scored, kind=k) for k in KINDS},
-    }
+    kept = ("label", "seed", "bytes", "training")
+    found = (
+        {"row": row["name"]}
+        | {name: row[name] for name in kept}
+        | {
+            "perplexity": {k: evaluation.perplexity(scored, kind=k) for k in KINDS},
+        }
+    )
     if base is not None:
         other = binned_losses(base["documents"], bins)
         found["saved_over"] = base["label"]

@@ -21,6 +21,7 @@ baselines here are lower rivals.
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,8 +126,9 @@ class Config:
 def main(config: Config) -> None:
     """Trains the missing rows, asks, writes and prints."""
     made = models(config)
+    wanted = [*itertools.product(made, config.seeds)]
     if config.plan:
-        study.plan([*made], config.seeds, config.run_dir, MINUTES)
+        study.plan(wanted, config.run_dir, lambda _: MINUTES)
         return
     began, longest = time.monotonic(), config.distances[-1]
     tests = {
@@ -145,8 +147,7 @@ def main(config: Config) -> None:
 
     asked = [config.updates, config.counts, config.distances, config.texts]
     runs = study.run_all(
-        [*made],
-        config.seeds,
+        wanted,
         measure,
         run_dir=config.run_dir,
         identity=lambda name, seed: [to_record(made[name]), *asked],

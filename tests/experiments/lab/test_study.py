@@ -38,8 +38,7 @@ def test_rows_continue_with_the_missing_runs(tmp_path):
 
     def run_all():
         return study.run_all(
-            ["a", "b"],
-            (0, 1),
+            [(row, seed) for row in "ab" for seed in (0, 1)],
             measure,
             run_dir=tmp_path,
             identity=lambda row, seed: row,
@@ -54,6 +53,7 @@ def test_rows_continue_with_the_missing_runs(tmp_path):
     assert rows[-1] == {"name": "b", "seed": 1, "x": 1} and reports == [1, 2, 3, 4]
     run_all()
     assert len(done) == 5 and reports[-1] == 4
+    assert study.stored(tmp_path, ["b", "a", "c"]) == rows[2:] + rows[:2]
 
 
 def test_a_training_adds_the_time_of_stopped_processes(tmp_path):

@@ -8,6 +8,7 @@ import math
 import jax
 import pytest
 
+from experiments.lab import study
 from experiments.lab.measure import state_bytes
 from experiments.memories import equal_bytes, equal_bytes_report
 from experiments.memories import equal_bytes_rows as rows
@@ -116,7 +117,7 @@ def _result(name, nats, seed=0, changes=None):
     ]
     trained = {"updates": 2, "tokens": 16, "rate": 1e-3}
     return {
-        "row": name,
+        "name": name,
         "label": ROWS[name].label,
         "seed": seed,
         "layers": [1],
@@ -129,14 +130,17 @@ def _result(name, nats, seed=0, changes=None):
     } | (changes or {})
 
 
+def _store(folder, result):
+    file = study.run_folder(folder, result["name"], result["seed"]) / study.SCORE
+    study.once(file, lambda: result)
+
+
 def test_rows_are_put_together(tmp_path):
     folder = tmp_path / "results"
-    folder.mkdir()
     given = (("wide", 30.0, 0), ("window", 40.0, 0))
     given += (("lattice", 20.0, 1), ("wide-tuned", 25.0, 1), ("wide-tuned", 9.0, 0))
     for name, nats, seed in given:
-        text = json.dumps(_result(name, nats, seed))
-        (folder / f"{name}-seed{seed}.json").write_text(text)
+        _store(folder, _result(name, nats, seed))
     equal_bytes_report.write(folder)
     found = json.loads((tmp_path / "results.json").read_text())
     by_row = {(row["row"], row["seed"]): row for row in found["rows"]}
@@ -147,8 +151,7 @@ def test_rows_are_put_together(tmp_path):
     for one in ("perplexity", "saved"):
         table = list(getattr(equal_bytes_report, one).rows(found))
         assert all(row.keys() == table[0].keys() for row in table)
-    other = _result("infini", 1.0, 0, {"texts_digest": "b"})
-    (folder / "infini-seed0.json").write_text(json.dumps(other))
+    _store(folder, _result("infini", 1.0, 0, {"texts_digest": "b"}))
     with pytest.raises(ValueError, match="cannot be compared: texts_digest must"):
         equal_bytes_report.write(folder)
 
@@ -172,8 +175,8 @@ def test_the_plan_leaves_out_finished_rows(tmp_path, capsys):
     config = equal_bytes.Config(
         rows=("window", "lattice"), seeds=(0, 1), output=tmp_path
     )
-    assert config.missing() == [("window", 0), ("lattice", 0), ("lattice", 1)]
-    (tmp_path / "lattice-seed0.json").write_text("{}")
+    assert config.runs() == [("window", 0), ("lattice", 0), ("lattice", 1)]
+    _store(tmp_path, _result("lattice", 1.0))
     equal_bytes.main(dataclasses.replace(config, plan=True))
     said = capsys.readouterr().out
     assert "lattice, seed 1: " in said and "2 missing: " in said
