@@ -1,16 +1,16 @@
 """Which memory to take: a table and three plots across all studies.
 
-`docs/which-memory.md` shows them. The words are advice; every number is read from the
-result files of the studies.
+`docs/which-memory.md` shows them. The words are advice, from `practice.txt`; every
+number is read from the result files of the studies.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.hmt.rows import SINK_WINDOW as SINKS
-from experiments.hmt.rows import WINDOW, Row
+from experiments.hmt.rows import Row
 from experiments.lab.measure import KINDS
 from experiments.lab.results import Rows, figure, load, number, percent, table
 from experiments.mplus.answers import by_method
@@ -47,81 +47,68 @@ ASKED = (
 )
 NOTED = ("TTT", "DeltaNet", "Lattice", COMPRESSED, "sliding window")
 COLUMNS = "you have|text|you need|take|evidence|do not take|not known".split("|")
-#: Cells of the table, row by row, with the names of `_evidence`.
-SITUATIONS = """
-a pretrained model | fits its positions and your memory | anything | full attention |
-{full} | |
-
-the same | is longer, and may be kept | facts, asked in their own words | BM25 over the
-text, one chunk | {bm25} | M+, MemoryLLM; SnapKV while a text is read | questions in
-other words
-
-the same | is longer, and may be read twice | low perplexity | `ReReadWindow` |
-{reread} | HMT, RMT, M+ | at equal compute, against a larger model; HMT trained on as
-many targets as the window; how much of the tuned lead is adapters in more layers
-
-the same | is longer, and is read once | low perplexity | a window with 4 sinks; a
-shared Gated DeltaNet beside it adds a little | {window} | a window without sinks;
-Elastic Memory, Infini-attention; a memory for each query head | whether a window that
-is aligned as long gains as much; longer training
-
-the same | is longer, and must not be kept | facts | M+ with a retriever fitted
-afterwards | {mplus} | MemoryLLM | all stages of the training: this is the last alone,
-with one seed
-
-a pretrained model with recurrent layers | is longer than a cache | to read and write
-on | it as it is | {published} | | what it recalls, against attention of its size
-
-a model to train | has many pairs, near by | recall in kilobytes | DeltaNet, Linear
-Attention, GLA, Lattice | {recall} | ABC, a window | Trellis in as many bytes: as wide
-as DeltaNet it recalls about as much; KDA, GDN-2
-
-the same | has few notes, far back | recall in kilobytes | TTT; a list, where notes can
-be recognised | {notes} | a forget gate that has to learn to keep: Trellis fades |
-Trellis without one; more than two seeds
-
-the same | is language | low perplexity | a window of the memory's bytes | {books} |
-Elastic Memory in blocks of 8 | above a million parameters
-
-a TPU to fill | is of any length | speed of training | SSD, linear attention; Lattice in
-chunks of 64 | {cycles} | Trellis or Lattice by single tokens | times: counted, not run
-"""
+#: A paragraph a row, a cell a column; `{name[key]}` looks up a key in `_evidence`.
+SITUATIONS = Path(__file__).with_suffix(".txt")
+#: Words that link to the table of a study, from a page of `docs/`.
+LINKS = {
+    "nats": ("nats", "memories", "equal-bytes-memories-of-a-pretrained-model"),
+    "facts": ("right", "mplus", "knowledge-retention"),
+    "ppl": ("PPL", "hmt", "length"),
+    "recall": ("right", "memories", "recall"),
+    "notes": ("right", "memories", "notes-what-as-many-bytes-of-text-lose"),
+    "perplexity": ("PPL", "memories", "books-perplexity-beyond-the-window"),
+    "state": ("state", "speed", "published-hybrids-against-transformers"),
+    "cycles": ("cycles", "tpu", "summary"),
+}
 Result = dict[str, Any]
+
+
+class Lookup:
+    """What `{name[key]}` stands for in a text: a function of the key."""
+
+    def __init__(self, find: Callable[[str], str]):
+        self._find = find
+
+    def __getitem__(self, key: str) -> str:
+        return self._find(key)
+
+
+def _each(find: Callable[[str], str]) -> Lookup:
+    """Several keys, parted by slashes, each with its name."""
+    return Lookup(lambda keys: "; ".join(f"{x} {find(x)}" for x in keys.split("/")))
 
 
 @table("practice", EQUAL, FACTS, LENGTH, RECALL, NOTES, BOOKS, CYCLES, HYBRIDS)
 def practice(*results: Result) -> Rows:
     """A row a situation: what to take, the evidence, and what is not known."""
     evidence = _evidence(*results)
-    for text in SITUATIONS.strip().split("\n\n"):
+    for text in SITUATIONS.read_text("utf-8").split("\n\n"):
         cells = " ".join(text.split()).format(**evidence).split("|")
         yield dict(zip(COLUMNS, map(str.strip, cells), strict=True))
     yield "nats saved a token are on proofs / code / prose"
 
 
-def _evidence(
-    equal: Result,
-    facts: Result,
-    length: Result,
-    recall: Result,
-    notes: Result,
-    books: Result,
-    cycles: Result,
-    hybrids: Result,
-) -> dict[str, str]:
-    """The figures of each row of the table, with a link to their own table."""
-    methods = by_method(facts)
-    right = {k: number(v["after"][-1]["accuracy"], 2) for k, v in methods.items()}
-    full = number(methods["full attention, tuned"]["after"][2]["accuracy"], 2)
-    middle, last = (f"{x:,} tokens later" for x in facts["distances"][2:])
-    right_facts = _link("right", "mplus", "knowledge-retention")
-    nats = _link("nats", "memories", "equal-bytes-memories-of-a-pretrained-model")
-    longest = {k: number(v[-1], 1) for k, v in length["perplexity"]["all"].items()}
-    published = hybrids["rows"][1]
-    megabytes = [f"{number(size / 1e6, 1)} MB" for size in published["bytes"]]
+def _evidence(*results: Result) -> dict[str, Any]:
+    """What the cells of the table name."""
+    equal, facts, length, recall, notes, books, cycles, hybrids = results
+    methods, published = by_method(facts), hybrids["rows"][1]
+    links = {
+        name: f"[{text}](../experiments/{room}/README.md#{anchor})"
+        for name, (text, room, anchor) in LINKS.items()
+    }
 
-    def saved(name: str, base: str, seed: int = 0) -> str:
-        found = _saving(equal, name, base, seed)
+    def answered(i: int) -> Lookup:
+        return Lookup(lambda x: number(methods[x]["after"][i]["accuracy"], 2))
+
+    def size(name: str) -> str:
+        """The largest state."""
+        found = [x["device"] + x["host"] for x in methods[name]["kept_bytes"]]
+        most = max(found) / 1e6
+        return f"{number(most, 2 if most < 1 else 0)} MB"
+
+    def saved(key: str) -> str:
+        name, base, *seed = key.split("/")
+        found = _saving(equal, name, base, *map(int, seed))
         return " / ".join(f"{x:+.3f}" for x in found)
 
     def recalled(name: str) -> str:
@@ -133,76 +120,38 @@ def _evidence(
                     if score["length"] == length and score["pairs"] in found:
                         found[score["pairs"]].append(score["tokens"])
         few, many = (number(float(np.median(x)), 2) for x in found.values())
-        return f"{name} {few} ({many})"
+        return f"{few} ({many})"
 
     def noted(name: str) -> str:
-        by_count = notes["models"][name]["right"]
+        # Newer results have the size of chunks in a name.
+        names = (x for x in notes["models"] if x.startswith(name))
+        by_count = notes["models"][next(names)]["right"]
         few, many = (percent(by_count[n][-1]["mean"]) for n in ("4", "16"))
-        return f"{name} {few} ({many})"
+        return f"{few} ({many})"
 
     def counted(name: str) -> str:
-        case = cycles["cases"][f"{SUMMARY[name]}/both"]
-        return f"{name} {cycles_of(case, 1)}"
+        return cycles_of(cycles["cases"][f"{SUMMARY[name]}/both"], 1)
 
-    def listed(describe, *names: str) -> str:
-        return "; ".join(map(describe, names))
-
-    memory, base = "gated-deltanet-shared", "wide-shared-tuned"
-    return {
-        "full": f"{nats} saved over a window {saved('full', 'wide')}, tuned "
-        f"{saved('full-tuned', 'wide-tuned')}; {right_facts}, {middle}: {full}",
-        "bm25": f"{right_facts}, {last}: {right['BM25']} in {_size(methods['BM25'])}, "
-        f"tuned {right['BM25, tuned']}; M+ {right['M+']} in {_size(methods['M+'])}",
-        "reread": f"{nats} saved over a window {saved('reread', 'wide-shared')}, tuned "
-        f"{saved('reread-tuned', base)}",
-        "window": f"{_link('PPL', 'hmt', 'length')} {longest[SINKS]} with sinks, "
-        f"{longest[WINDOW]} without; {nats} saved by the memory over a window of its "
-        f"bytes {saved(memory, base)}, second seed {saved(memory, base, 1)}",
-        "mplus": f"{right_facts}, {last}: {right[FITTED]}; MemoryLLM "
-        f"{right['MemoryLLM']}, closed book {right['closed book, tuned']}",
-        "published": f"{published['name']}, "
-        f"{_link('state', 'speed', 'published-hybrids-against-transformers')}: "
-        + " and ".join(
-            f"{size} after {tokens:,} tokens"
-            for size, tokens in zip(megabytes, LENGTHS, strict=True)
-        ),
-        "recall": f"{_link('right', 'memories', 'recall')} of 16 pairs (of 32): "
-        + listed(recalled, "DeltaNet", "Linear Attention", "GLA", "Lattice", "ABC")
-        + f"; {recalled('sliding window')}",
-        "notes": _link("right", "memories", "notes-what-as-many-bytes-of-text-lose")
-        + f" of 4 notes (of 16), {notes['config']['distances'][-1]:,} bytes later: "
-        + listed(noted, "TTT", "DeltaNet", _trellis(notes), COMPRESSED),
-        "books": f"{_link('PPL', 'memories', 'books-perplexity-beyond-the-window')}: "
-        + listed(
-            lambda name: f"{name} {number(books['models'][name]['perplexity'], 1)}",
-            *(k for k, row in books["models"].items() if "state_bytes" in row),
-        ),
-        "cycles": f"{_link('cycles', 'tpu', 'summary')} a token, with backward: "
-        + listed(
-            counted,
-            "SSD (Mamba-2)",
-            "Lattice, chunks of 64",
-            "Gated DeltaNet",
-            "Trellis, chunks of 64",
-            "causal attention at 2,048 tokens",
-        ),
+    sizes = zip(published["bytes"], LENGTHS, strict=True)
+    grown = [f"{number(x / 1e6, 1)} MB after {n:,} tokens" for x, n in sizes]
+    trained = {k: x for k, x in books["models"].items() if "state_bytes" in x}
+    listed = (f"{k} {number(x['perplexity'], 1)}" for k, x in trained.items())
+    by_length = length["perplexity"]["all"]
+    return links | {
+        "middle": f"{facts['distances'][2]:,}",
+        "last": f"{facts['distances'][-1]:,}",
+        "late": f"{notes['config']['distances'][-1]:,}",
+        "sooner": answered(2),
+        "right": answered(-1),
+        "size": Lookup(size),
+        "saved": Lookup(saved),
+        "longest": Lookup(lambda name: number(by_length[name][-1], 1)),
+        "pairs": _each(recalled),
+        "noted": _each(noted),
+        "counted": _each(counted),
+        "published": f"{published['name']}, {links['state']}: {' and '.join(grown)}",
+        "books": f"{links['perplexity']}: {'; '.join(listed)}",
     }
-
-
-def _link(text: str, room: str, anchor: str) -> str:
-    """To the table of a study, from a page of `docs/`."""
-    return f"[{text}](../experiments/{room}/README.md#{anchor})"
-
-
-def _trellis(notes: Result) -> str:
-    """Its first row, whose name has the size of its chunks in newer results."""
-    return next(name for name in notes["models"] if name.startswith("Trellis"))
-
-
-def _size(method: Result) -> str:
-    """The largest state of a method."""
-    most = max(size["device"] + size["host"] for size in method["kept_bytes"]) / 1e6
-    return f"{number(most, 2 if most < 1 else 0)} MB"
 
 
 def _row(equal: Result, name: str, seed: int = 0) -> Result:
@@ -316,7 +265,8 @@ def plot_distance(facts: Result, path: Path) -> None:
                 size = rows[name]["kept_bytes"][-1]["device"]
                 end = size / _bytes_a_token(load(LENGTH))
                 left.axvline(end, color="0.3", linestyle=":")
-        for i, name in enumerate((*NOTED, _trellis(notes))):
+        trellis = next(x for x in notes["models"] if x.startswith("Trellis"))
+        for i, name in enumerate((*NOTED, trellis)):
             shares = [x["mean"] for x in notes["models"][name]["right"]["16"]]
             drawn.line(right, late, shares, name, i)
         right.axvline(notes["models"][COMPRESSED]["state_bytes"], color="0.3", ls=":")
