@@ -24,9 +24,7 @@ from experiments.lab.measure import state_bytes, tree_bytes
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.windowed import limit_attention, set_capacity
-from memjax.models.loss import target_nll
 from memjax.models.mplus.model import MPlus
-from memjax.models.mplus.read import ReadOptions, read_closed
 
 #: Methods with M+'s parameters, and methods of the backbone alone.
 Memory = Literal["M+", "M+ (attention)", "MemoryLLM"]
@@ -127,14 +125,6 @@ class LatentMemory:
         rows = [] if store is None or by_attention else [x.rows for x in store.layers]
         host = tree_bytes(rows)
         return StateBytes(tree_bytes(state) - host, host)
-
-    def losses(self, memory, tokens, prompt):
-        """Nats [B, T - P] of tokens [B, T] after a prompt of P, which alone retrieves.
-
-        The memory has no open chunk.
-        """
-        graph, params = nnx.split(self.model)
-        return np.asarray(_losses(graph, params, memory, jnp.asarray(tokens), prompt))
 
 
 class ReRead:
@@ -258,14 +248,6 @@ def _read(graph, parameters, memory, tokens):
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _write(graph, parameters, memory, tokens):
     return nnx.merge(graph, parameters).inject(memory, tokens)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _losses(graph, params, memory, tokens, prompt):
-    model, options = nnx.merge(graph, params), ReadOptions(prompt_length=prompt)
-    _, features, *_ = read_closed(model.weights, memory, tokens[:, :-1], options)
-    scored = features[:, prompt - 1 :]
-    return target_nll(model.logits, scored, tokens[:, prompt:], model.vocab_size)
 
 
 def _continue(model, state, prompt, count, chunk) -> np.ndarray:

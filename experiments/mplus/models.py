@@ -94,19 +94,18 @@ def book_passages() -> list[Passage]:
     return cut
 
 
-def with_config(model: MPlus, **changes: Any) -> MPlus:
-    """The same parameters with another config."""
-    return model.replace(config=dataclasses.replace(model.config, **changes))
-
-
 def with_attention_retrieval(model: MPlus) -> MPlus:
     """M+-Attn of the same parameters: attention scores replace the retriever.
 
     The store is on the device, where every token searches it.
     """
-    return with_config(
-        model, retrieval="attention", retrieval_source="prefix", store_memory="device"
+    config = dataclasses.replace(
+        model.config,
+        retrieval="attention",
+        retrieval_source="prefix",
+        store_memory="device",
     )
+    return model.replace(config=config)
 
 
 def with_fitted_retriever(model: MPlus, tokenizer: Tokenizer, folder: Path) -> MPlus:
