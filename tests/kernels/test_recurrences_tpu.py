@@ -31,8 +31,8 @@ from tests.kernels.distances import close, distances
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 
-def interpreted(kernels):
-    return functools.partial(kernels, interpret=INTERPRETER)
+def interpreted(kernels, by: Any = INTERPRETER):
+    return functools.partial(kernels, interpret=by)
 
 
 def xla(op):
@@ -46,11 +46,13 @@ def xla(op):
 
 
 # Of each op with gates: its kernels, interpreted, its form for XLA, and the index of g.
+# Memory is written where all ops have it written: two show that it is, and the lighter
+# interpreter runs two others.
 OPS = {
     "ssd": (interpreted(pallas_tpu.ssd_tpu), xla(ssd), 3),
-    "gla": (interpreted(pallas_tpu.gla_tpu), xla(gla), 3),
+    "gla": (interpreted(pallas_tpu.gla_tpu, True), xla(gla), 3),
     "gated_delta_rule": (
-        interpreted(pallas_tpu.gated_delta_rule_tpu),
+        interpreted(pallas_tpu.gated_delta_rule_tpu, True),
         xla(gated_delta_rule),
         4,
     ),
@@ -81,13 +83,14 @@ def draw(name, seed, b, t, h, key, value, dtype=jnp.float32, ways=1) -> Any:
     # Slots are as many as channels of a key.
     channels = [key] * (name in ("gla", "kda", "gated_slots"))
     g = -np.log1p(np.exp(-normal(b, t, h, *channels) - 2))
-    tokens = [jnp.asarray(x, dtype) for x in (q, k, normal(b, t, h, value))]
-    memory = jnp.asarray(normal(b, h, key, value))
+    tokens = [x.astype(dtype) for x in (q, k, normal(b, t, h, value))]
+    memory = normal(b, h, key, value)
     if name == "gated_slots":
-        state = GatedSlotsState(jnp.asarray(normal(b, h, key, key)), memory)
-        return *tokens, jnp.asarray(1 - np.exp(g), dtype), jnp.asarray(g), state
-    rates = [jnp.asarray(1 / (1 + np.exp(normal(b, t, h))))] * (name in DELTA_RULES)
-    return *tokens, *rates, jnp.asarray(g), memory
+        state: Any = GatedSlotsState
+        memories = state(normal(b, h, key, key), memory)
+        return *tokens, (1 - np.exp(g)).astype(dtype), g, memories
+    rates = [1 / (1 + np.exp(normal(b, t, h)))] * (name in DELTA_RULES)
+    return *tokens, *rates, g, memory
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -101,18 +104,21 @@ def both(form, reset, *arguments):
 
 
 def documents():
-    """They begin inside, and where a chunk does: two chunks and a part of one."""
-    return jnp.zeros((2, 130), bool).at[0, 37].set(True).at[1, 64].set(True)
+    """They begin inside, and where a chunk does: a chunk and a part of one."""
+    found = np.zeros((2, LENGTH), bool)
+    found[[0, 1], [37, 64]] = True
+    return found
 
 
+LENGTH = 100
 # Of each op: value heads, those of a key head, sizes of keys and values, the packing.
 SIZES = {
     # Two key heads a program.
     "gated_delta_rule": (4, 2, 128, 128, (4, 1, 2)),
     # A key head for two programs.
     "ssd": (4, 4, 128, 128, (2, 1, 4)),
-    # No block of one key head fills the lanes: copies of it do. Three groups.
-    "gla": (12, 6, 64, 64, (2, 2, 2)),
+    # No block of one key head fills the lanes: copies of it do. Two groups.
+    "gla": (8, 4, 64, 64, (2, 2, 2)),
     "kda": (2, 2, 128, 128, (2, 1, 2)),
     "gated_slots": (2, 1, 64, 128, (1, 2, 1)),
 }
@@ -124,14 +130,14 @@ def draw_wide(name, monkeypatch):
     heads, ways, *widths, packing = SIZES[name]
     monkeypatch.setattr(pack_blocks, "RECURRENCE_PACKS", 4 if ways == 2 else 2)
     q, v = (
-        jax.ShapeDtypeStruct((2, 130, h, d), jnp.float32)
+        jax.ShapeDtypeStruct((2, LENGTH, h, d), jnp.float32)
         for h, d in zip((heads // ways, heads), widths, strict=True)
     )
     assert recurrence._pack(q, v) == packing
 
     def drawn(seed, dtype=jnp.float32):
         key, value = widths
-        return list(draw(name, seed, 2, 130, heads, key, value, dtype, ways))
+        return list(draw(name, seed, 2, LENGTH, heads, key, value, dtype, ways))
 
     return drawn
 
@@ -144,8 +150,8 @@ def test_values_and_gradients_agree_with_xla(name, draw_wide):
     kernels, chunks, place = OPS[name]
     if name != "gated_slots":
         # Mild gates behind strong ones keep their digits.
-        g = arguments[place].at[0, 20].set(-jnp.inf).at[0, 55].set(-1e4)
-        arguments[place] = g.at[0, 70:80].set(-103.0)
+        g = arguments[place]
+        g[0, 20], g[0, 55], g[0, 70:80] = -np.inf, -1e4, -103.0
     reset = documents()
     found = both(kernels, reset, *arguments)
     close(found, both(chunks, reset, *arguments), 3e-6)
@@ -161,10 +167,12 @@ def test_bfloat16_error_is_no_larger_than_xla(name, draw_wide):
     kernels, chunks, place = OPS[name]
     low = draw_wide(3, jnp.bfloat16)
     if name in DELTA_RULES:
-        k = low[1][:, :1] + 0.3 * low[1]
-        low[1] = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+        k = low[1].astype(np.float32)
+        k = k[:, :1] + 0.3 * k
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+        low[1] = k.astype(jnp.bfloat16)
         low[place] *= 0.01
-    high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    high = jax.tree.map(lambda x: x.astype(np.float32), low)
     # The program of the test above.
     exact = both(chunks, documents(), *high)
     # Which memory is not written yet is tested above: here by the lighter interpreter.
@@ -202,7 +210,7 @@ def test_single_head_of_64_runs_in_xla(name):
         tokens.pop()
     else:
         kernels, chunks, _ = OPS[name]
-    arguments = *tokens, memory, jnp.zeros((1, 70), bool).at[0, 65].set(True)
+    arguments = *tokens, memory, np.arange(70)[None] == 65
     assert "pallas_call" not in str(jax.make_jaxpr(kernels)(*arguments))
     close(jax.jit(kernels)(*arguments), jax.jit(chunks)(*arguments), 3e-6)
 
@@ -236,26 +244,20 @@ def test_unsupported_reasons():
 @pytest.mark.parametrize(
     ("op", "chip", "sizes", "dtype", "mesh_shape"),
     [
-        (linear_attention, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
         (ssd, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
-        (gla, "v5e:2x2", (1, 128, 4, 64, 64), jnp.bfloat16, (1, 1)),
         (gla, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
-        (kda, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
         (kda, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
-        (gated_slots, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+        (gated_slots, "v5e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         (delta_rule, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
-        (gated_delta_rule, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
     ],
 )
 def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)
     devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
     mesh = Mesh(devices, ("data", "tensor"))
-    name = op.__name__ if op in (gla, kda, gated_slots) else "gated_delta_rule"
-    drawn = functools.partial(draw, name, 0, *sizes, dtype)
-    q, k, v, *gates, state = jax.eval_shape(drawn)
-    kept = {linear_attention: 0, ssd: 1, delta_rule: 1}
-    given = (q, k, v, *gates[: kept.get(op)], state)
+    name = "gated_delta_rule" if op is delta_rule else op.__name__
+    q, k, v, *gates, state = draw(name, 0, *sizes, dtype)
+    given = (q, k, v, *gates[: 1 if op is delta_rule else None], state)
 
     def place(spec):
         return lambda x: jax.ShapeDtypeStruct(
@@ -273,8 +275,7 @@ def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     gradient = jax.grad(loss, tuple(range(len(shaped))))
     with jax.set_mesh(mesh):
         text = str(jax.jit(gradient).lower(*shaped).compile().as_text())
-    kind = {ssd: "linear_attention", gated_delta_rule: "delta_rule"}
-    kind[gated_slots] = "slot_weights"
+    kind = {ssd: "linear_attention", gated_slots: "slot_weights"}
     kind = kind.get(op, op.__name__)
     assert f"{kind}_forward" in text and f"{kind}_backward" in text
     assert "all-gather" not in text and "all-to-all" not in text
