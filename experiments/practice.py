@@ -12,7 +12,16 @@ import numpy as np
 
 from experiments.hmt.rows import Row
 from experiments.lab.measure import KINDS
-from experiments.lab.results import Rows, figure, load, number, percent, table
+from experiments.lab.results import (
+    Lookup,
+    Rows,
+    figure,
+    load,
+    number,
+    percent,
+    table,
+    written,
+)
 from experiments.mplus.answers import by_method
 from experiments.speed.hybrids import LENGTHS
 from experiments.tpu.cycles import SUMMARY, cycles_of
@@ -47,8 +56,6 @@ ASKED = (
 )
 NOTED = ("TTT", "DeltaNet", "Lattice", COMPRESSED, "sliding window")
 COLUMNS = "you have|text|you need|take|evidence|do not take|not known".split("|")
-#: A paragraph a row, a cell a column; `{name[key]}` looks up a key in `_evidence`.
-SITUATIONS = Path(__file__).with_suffix(".txt")
 #: Words that link to the table of a study, from a page of `docs/`.
 LINKS = {
     "nats": ("nats", "memories", "equal-bytes-memories-of-a-pretrained-model"),
@@ -63,16 +70,6 @@ LINKS = {
 Result = dict[str, Any]
 
 
-class Lookup:
-    """What `{name[key]}` stands for in a text: a function of the key."""
-
-    def __init__(self, find: Callable[[str], str]):
-        self._find = find
-
-    def __getitem__(self, key: str) -> str:
-        return self._find(key)
-
-
 def _each(find: Callable[[str], str]) -> Lookup:
     """Several keys, parted by slashes, each with its name."""
     return Lookup(lambda keys: "; ".join(f"{x} {find(x)}" for x in keys.split("/")))
@@ -81,10 +78,7 @@ def _each(find: Callable[[str], str]) -> Lookup:
 @table("practice", EQUAL, FACTS, LENGTH, RECALL, NOTES, BOOKS, CYCLES, HYBRIDS)
 def practice(*results: Result) -> Rows:
     """A row a situation: what to take, the evidence, and what is not known."""
-    evidence = _evidence(*results)
-    for text in SITUATIONS.read_text("utf-8").split("\n\n"):
-        cells = " ".join(text.split()).format(**evidence).split("|")
-        yield dict(zip(COLUMNS, map(str.strip, cells), strict=True))
+    yield from written(Path(__file__).with_suffix(".txt"), COLUMNS, _evidence(*results))
     yield "nats saved a token are on proofs / code / prose"
 
 
@@ -97,8 +91,8 @@ def _evidence(*results: Result) -> dict[str, Any]:
         for name, (text, room, anchor) in LINKS.items()
     }
 
-    def answered(i: int) -> Lookup:
-        return Lookup(lambda x: number(methods[x]["after"][i]["accuracy"], 2))
+    def answered(i: int) -> dict[str, str]:
+        return {k: number(x["after"][i]["accuracy"], 2) for k, x in methods.items()}
 
     def size(name: str) -> str:
         """The largest state."""
@@ -145,7 +139,7 @@ def _evidence(*results: Result) -> dict[str, Any]:
         "right": answered(-1),
         "size": Lookup(size),
         "saved": Lookup(saved),
-        "longest": Lookup(lambda name: number(by_length[name][-1], 1)),
+        "longest": {name: number(x[-1], 1) for name, x in by_length.items()},
         "pairs": _each(recalled),
         "noted": _each(noted),
         "counted": _each(counted),

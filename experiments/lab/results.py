@@ -91,6 +91,26 @@ def figure(
     return lambda draw: Figure(names, source, draw)
 
 
+class Lookup:
+    """What `{name[key]}` stands for in a text: a function of the key."""
+
+    def __init__(self, find: Callable[[str], str]):
+        self._find = find
+
+    def __getitem__(self, key: str) -> str:
+        return self._find(key)
+
+
+def written(file: Path, columns: Sequence[str], named: Mapping[str, Any]) -> Rows:
+    """Rows of words from a text file: a paragraph a row, cells with | between them.
+
+    `{name[key]}` in a cell is that of `named`.
+    """
+    for text in file.read_text("utf-8").split("\n\n"):
+        cells = " ".join(text.split()).format(**named).split("|")
+        yield dict(zip(columns, map(str.strip, cells), strict=True))
+
+
 def number(value: float | None, digits: int) -> str:
     """A number with thousands separated; empty for None and NaN."""
     return "" if value is None or value != value else f"{value:,.{digits}f}"
