@@ -73,7 +73,7 @@ def make_llama(**changes: Any) -> LanguageModel:
 @functools.cache
 def llama(**changes: Any) -> LanguageModel:
     """The tiny Llama, with these changes of its config; do not change it in place."""
-    return make_llama(**changes)
+    return drawn(lambda: make_llama(**changes))
 
 
 def make_model(kind: str, *, hmt: HMTConfig = HMT, **changes: Any) -> Any:

@@ -33,7 +33,8 @@ def saved(folder) -> str:
 def test_a_published_hybrid_is_told_more_than_it_was_trained_on(tmp_path, monkeypatch):
     """Granite 4 H has no RoPE: 64 positions of its file are no limit."""
     monkeypatch.chdir(tmp_path)
-    granite = LanguageModel(config("granitemoehybrid"), key=jax.random.key(0))
+    sizes = config("granitemoehybrid")
+    granite = tiny.drawn(lambda: LanguageModel(sizes, key=jax.random.key(0)))
     granite.save(tmp_path / "model", TextInterface(tiny.tokenizer()))
     (tmp_path / "book.txt").write_text("nobodysawtheriver" * 5)
     code, out, err = run("tell", "model", "book.txt", "--memory", "memory")
@@ -83,7 +84,7 @@ def test_tell_ask_and_chat(tmp_path, monkeypatch):
     _, out, err = run("chat", "model", *options)
     assert out.startswith("> who\n") and any("1 answer" in line for line in err)
 
-    other = tiny.drawn(tiny.llama)
+    other = tiny.drawn(tiny.make_llama, seed=1)
     other.save(tmp_path / "other", TextInterface(tiny.tokenizer()))
     err = refused("ask", "other", "who", *options)
     assert "is the memory of 'model', and not of 'other'" in err

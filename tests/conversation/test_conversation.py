@@ -262,7 +262,7 @@ def test_refused_input_changes_nothing():
 def test_memory_of_another_model_is_refused_by_name(tmp_path):
     model, folder = llama(), MemoryFolder(tmp_path / "memory")
     Conversation(model, TEXT, folder, name="one").inject("Told.")
-    other = tiny.drawn(llama)
+    other = tiny.drawn(llama, seed=1)
     message = "with other parameters: .* memory of 'one', and not of 'two'$"
     with pytest.raises(ValueError, match=message):
         Conversation(other, TEXT, folder, name="two")

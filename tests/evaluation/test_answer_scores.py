@@ -28,7 +28,7 @@ def backbone():
         dtype="float32",
         remat=False,
     )
-    return LanguageModel(config, key=jax.random.key(0))
+    return tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
 @functools.cache

@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
     dtype="float32",
     remat=False,
 )
-MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
+MODEL = tiny.drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 TEXTS = ("one two, one two, one.", "é né, né", "x", "")
 K, STRIDE, ALPHA, BETA = 5, 3, 0.001, -5.6
 SETTINGS: dict[str, Any] = dict(short_context=K, stride=STRIDE, alpha=ALPHA, beta=BETA)

@@ -14,6 +14,7 @@ from memjax.data.documents.tokens import TokenisedDocument
 from memjax.evaluation import TokenLosses
 from memjax.mechanisms import ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig
+from tests import tiny
 
 # The module, whose name in the package is a function's.
 scoring = importlib.import_module("memjax.evaluation.losses")
@@ -28,7 +29,13 @@ CONFIG = ModelConfig(
     dtype="float32",
     remat=False,
 )
-MODEL = LanguageModel(CONFIG, key=jax.random.key(0))
+
+
+def build():
+    return tiny.drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
+
+
+MODEL = build()
 
 
 def document(length, kind, seed):
@@ -98,7 +105,7 @@ def test_losses_are_independent_of_segments_and_batches(whole, options):
 
 def test_equal_models_compile_one_program_whether_loaded_or_new(whole):
     """Parameters of a checkpoint are committed to a device, and a new state is not."""
-    graph, params = nnx.split(LanguageModel(CONFIG, key=jax.random.key(0)))
+    graph, params = nnx.split(build())
     loaded = nnx.merge(graph, jax.device_put(params, jax.devices()[0]))
     assert graph == nnx.graphdef(MODEL)
     before = scoring.score_segment._cache_size()

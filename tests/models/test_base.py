@@ -21,7 +21,7 @@ from memjax.models.language_model.windowed import (
 )
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.models.mplus.model import MPlus
-from tests.tiny import LLAMA, MPLUS, make_model
+from tests.tiny import LLAMA, MPLUS, drawn, make_model
 
 NAMES = ("language model", "hmt", "mplus", "reread")
 
@@ -35,7 +35,7 @@ def models(
 
 @pytest.fixture(name="built", scope="module")
 def _built():
-    return {name: make_model(name) for name in NAMES}
+    return {name: drawn(lambda name=name: make_model(name)) for name in NAMES}
 
 
 # All are refused before anything is compiled.
@@ -67,7 +67,7 @@ def test_wrong_input_is_refused_by_name(name, built):
     ],
 )
 def test_contract_of_models(name, window, first_scored, remaining):
-    model: Model = make_model(name)
+    model: Model = drawn(lambda: make_model(name))
     assert (model.vocab_size, model.width) == (LLAMA.vocab_size, LLAMA.model_dim)
     assert (model.window, model.first_scored) == (window, first_scored)
     assert model.remaining(model.init_state(2)) == remaining
@@ -131,7 +131,7 @@ LORA = LoraConfig(rank=2)
     ],
 )
 def test_wrapping_does_not_change_the_backbone(change):
-    model = LanguageModel(LLAMA, key=jax.random.key(0))
+    model = drawn(lambda: LanguageModel(LLAMA, key=jax.random.key(0)))
     graph, before = nnx.graphdef(model), arrays(model)
     made = change(model)
     assert made is not model and model.config == LLAMA

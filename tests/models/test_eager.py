@@ -50,7 +50,7 @@ def test_second_eager_call_does_not_compile(name, caplog):
 
 @pytest.fixture(name="called", scope="module")
 def _called():
-    model, tokens = build("language model"), tiny.tokens(0, B, T)
+    model, tokens = tiny.drawn(lambda: build("language model")), tiny.tokens(0, B, T)
     state = model.init_state(B)
     return model, state, tokens, model(state, tokens)
 

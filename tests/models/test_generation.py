@@ -15,6 +15,7 @@ from memjax.mechanisms import AttentionConfig, ElasticMemoryConfig
 from memjax.models import LanguageModel, ModelConfig, Sampling, generate, sampling
 from memjax.models.generation import stop_strings
 from memjax.models.sampling import Settings, draw
+from tests import tiny as tiny_models
 
 generate_module = importlib.import_module("memjax.models.generation")
 
@@ -35,7 +36,7 @@ CONFIG = ModelConfig(
 
 @functools.cache
 def tiny():
-    return LanguageModel(CONFIG, key=jax.random.key(0))
+    return tiny_models.drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 
 
 PROMPT = np.random.default_rng(0).integers(0, V, (B, P))
@@ -295,7 +296,7 @@ def test_invalid_arguments_are_refused(options, message):
 
 
 def test_logits_that_are_nan_are_refused():
-    model = LanguageModel(CONFIG, key=jax.random.key(0))
+    model = nnx.clone(tiny())
     model.embedding[...] = model.embedding[...] * jnp.nan
     with pytest.raises(ValueError, match="logits are NaN"):
         generate(model, None, PROMPT, 2, key=jax.random.key(0))

@@ -19,6 +19,7 @@ from memjax.models.language_model.config import Architecture
 from memjax.models.lora import LoraConfig, add_lora
 from memjax.nnx import as_arrays
 from memjax.training.step import StepConfig, init_train_state, make_train_step
+from tests import tiny
 
 V, D, H, G, K, F = 11, 8, 2, 1, 4, 12
 ATTENTION = AttentionConfig(D, H, G, K, capacity=16)
@@ -38,7 +39,7 @@ TOKENS = np.random.default_rng(0).integers(0, V, (2, 9), dtype=np.int32)
 
 @functools.cache
 def base():
-    return LanguageModel(CONFIG, key=jax.random.key(0))
+    return tiny.drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 
 
 @functools.cache
@@ -169,8 +170,10 @@ def test_ungated_feed_forward_has_two_targets():
     opt = Architecture(feed_forward="relu", feed_forward_bias=True)
     biased = dataclasses.replace(ATTENTION, qkv_bias=True)
     config = dataclasses.replace(CONFIG, architecture=opt, mechanisms=(biased,))
-    model = add_lora(
-        LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
+    model = nnx.eval_shape(
+        lambda: add_lora(
+            LanguageModel(config, key=jax.random.key(0)), LORA, jax.random.key(1)
+        )
     )
     found = {name.split("/")[-3] for name in names(model, nnx.Param)}
     assert found == {"query", "key", "value", "output", "up", "down"}
@@ -179,7 +182,7 @@ def test_ungated_feed_forward_has_two_targets():
 def test_adapters_have_different_keys():
     config = dataclasses.replace(CONFIG, mechanisms=(ATTENTION,))
     targets = LoraConfig(rank=3, targets=("query", "gate"))
-    model = LanguageModel(config, key=jax.random.key(0))
+    model = tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
     adapted = add_lora(model, targets, jax.random.key(1))
     drawn = [
         as_arrays(part).down
@@ -206,6 +209,6 @@ def test_invalid_models_are_refused():
     with pytest.raises(ValueError, match="has LoRA adapters already"):
         add_lora(adapted(), LORA, jax.random.key(0))
     recurrent = dataclasses.replace(CONFIG, mechanisms=CONFIG.mechanisms[1:])
-    model = LanguageModel(recurrent, key=jax.random.key(0))
+    model = tiny.drawn(lambda: LanguageModel(recurrent, key=jax.random.key(0)))
     with pytest.raises(ValueError, match="none of the model's: its mechanisms are"):
         add_lora(model, LoraConfig(targets=("query",)), jax.random.key(0))

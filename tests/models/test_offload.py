@@ -37,7 +37,7 @@ TOKENS = jax.random.randint(jax.random.key(5), (2, 20), 0, 19)
 
 def build(config, place):
     config = dataclasses.replace(config, store_memory=place, pool_memory=place)
-    return add_mplus(LanguageModel(SIZES, key=KEY), config, key=KEY)
+    return tiny.drawn(lambda: add_mplus(LanguageModel(SIZES, key=KEY), config, key=KEY))
 
 
 @pytest.fixture(scope="module", params=[OLDEST, FREQUENCY], ids=["oldest", "frequency"])

@@ -25,6 +25,7 @@ from memjax.models.checkpoints.hf.tensor_names import (
     tensors_from_parameters,
 )
 from memjax.models.language_model.presets import TINY
+from tests import tiny
 
 YARN = dict(type="yarn", factor=2.0)
 LLAMA: dict[str, Any] = dict(
@@ -337,7 +338,7 @@ def checkpoint(family="llama", tied=False):
     config = from_hf_config(
         {"llama": LLAMA, "opt": OPT}[family] | dict(tie_word_embeddings=tied)
     )
-    model = LanguageModel(config, key=jax.random.key(0))
+    model = tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
     return config, dict(tensors_from_parameters(model.config, model))
 
 
@@ -397,7 +398,7 @@ def test_a_scaled_tied_embedding_is_exported_as_an_untied_head():
     """Its tied head over a scaled embedding is a head of its own there."""
     small = dataclasses.replace(TINY, num_layers=1, model_dim=16, hidden_dim=24)
     ours = small.model("attention", vocab_size=32)
-    model = LanguageModel(ours, key=jax.random.key(0))
+    model = tiny.drawn(lambda: LanguageModel(ours, key=jax.random.key(0)))
     record = json.loads(json.dumps(to_hf_config(ours)))
     config: ModelConfig = from_hf_config(record)
     assert not config.tied_head

@@ -31,9 +31,10 @@ MEMORY = MPlusConfig(
 
 
 def build(name: str) -> Any:
+    key = jax.random.key(1)
     if name == "hmt":
-        return add_hmt(tiny.llama(), HMT, key=jax.random.key(1))
-    return add_mplus(tiny.llama(), MEMORY, key=jax.random.key(1))
+        return tiny.drawn(lambda: add_hmt(tiny.make_llama(), HMT, key=key))
+    return tiny.drawn(lambda: add_mplus(tiny.make_llama(), MEMORY, key=key))
 
 
 def size(folder):

@@ -37,11 +37,12 @@ CONFIG = dataclasses.replace(
 
 def backbone(**changes):
     sizes = dataclasses.replace(SIZES, **changes)
-    return LanguageModel(sizes, key=jax.random.key(0))
+    return tiny.drawn(lambda: LanguageModel(sizes, key=jax.random.key(0)))
 
 
 def build(config: Any = CONFIG, make: Any = add_mplus, **changes):
-    return make(backbone(**changes), config, key=jax.random.key(0))
+    sizes, key = dataclasses.replace(SIZES, **changes), jax.random.key(0)
+    return tiny.drawn(lambda: make(LanguageModel(sizes, key=key), config, key=key))
 
 
 # Functions: nothing is computed before a test needs it.
@@ -72,7 +73,7 @@ def tokens(count, seed=0):
 
 @pytest.fixture(scope="module", name="model")
 def _model():
-    return tiny.drawn(build)
+    return build()
 
 
 def any_bits(state):

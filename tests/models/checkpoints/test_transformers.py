@@ -88,7 +88,7 @@ def test_our_own_models_have_the_same_logits_in_transformers(
     small = {"num_layers": 2, "model_dim": 64, "hidden_dim": 96}
     windows = {"mechanisms": (SlidingWindowConfig(64, 4, 2, 32, window=6),)}
     config = dataclasses.replace(config, **small | windows | changes)
-    model = LanguageModel(config, key=jax.random.key(0))
+    model = tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
     assert model.save(tmp_path / "a") == model_type
     tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 64, jnp.int32)
     ours = jax.jit(lambda m, t: m.logits(m.encode(m.embed(t))))(model, tokens)

@@ -16,6 +16,7 @@ from memjax.models.adapters import merge_lora
 from memjax.models.checkpoints.text_interface import TextInterface, read_text_interface
 from memjax.models.hmt.checkpoint import load_hmt, load_official
 from memjax.models.lora import LoraConfig, add_lora
+from tests import tiny
 
 CONFIG = HMTConfig(
     segment_length=6, num_sensory_tokens=2, num_memories=3, retrieval_dim=5
@@ -46,8 +47,8 @@ HF = {
 
 def build(config=CONFIG, **changes):
     sizes = dataclasses.replace(SIZES, **changes)
-    backbone = LanguageModel(sizes, key=jax.random.key(0))
-    return add_hmt(backbone, config, key=jax.random.key(1))
+    key = jax.random.key(0)
+    return tiny.drawn(lambda: add_hmt(LanguageModel(sizes, key=key), config, key=key))
 
 
 def parameters(model):
@@ -58,8 +59,10 @@ MODELS = {
     "hmt": lambda: build(),
     "stage 1": lambda: build(dataclasses.replace(CONFIG, retrieval=False)),
     "recurrent": lambda: build(mechanisms=(GatedDeltaNetConfig(8, 2, 4, 4),)),
-    "rmt": lambda: add_rmt(
-        LanguageModel(SIZES, key=jax.random.key(3)), 6, key=jax.random.key(4)
+    "rmt": lambda: tiny.drawn(
+        lambda: add_rmt(
+            LanguageModel(SIZES, key=jax.random.key(3)), 6, key=jax.random.key(4)
+        )
     ),
 }
 
@@ -96,9 +99,12 @@ def test_tensors_have_the_official_names(tmp_path):
 
 
 def test_adapters_are_merged(tmp_path):
-    backbone = LanguageModel(SIZES, key=jax.random.key(0))
-    adapted = add_lora(backbone, LoraConfig(rank=2), jax.random.key(1))
-    model = add_hmt(adapted, CONFIG, key=jax.random.key(1))
+    def make():
+        backbone = LanguageModel(SIZES, key=jax.random.key(0))
+        adapted = add_lora(backbone, LoraConfig(rank=2), jax.random.key(1))
+        return add_hmt(adapted, CONFIG, key=jax.random.key(1))
+
+    model = tiny.drawn(make)
     model.save(tmp_path / "saved")
     loaded = load_hmt(tmp_path / "saved")
     merged = parameters(merge_lora(model.backbone))

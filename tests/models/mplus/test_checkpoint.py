@@ -23,7 +23,8 @@ from memjax.models.mplus.checkpoints.checkpoint import (
 )
 from memjax.models.mplus.checkpoints.hf_config import mplus_config_from_hf
 from memjax.models.mplus.config import MPlusConfig
-from memjax.nnx import as_arrays, as_params
+from memjax.nnx import as_arrays
+from tests import tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mplus"
 FILE = GOLDEN / "tiny_model.safetensors"
@@ -52,15 +53,7 @@ SIZES = ModelConfig(
 
 def build(make=add_mplus, **changes):
     sizes = dataclasses.replace(SIZES, **changes)
-    model = make(LanguageModel(sizes, key=jax.random.key(0)), CONFIG, key=KEY)
-
-    # Adapters begin as no change at all.
-    def draw(x):
-        return x + jax.random.normal(KEY, x.shape)
-
-    changes = jax.tree.map(draw, as_arrays(model.write_adapter))
-    model.write_adapter = nnx.data(as_params(changes))
-    return model
+    return tiny.drawn(lambda: make(LanguageModel(sizes, key=KEY), CONFIG, key=KEY))
 
 
 KEY = jax.random.key(1)

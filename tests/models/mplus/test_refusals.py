@@ -13,6 +13,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.models.mplus.build import add_memoryllm, add_mplus
 from memjax.models.mplus.config import MPlusConfig
 from memjax.models.mplus.read import ReadOptions
+from tests import tiny
 
 B, V, D, L, K, N, C, R, M = 2, 19, 8, 2, 2, 6, 4, 3, 8
 # The pool is full after three chunks; three more put six rows into the store.
@@ -40,9 +41,9 @@ TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 
 @functools.cache
 def build(kind="mplus", **backbone):
-    plain = LanguageModel(dataclasses.replace(SIZES, **backbone), key=jax.random.key(0))
+    sizes, key = dataclasses.replace(SIZES, **backbone), jax.random.key(0)
     make = add_memoryllm if kind == "memoryllm" else add_mplus
-    return make(plain, CONFIG, key=jax.random.key(2))
+    return tiny.drawn(lambda: make(LanguageModel(sizes, key=key), CONFIG, key=key))
 
 
 NEW = jnp.zeros((B, L, K, D), jnp.float32)
@@ -160,7 +161,7 @@ def test_other_backbones_are_refused():
     sizes = dataclasses.replace(
         SIZES, mechanisms=(*SIZES.mechanisms, windows), num_layers=2
     )
-    plain = LanguageModel(sizes, key=jax.random.key(0))
+    plain = tiny.drawn(lambda: LanguageModel(sizes, key=jax.random.key(0)))
     with pytest.raises(
         ValueError, match="attention in every layer.*SlidingWindowConfig"
     ):
