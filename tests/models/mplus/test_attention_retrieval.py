@@ -52,7 +52,9 @@ CONFIG = MPlusConfig(
     rank=2,
     alpha=4.0,
 )
-TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
+# Calls of T tokens go on from the state after every token of the first T - C.
+LONG = np.random.default_rng(1).integers(0, V, (B, 2 * T - C), np.int32)
+TOKENS = LONG[:, :T]
 
 near = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
 
@@ -170,8 +172,11 @@ def seen_by(layer, name, x):
 @pytest.fixture(name="told", scope="module")
 def _told():
     """A memory whose store is full, and one before its last update."""
-    state = verb("inject", shared().init_state(B), TOKENS[:, : 5 * C])
-    return state, verb("inject", state, TOKENS[:, 5 * C :])
+    # In calls of one length, which one program reads.
+    states = [shared().init_state(B)]
+    for piece in np.split(TOKENS, 4, axis=1):
+        states.append(verb("inject", states[-1], piece))
+    return states[-2], states[-1]
 
 
 @pytest.mark.slow
@@ -250,21 +255,19 @@ def call(state, tokens):
 @pytest.fixture(name="steps", scope="module")
 def _steps():
     states, logits = [one_layer().init_state(B)], []
-    for t in range(T):
-        state, y = call(states[-1], TOKENS[:, t : t + 1])
+    for t in range(LONG.shape[1]):
+        state, y = call(states[-1], LONG[:, t : t + 1])
         states.append(state)
         logits.append(y)
-    return states, jnp.concatenate(logits, axis=1)
+    return states, np.concatenate(logits, axis=1)
 
 
 @pytest.mark.slow
 def test_call_equals_single_tokens(steps):
     states, logits = steps
-    close(call(states[0], TOKENS), (states[-1], logits))
-    size = C + 1
-    for t in range(T - size + 1):
-        result = call(states[t], TOKENS[:, t : t + size])
-        close(result, (states[t + size], logits[:, t : t + size]))
+    for t in range(T - C + 1):
+        result = call(states[t], LONG[:, t : t + T])
+        close(result, (states[t + T], logits[:, t : t + T]))
 
 
 @pytest.mark.slow
@@ -272,49 +275,56 @@ def test_call_equals_read(steps):
     """No token chooses for another, so that it is the same who else num_queries."""
     states, logits = steps
     assert states[6 * C].length.tolist() == [0] * B
-    _, read = verb("read", states[6 * C], TOKENS[:, 6 * C :], model=one_layer())
-    close(read, logits[:, 6 * C :])
+    # A call would write the second chunk's memory before the third.
+    text = LONG[:, 6 * C : 8 * C]
+    _, read = verb("read", states[6 * C], text, model=one_layer())
+    close(read[:, :C], logits[:, 6 * C : 7 * C])
 
 
 @pytest.mark.slow
 def test_causality_and_dropped_rows(steps):
     states, logits = steps
     for at in (C + 1, T - 3):
-        changed = TOKENS.at[:, at].set((TOKENS[:, at] + 1) % V)
+        changed = TOKENS.copy()
+        changed[:, at] = (changed[:, at] + 1) % V
         _, other = call(states[0], changed)
         near(other[:, :at], logits[:, :at])
-        assert np.abs(other - logits).max(axis=-1)[:, [at, T - 1]].min() > 1e-5
+        change = np.abs(other - logits[:, :T]).max(axis=-1)
+        assert change[:, [at, T - 1]].min() > 1e-5
     # The store alone tells the last tokens something.
-    store = states[-2].store
+    store = states[T - 1].store
     layers = tuple(x._replace(rows=x.rows[:, ::-1]) for x in store.layers)
-    moved = states[-2]._replace(store=store._replace(layers=layers))
+    moved = states[T - 1]._replace(store=store._replace(layers=layers))
     _, other = call(moved, TOKENS[:, -1:])
-    assert np.abs(other - logits[:, -1:]).max(axis=(1, 2)).min() > 1e-5
+    assert np.abs(other - logits[:, T - 1 : T]).max(axis=(1, 2)).min() > 1e-5
 
 
 @pytest.mark.slow
 def test_batch_elements_may_have_different_lengths(steps):
     states, logits = steps
-    state = one_layer().reset(states[-C - 2], jnp.array([True, False]))
-    tokens = TOKENS[:, -C - 1 :]
+    at = T - C - 1
+    state = one_layer().reset(states[at], jnp.array([True, False]))
+    tokens = LONG[:, at : at + T]
     after, y = call(state, tokens)
     _, fresh = call(states[0], tokens)
-    close(y[0], fresh[0])
-    close(y[1], logits[1, -C - 1 :])
-    assert after.num_valid.tolist() == [K, N]
-    chex.assert_tree_all_finite(after)
+    # Then its pool is full, and drops rows by its own random numbers.
+    close(y[0, : 3 * C], fresh[0, : 3 * C])
+    close(y[1], logits[1, at : at + T])
+    assert after.num_valid.tolist() == [N, N]
+    assert after.clock.tolist() == [T // C * K, (at + T) // C * K]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
 
 
 @pytest.mark.slow
 def test_decode_retrieves_for_each_new_token(steps):
-    state, model = steps[0][-1], one_layer()
+    state, model = steps[0][T], one_layer()
     prompt, count = TOKENS[:, 5:9], 3
     greedy = Sampling(temperature=0.0)
     key = jax.random.key(0)
     answer = model.generate(state, prompt, count, key=key, sampling=greedy)
-    text = jnp.concatenate([prompt, answer[:, :-1]], axis=1)
+    text = np.concatenate([prompt, np.asarray(answer)[:, :-1]], axis=1)
     _, logits = verb("read", state, text, model=model)
-    np.testing.assert_array_equal(answer, np.argmax(logits[:, 3:], axis=-1))
+    np.testing.assert_array_equal(answer, np.argmax(logits, axis=-1)[:, 3:])
 
 
 # Learning.
