@@ -62,16 +62,18 @@ def test_derivatives_equal_lax_cond(needed):
 
 @pytest.mark.slow
 def test_hmt_has_a_forward_derivative():
-    model = add_rmt(
-        tiny.llama(num_layers=1), 2, key=jax.random.key(0), activations="keep"
-    )
-    tokens, state = tiny.tokens(0, 1, 3), model.init_state(1)
+    def make():
+        backbone = tiny.make_llama(num_layers=1)
+        return add_rmt(backbone, 2, key=jax.random.key(0), activations="keep")
+
+    model, tokens = tiny.drawn(make), tiny.tokens(0, 1, 3)
+    state = model.init_state(1)
 
     def loss(bank):
         memories = state.memories._replace(bank=bank)
         return (model(state._replace(memories=memories), tokens)[1] ** 2).mean()
 
-    state, _ = model(state, tokens)
+    state, _ = tiny.method(model, "__call__", state, tokens)
     bank = state.memories.bank
     change = tiny.draw(1, *bank.shape)
 
