@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
-from memjax.models import LanguageModel
 from tests import tiny
 
 B, T = 2, 9
@@ -87,10 +86,7 @@ def test_keys_and_values_are_kept_in_the_models_dtype_without_loss():
         dataclasses.replace(MIXER, capacity=16),
         SlidingWindowConfig(16, 4, 2, 4, window=4),
     )
-    low = LanguageModel(
-        dataclasses.replace(tiny.LLAMA, mechanisms=mechanisms, dtype="bfloat16"),
-        key=jax.random.key(0),
-    )
+    low = tiny.llama(mechanisms=mechanisms, dtype="bfloat16")
     state = low.init_state(B)
     high = tuple(block.functions.init_state(B) for block in low.blocks)
 

@@ -22,6 +22,7 @@ from memjax.models import LanguageModel, ModelConfig, preset
 from memjax.models.language_model.config import Architecture
 from memjax.models.language_model.presets import ELASTIC_SIZES, FAMILIES, PRESETS, SIZES
 from memjax.models.loss import target_nll
+from tests import tiny
 
 B, T, V, D = 2, 10, 23, 16
 CONFIG = ModelConfig(
@@ -43,7 +44,8 @@ TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 
 @functools.cache
 def build(**options):
-    return LanguageModel(dataclasses.replace(CONFIG, **options), key=jax.random.key(0))
+    config = dataclasses.replace(CONFIG, **options)
+    return tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -14,6 +14,7 @@ from flax import nnx
 from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, SlidingWindowConfig
 from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.config import Architecture
+from tests import tiny
 
 B, T, V, D = 3, 8, 19, 16
 CONFIG = ModelConfig(
@@ -47,7 +48,7 @@ TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
 
 @functools.cache
 def build(name):
-    return LanguageModel(CONFIGS[name], key=jax.random.key(0))
+    return tiny.drawn(lambda: LanguageModel(CONFIGS[name], key=jax.random.key(0)))
 
 
 @nnx.jit
@@ -110,11 +111,9 @@ def test_remat_with_a_mask():
     mask = jnp.ones((B, T), bool).at[0, :2].set(False)
 
     def gradient(remat):
-        graph, params = nnx.split(
-            LanguageModel(
-                dataclasses.replace(LEARNED, remat=remat), key=jax.random.key(0)
-            )
-        )
+        config = dataclasses.replace(LEARNED, remat=remat)
+        model = tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
+        graph, params = nnx.split(model)
 
         def loss(params):
             model = nnx.merge(graph, params)

@@ -60,15 +60,16 @@ def opened(model, amount: float = 0.7):
 def read(model, tokens, cuts=()):
     """State and logits after the pieces between the cuts."""
     state, found = model.init_state(tokens.shape[0]), []
-    for piece in jnp.split(tokens, cuts, axis=1):
+    for piece in np.split(np.asarray(tokens), cuts, axis=1):
         state, logits = tiny.method(model, "__call__", state, piece)
         found.append(logits)
-    return state, jnp.concatenate(found, axis=1)
+    return state, np.concatenate(found, axis=1)
 
 
-# Of cells alike, the one with more gates: GDN-2 is KDA, GLA and DeltaNet are in Gated
-# DeltaNet, ABC is GSA without gates.
-ALIKE = {"gdn2", "gla", "deltanet", "abc"}
+# Of cells alike, the one with more gates: GDN-2, GLA, linear attention and those of
+# DeltaNet are KDA with fewer, ABC is GSA without. TTT reads chunks as Lattice does.
+ALIKE = {"gdn2", "gla", "linear_attention", "deltanet", "gated_deltanet", "abc"}
+ALIKE |= {"ttt_linear"}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from memjax.models.language_model.snapkv import (
     choose,
     compact,
 )
+from tests import tiny as tiny_models
 
 B, T, V = 2, 24, 29
 ATTENTION = AttentionConfig(16, 4, 2, 4, capacity=T + 8, rope_theta=50.0)
@@ -45,7 +46,7 @@ SMALL = SnapKVConfig(keep=10, room=T, window=3, kernel=3)
 
 @functools.cache
 def tiny():
-    return LanguageModel(CONFIG, key=jax.random.key(0))
+    return tiny_models.drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 
 
 def read(model, *pieces, state=None):
@@ -295,7 +296,7 @@ def test_learned_positions_continue():
     style = Architecture(learned_positions=64)
     plain = dataclasses.replace(ATTENTION, rope_theta=None)
     config = dataclasses.replace(CONFIG, architecture=style, mechanisms=(plain,))
-    model = LanguageModel(config, key=jax.random.key(2))
+    model = tiny_models.drawn(lambda: LanguageModel(config, key=jax.random.key(2)))
     state, _ = read(add_snapkv(model, SMALL), TOKENS)
     assert state[-1].tolist() == [T] * B
     assert state[0].length.tolist() == [SMALL.keep] * B

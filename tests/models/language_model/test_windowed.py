@@ -16,6 +16,7 @@ from memjax.models.language_model.windowed import (
     set_capacity,
     widen_windows,
 )
+from tests import tiny as tiny_models
 
 T, V, W = 12, 11, 5
 ATTENTION = AttentionConfig(8, 2, 1, 4, capacity=T)
@@ -33,7 +34,7 @@ TOKENS = jax.random.randint(jax.random.key(1), (1, T), 0, V)
 
 @functools.cache
 def tiny():
-    return LanguageModel(CONFIG, key=jax.random.key(0))
+    return tiny_models.drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
 
 
 def logits(model, tokens=TOKENS):
