@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from memjax_kernels import LATTICE_VARIANTS, lattice_init_state
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import blocks as pack_blocks
+from memjax_kernels._src.common.packs.chunk_kernels import Chunk
 from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.lattice import Rule, packed, packed_gradient, tpu_packed
 from memjax_kernels._src.lattice import chunk as one_chunk
@@ -80,7 +81,7 @@ def test_packed_chunk_and_gradient_equal_single_heads(drawn):
     )
     options = packed.Options(variant, heads, EXACT)
     wide = pack_heads(jnp.broadcast_to(gamma, q.shape))
-    x = packed.Chunk(pack_heads(q), pack_heads(k), pack_heads(v), wide)
+    x = Chunk(pack_heads(q), pack_heads(k), pack_heads(v), wide)
     given = x, pack_heads(start)
 
     def whole(phases):
@@ -88,11 +89,11 @@ def test_packed_chunk_and_gradient_equal_single_heads(drawn):
         # Packs one behind the other, as groups of them are in the kernels.
         return jax.jit(lambda *arrays: staggered(function, arrays, number, lag=2))
 
-    moved, y = whole(packed.advance)(*given)
-    close((moved.after, y), [*map(pack_heads, expected)], 2e-5)
+    after, y = whole(packed.advance)(*given)
+    close((after, y), [*map(pack_heads, expected)], 2e-5)
     found = whole(packed_gradient.vjp)(*given, *map(pack_heads, cotangents))
-    by_head = found.x.gamma.reshape(number, size, heads, slots).sum(-1)
-    actual = *found.x[:3], by_head, found.start
+    by_head = found.x.gate.reshape(number, size, heads, slots).sum(-1)
+    actual = *found.x[:3], by_head, found.memory
     theirs = pack_heads(d_q), pack_heads(d_k), pack_heads(d_v)
     theirs = *theirs, pack_heads(d_gamma), pack_heads(d_start)
     for mine, other in zip(actual, theirs, strict=True):

@@ -23,21 +23,13 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
+from memjax_kernels._src.common.packs.chunk_kernels import Chunk
 from memjax_kernels._src.common.packs.pack_products import multiply
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.lattice.memory import LatticeVariant
 from memjax_kernels._src.lattice.sphere import inverse_norm
 
 F32 = jnp.float32
-
-
-class Chunk(NamedTuple):
-    """Tokens of one chunk; gamma in all lanes of its head."""
-
-    q: Float[Array, "P C MM"]
-    k: Float[Array, "P C MM"]
-    v: Float[Array, "P C VV"]
-    gamma: Float[Array, "P C MM"]
 
 
 class Options(NamedTuple):
@@ -92,7 +84,7 @@ class Moved(NamedTuple):
 
 def advance(
     x: Chunk, start: Float[Array, "P M VV"], options: Options
-) -> Generator[None, None, tuple[Moved, Float[Array, "P C VV"]]]:
+) -> Generator[None, None, tuple[Array, Float[Array, "P C VV"]]]:
     """Takes a memory through a chunk.
 
     Yields between its phases; see `common.packs.staggered`.
@@ -101,7 +93,7 @@ def advance(
     slots = block_diagonal(start, heads)
     error = errors(x, slots, options)
     yield
-    h, w = error.h, x.gamma * error.c
+    h, w = error.h, x.gate * error.c
     apart = block_diagonal(w, heads)
     yield
     norm = norms(h, w, apart, error.a, options)
@@ -112,7 +104,7 @@ def advance(
     scores = lower(dot(r, apart, "nt"), heads)
     y -= dot(scores, block_diagonal(h, heads), "nn")
     yield
-    return move(h, w, start, options), y
+    return move(h, w, start, options).after, y
 
 
 def errors(x: Chunk, slots: Float[Array, "P MM VV"], options: Options) -> Errors:

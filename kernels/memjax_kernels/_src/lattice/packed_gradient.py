@@ -5,15 +5,14 @@ products that are summed, and to read transposed operands as they are.
 """
 
 from collections.abc import Generator
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
+from memjax_kernels._src.common.packs.chunk_kernels import Chunk, Cotangents
 from memjax_kernels._src.lattice import packed
 from memjax_kernels._src.lattice.packed import (
-    Chunk,
     Options,
     lower,
     sum_channels,
@@ -22,13 +21,6 @@ from memjax_kernels._src.lattice.packed import (
 )
 
 F32 = jnp.float32
-
-
-class Cotangents(NamedTuple):
-    """Of tokens, with that of gamma before the sum over slots, and of the memory."""
-
-    x: Chunk
-    start: Float[Array, "P M VV"]
 
 
 def vjp(
@@ -53,7 +45,7 @@ def vjp(
     slots = block_diagonal(start, heads)
     error = packed.errors(x, slots, options)
     yield
-    h, w = error.h, x.gamma * error.c
+    h, w = error.h, x.gate * error.c
     apart_h, apart_w = block_diagonal(h, heads), block_diagonal(w, heads)
     yield
     norm = packed.norms(h, w, apart_w, error.a, options)
@@ -97,7 +89,7 @@ def vjp(
         dot(rows(norm.pairs, d_scores), rows(d_before, r), "tn"), heads
     )
     yield
-    d_c = x.gamma * d_w
+    d_c = x.gate * d_w
     d_a = of_along * w
     if options.variant == "enc":
         d_a += d_c

@@ -1,0 +1,307 @@
+"""Memories that chunks write, on a TPU for packed heads, without a copy of the tokens.
+
+The grid is (batch elements, groups of packs, blocks), the last in order. All packs of a
+group, and of a few batch elements where these are small, are computed in one program,
+so that one hides the latency of another. A block is a chunk, or 16 tokens of smaller
+ones. The memory is an output block that all blocks of a head share: it stays in VMEM
+from the first to the last. An op brings the two kernels; `chunk_kernels` makes them of
+the equations of a chunk and of its gradient.
+
+The forward kernel also saves the memory before every block where a gradient is taken.
+The backward kernel goes through the blocks in reverse and computes each again.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from memjax_kernels._src.common import gradients, products, varying
+from memjax_kernels._src.common.packs import pack_products
+from memjax_kernels._src.common.packs.blocks import (
+    ROWS,
+    Specs,
+    flag_columns,
+    gate_columns,
+    gates_of_columns,
+    join_chunks,
+    pack_heads,
+    split_chunks,
+    unpack_heads,
+)
+
+F32 = jnp.float32
+
+
+class Layout(NamedTuple):
+    """Sizes of a program's blocks.
+
+    Attributes:
+        rows: batch elements.
+        group: packs of each.
+        heads: of a pack.
+        size: tokens of a chunk.
+        passes: of each gate, the columns of a head.
+        opens: whether there is a flag of chunks that are full; else all are.
+        resets: whether there is a flag of chunks that start from `empty`.
+        phased: groups of rows that go through a chunk's phases one behind the other.
+    """
+
+    rows: int
+    group: int
+    heads: int
+    size: int
+    passes: tuple[int, ...]
+    opens: bool
+    resets: bool
+    phased: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Chunks of a block."""
+        return max(1, ROWS // self.size)
+
+    @property
+    def gate_columns(self) -> int:
+        """Columns of a block of gates before its flags."""
+        return self.heads * self.group * sum(self.passes)
+
+
+# Any: jax also builds these classes around shapes, blocks and references.
+class Chunks(NamedTuple):
+    """Tokens of a segment, cut into n chunks of C.
+
+    Attributes:
+        tokens: q, k, v and further ones, each [B, n, C, H, D].
+        gates: each [B, n, C, H] or [B, n, C, H, passes].
+        full: [B, n], whether tokens reach the end of each chunk; None is always.
+        reset: [B, n], whether the chunk starts from `empty`; None is never.
+    """
+
+    tokens: Any
+    gates: tuple[Any, ...]
+    full: Any
+    reset: Any
+
+
+class Blocks(NamedTuple):
+    """A segment as the kernels take it.
+
+    Attributes:
+        tokens: [B, n, C, H D].
+        gates: float32 [B, n, groups, C, R]: columns of gates, full, and reset.
+    """
+
+    tokens: Any
+    gates: Any
+
+
+def _one_gate(d: Array, x: Chunks) -> tuple[Array, ...]:
+    return (d[..., 0],)
+
+
+class Op(NamedTuple):
+    """What an op brings.
+
+    Attributes:
+        name: of the op.
+        forward: (x, before, empty, after, y, residuals, *scratch), all of references.
+        backward: (x, empty, residuals, d_after, d_y, d_tokens, d_gates, d_before,
+            d_empty, *scratch). Both with keywords `layout`, `options` and `multiply`.
+        form: the same in XLA, (options, chunks, memory, empty) -> (memory, y).
+        residuals: the dtype of the tokens -> those of the memory before blocks.
+        scratch: (layout, chunks in blocks) -> what both kernels have in VMEM alone.
+        gate_rows: of a pack's cotangents of gates, rows with tokens along the lanes;
+            0 is columns, as those of the gates.
+        of_gates: (those cotangents, [B, n, C, H, .], chunks) -> those of the gates.
+    """
+
+    name: str
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    form: Callable[..., tuple[PyTree, Array]]
+    residuals: Callable[[Any], PyTree]
+    scratch: Callable[..., tuple[Sequence[Any], Sequence[Any]]] = lambda *_: ((), ())
+    gate_rows: int = 0
+    of_gates: Callable[[Array, Chunks], tuple[Array, ...]] = _one_gate
+
+
+class Static(NamedTuple):
+    """Static arguments of the kernels; `options` are the op's own."""
+
+    options: Any
+    layout: Layout
+    interpret: Any
+
+
+def kernels_of(op: Op) -> Callable[..., Any]:
+    """The kernels of an op, (static, chunks, memory, empty) -> (memory, y)."""
+
+    def form(static, x, memory, empty):
+        full, reset = jax.tree.map(lambda f: f > 0.5, (x.full, x.reset))
+        x = x._replace(full=full, reset=reset)
+        return op.form(static.options, x, memory, empty)
+
+    forward, backward = (functools.partial(f, op) for f in (_forward, _backward))
+    chunks = gradients.of_kernels(op.name, forward, backward, form)
+
+    def run(static: Static, x: Chunks, memory, empty):
+        gates, full, reset = jax.tree.map(
+            lambda f: f.astype(F32), (x.gates, x.full, x.reset)
+        )
+        x = Chunks(x.tokens, gates, full, reset)
+        return chunks(static, *varying.vary_alike((x, memory, empty)))
+
+    return run
+
+
+def _in_blocks(layout: Layout, x: Chunks) -> Chunks:
+    """Several chunks in one, and flags of every token."""
+    join = functools.partial(join_chunks, parts=layout.parts)
+
+    def of_tokens(f):
+        return jnp.broadcast_to(f[..., None], x.tokens[0].shape[:3])
+
+    full, reset = jax.tree.map(of_tokens, (x.full, x.reset))
+    return jax.tree.map(join, x._replace(full=full, reset=reset))
+
+
+def _arrange(layout: Layout, x: Chunks) -> Blocks:
+    columns = functools.partial(gate_columns, group=layout.group, heads=layout.heads)
+    gates = [columns(gate) for gate in x.gates]
+    flags = [flag for flag in (x.full, x.reset) if flag is not None]
+    gates += [flag_columns(flag, gates[0]) for flag in flags]
+    tokens = jax.tree.map(lambda t: t.reshape(*t.shape[:3], -1), x.tokens)
+    return Blocks(tokens, jnp.concatenate(gates, axis=-1))
+
+
+def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals: bool):
+    layout, values = static.layout, x.tokens[2]
+    x = _in_blocks(layout, x)
+    blocks = _arrange(layout, x)
+    join = functools.partial(pack_heads, heads=layout.heads)
+    memory, empty = jax.tree.map(join, (memory, empty))
+    like = functools.partial(varying.like, values)
+    y = like(blocks.tokens[2].shape, values.dtype)
+    after = jax.tree.map(lambda m: like(m.shape, F32), memory)
+    residuals = None
+    if with_residuals:
+        number = blocks.gates.shape[1]
+        residuals = jax.tree.map(
+            lambda m, dtype: like((m.shape[0], number, *m.shape[1:]), dtype),
+            memory,
+            op.residuals(values.dtype),
+        )
+    of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
+    after, y, residuals = _call(
+        of,
+        static,
+        op.forward,
+        f"{op.name}_forward",
+        blocks,
+        inputs=(memory, empty),
+        outputs=(after, y, residuals),
+        specs=(_specs(of, blocks), of.memories(memory), of.memories(empty)),
+        out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
+        scratch=op.scratch(layout, x)[0],
+    )
+    part = functools.partial(unpack_heads, heads=layout.heads)
+    return (jax.tree.map(part, after), _of_blocks(layout, y, values)), residuals
+
+
+def _backward(op: Op, static: Static, primals, residuals, cotangents):
+    given, _, empty = primals
+    d_after, d_y = cotangents
+    layout, heads = static.layout, static.layout.heads
+    x = _in_blocks(layout, given)
+    blocks = _arrange(layout, x)
+    join = functools.partial(pack_heads, heads=heads)
+    empty, d_after = jax.tree.map(join, (empty, d_after))
+    d_y = join_chunks(d_y, layout.parts).reshape(blocks.tokens[2].shape)
+    shaped = functools.partial(varying.like_tree, d_y)
+    n, groups = blocks.gates.shape[1:3]
+    memory = shaped(empty)
+    # The backward pass goes through the blocks in reverse.
+    of = Specs(layout.rows, layout.group, groups, lambda i: n - 1 - i)
+    d_gates, gate_spec = _gates_like(op, layout, of, blocks)
+    d_tokens, d_gates, d_memory, d_empty = _call(
+        of,
+        static,
+        op.backward,
+        f"{op.name}_backward",
+        blocks,
+        inputs=(empty, residuals, d_after, d_y),
+        outputs=(shaped(blocks.tokens), d_gates, memory, memory),
+        specs=(
+            _specs(of, blocks),
+            of.memories(empty),
+            of.residuals(residuals),
+            of.memories(d_after),
+            of.tokens(d_y),
+        ),
+        out_specs=(
+            of.tokens(blocks.tokens),
+            gate_spec,
+            of.memories(memory),
+            of.memories(memory),
+        ),
+        scratch=op.scratch(layout, x)[1],
+    )
+    d_gates = _by_head(op, layout, d_gates)
+    d_gates = split_chunks(d_gates, layout.parts, given.tokens[0].shape[1])
+    of_tokens = functools.partial(_of_blocks, layout)
+    # Flags have no gradient.
+    no_flags = jax.tree.map(jnp.zeros_like, given[2:])
+    d_x = Chunks(
+        jax.tree.map(of_tokens, d_tokens, given.tokens),
+        op.of_gates(d_gates, given),
+        *no_flags,
+    )
+    part = functools.partial(unpack_heads, heads=heads)
+    return d_x, *jax.tree.map(part, (d_memory, d_empty))
+
+
+def _of_blocks(layout: Layout, x: Array, like: Array) -> Array:
+    """[B, m, parts C, H D] as `like`, [B, n, C, H, D]."""
+    x = x.reshape(*x.shape[:3], *like.shape[3:])
+    return split_chunks(x, layout.parts, like.shape[1])
+
+
+def _gates_like(op: Op, layout: Layout, of: Specs, x: Blocks):
+    """The cotangents of gates, and their blocks."""
+    like = functools.partial(varying.like, x.gates)
+    batch, n, groups, size, _ = x.gates.shape
+    if not op.gate_rows:
+        columns = like((batch, n, groups, size, layout.heads * layout.group), F32)
+        return columns, of.gates(columns)
+    packs = groups * layout.group
+    rows = like((batch, n, packs, op.gate_rows, layout.heads * size), F32)
+    return rows, of.residuals(rows)
+
+
+def _by_head(
+    op: Op, layout: Layout, d: Float[Array, "B n _ _ _"]
+) -> Float[Array, "B n C H _"]:
+    if not op.gate_rows:
+        return gates_of_columns(d, layout.group, layout.heads)[..., None]
+    b, n, packs, rows, _ = d.shape
+    split = d.reshape(b, n, packs, rows, layout.heads, -1)
+    return split.transpose(0, 1, 5, 2, 4, 3).reshape(b, n, split.shape[5], -1, rows)
+
+
+def _specs(of: Specs, x: Blocks) -> Blocks:
+    return Blocks(of.tokens(x.tokens), of.gates(x.gates))
+
+
+def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
+    dtype = products.operand_dtype(x.tokens[0])
+    kernel = functools.partial(
+        kernel,
+        layout=static.layout,
+        options=static.options,
+        multiply=functools.partial(pack_products.multiply, dtype=dtype),
+    )
+    return of.call(kernel, name, x, **blocks, interpret=static.interpret)
