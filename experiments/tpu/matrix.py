@@ -25,7 +25,7 @@ TPU = {
     "gated_slots": RECURRENCES,
     "gated_scan": None,
     "selective_scan": None,
-    "ttt_linear": None,
+    "ttt_linear": "test_ttt_linear_tpu",
     "trellis": "trellis/test_trellis_tpu",
     "lattice": "lattice/test_lattice_tpu",
     "hippo": None,

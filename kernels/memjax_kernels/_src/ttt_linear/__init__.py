@@ -6,11 +6,12 @@ with the loss ℓ = ½ |LN(kᵀW + b) - (v - k)|². Sun et al. (2024),
 https://arxiv.org/abs/2407.04620.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common import chunks, partition
 from memjax_kernels._src.common.arguments import (
     check_gates,
     check_mask,
@@ -18,11 +19,13 @@ from memjax_kernels._src.common.arguments import (
     check_sizes,
 )
 from memjax_kernels._src.common.implementations import choose
+from memjax_kernels._src.ttt_linear import pallas_tpu
 from memjax_kernels._src.ttt_linear.reference import (
     check_state,
     ttt_linear_reference,
 )
 from memjax_kernels._src.ttt_linear.reference import ttt_linear_step as ttt_linear_step
+from memjax_kernels._src.ttt_linear.segment import in_chunks
 from memjax_kernels._src.ttt_linear.state import TTTLinearState as TTTLinearState
 from memjax_kernels._src.ttt_linear.state import (
     ttt_linear_init_state as ttt_linear_init_state,
@@ -30,7 +33,12 @@ from memjax_kernels._src.ttt_linear.state import (
 from memjax_kernels._src.ttt_linear.state import ttt_linear_state as ttt_linear_state
 from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu"]
+# `segment` says what a chunk implementation takes and returns.
+_CHUNKWISE: dict[str, Callable] = {
+    "xla": ttt_linear_xla,
+    "pallas_tpu": partition.chunkwise(pallas_tpu.ttt_linear_tpu),
+}
 
 
 def ttt_linear(
@@ -93,9 +101,17 @@ def ttt_linear(
     if reset is not None:
         position = None if state is None else state.position
         wrong = chunks.misplaced_resets(reset, chunk_size, position)
-    arguments = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
-    forms = {"xla": ttt_linear_xla, "reference": ttt_linear_reference}
-    after, y = choose("ttt_linear", implementation, forms)(*arguments)
+    form = choose(
+        "ttt_linear",
+        implementation,
+        {"reference": ttt_linear_reference} | _CHUNKWISE,
+        {"pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size)},
+    )
+    given = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
+    if implementation == "reference":
+        after, y = ttt_linear_reference(*given)
+    else:
+        after, y = in_chunks(form, *given)
     return chunks.mask_with_nan(after, y, wrong)
 
 

@@ -1,0 +1,105 @@
+"""TTT-linear on a TPU: the layer in training stays in fast memory (VMEM).
+
+`packed` has the equations of a mini-batch, `common.packs` the kernels. The
+layer before every mini-batch, saved for gradients, is named "ttt_linear_chunk_states",
+and the reads "ttt_linear_reads".
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from memjax_kernels._src.common.packs import chunkwise
+from memjax_kernels._src.common.packs.blocks import ROWS, packings
+from memjax_kernels._src.common.packs.chunk_kernels import op_of
+from memjax_kernels._src.ttt_linear import packed
+from memjax_kernels._src.ttt_linear.segment import Chunks
+from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
+
+F32 = jnp.float32
+
+
+def unsupported(q: Array, k: Array, v: Array, chunk_size: int) -> str:
+    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
+    kinds = {x.dtype.name for x in (q, k, v)}
+    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
+        return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
+    if chunk_size % ROWS:
+        return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
+    heads, width = v.shape[2:]
+    if not _heads(heads, width, chunk_size):
+        return (
+            f"some of {heads} heads of {width} channels must fill rows of 128, in "
+            "blocks that fit in VMEM"
+        )
+    return ""
+
+
+def ttt_linear_tpu(
+    tokens: Chunks,
+    layer: tuple[Float[Array, "B H K V"], Float[Array, "B H V"]],
+    empty: tuple[Float[Array, "B H K V"], Float[Array, "B H V"]],
+    norm: tuple[Float[Array, "#B H V"], Float[Array, "#B H V"]],
+    *,
+    interpret: Any = False,
+) -> tuple[tuple[Array, Array], Float[Array, "B n C H V"]]:
+    """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
+    size, number, width = tokens.v.shape[2:]
+    heads = _heads(number, width, size)
+    if not heads:
+        # A device's share of the heads may fill no register.
+        return ttt_linear_xla(tokens, layer, empty, norm)
+
+    # The norm is part of the memory that nothing writes.
+    def memory(layer):
+        weights, *rows = layer[0], layer[1], *norm
+        rows = [jnp.broadcast_to(x, layer[1].shape) for x in rows]
+        return packed.Memory(weights, jnp.stack(rows, axis=2))
+
+    q, k, v, eta, full, reset = tokens
+    after, y = _run(
+        chunkwise.Chunks((q, k, v), (eta,), full, reset),
+        memory(layer),
+        memory(empty),
+        None,
+        heads,
+        _head_bytes(size, width),
+        interpret,
+    )
+    return (after.weights, after.rows[:, :, 0]), y
+
+
+def _heads(number: int, width: int, size: int) -> int:
+    """Heads of a pack, as few as fill the lanes; 0 is none."""
+    return min(packings(number, (width,), _head_bytes(size, width)), default=0)
+
+
+def _head_bytes(size: int, width: int) -> int:
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
+    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
+    # 10 of the weights; and the values in between: 8 arrays of the weights, 24 of a
+    # token's channels, 4 of pairs of tokens.
+    between = size * (24 * width + 4 * size)
+    return 4 * (size * 16 * width + width * width * 18 + between)
+
+
+def _in_xla(_, x: chunkwise.Chunks, memory: packed.Memory, empty: packed.Memory):
+    """The function of the kernels."""
+
+    def layer(memory):
+        return memory.weights, memory.rows[:, :, 0]
+
+    norm = memory.rows[:, :, 1], memory.rows[:, :, 2]
+    tokens = Chunks(*x.tokens, *x.gates, full=x.full, reset=x.reset)
+    (weights, bias), y = ttt_linear_xla(tokens, layer(memory), layer(empty), norm)
+    rows = jnp.stack([bias, *norm], axis=2)
+    return packed.Memory(weights, rows), y
+
+
+_run = op_of(
+    "ttt_linear",
+    packed.equations,
+    _in_xla,
+    residuals=lambda dtype: packed.Memory(dtype, F32),
+)
