@@ -129,6 +129,7 @@ SUMMARY = {
     "Trellis, chunks of 16": "trellis/c16",
     "Trellis, chunks of 4": "trellis/c4",
     "Trellis, single tokens": "trellis/c1",
+    "TTT, mini-batches of 16": "ttt_linear/c16",
     "causal attention at 2,048 tokens": "attention/d64/t2048",
     "at 8,192": "attention/d64/t8192",
     "at 16,384": "attention/d64/t16384",
