@@ -256,7 +256,7 @@ def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
     mesh = Mesh(devices, ("data", "tensor"))
     name = "gated_delta_rule" if op is delta_rule else op.__name__
-    q, k, v, *gates, state = draw(name, 0, *sizes, dtype)
+    q, k, v, *gates, state = draw(name, 0, *sizes, dtype=dtype)
     given = (q, k, v, *gates[: 1 if op is delta_rule else None], state)
 
     def place(spec):
