@@ -31,7 +31,6 @@ BANK = op.build_hippo_bank(N, L, 4)
 FORMS = [
     ("scan", False),
     ("scan", True),
-    ("associative", False),
     ("associative", True),
     ("direct", False),
 ]
@@ -46,16 +45,16 @@ EDGES = {
     "beyond the bank": ([8, 8, 8], [3, 3, 3]),
     "far": ([123_456_789, 40, 1_000_003], [3, 3, 2]),
 }
-int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+int32: Any = functools.partial(np.asarray, dtype=np.int32)
 
 
 def draw(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-FEATURES = jnp.asarray(draw(B, BLOCKS, L, X))
+FEATURES: Any = draw(B, BLOCKS, L, X)
 # Rows that start at 0 must not read theirs.
-STATE = jnp.asarray(draw(B, N, X, seed=1))
+STATE: Any = draw(B, N, X, seed=1)
 WEIGHTS = draw(B, N, X, seed=2), draw(B, BLOCKS, M, X, seed=3)
 
 
@@ -137,7 +136,7 @@ def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_reference(
     tables = BANK if banked else None
     state = STATE[:, :order]
     arguments = FEATURES, state, int32(start), int32(count)
-    values, gradients = with_gradients(form)(*arguments, tables)
+    values, gradients = jax.device_get(with_gradients(form)(*arguments, tables))
     close(values, oracle(FEATURES, state, start, count))
     expected_values, expected_gradients = with_gradients("reference")(*arguments, None)
     close(values, expected_values)
@@ -192,7 +191,9 @@ def test_in_step_shares_matrices_at_trace_time(in_step, names):
 
 
 def test_defaults_are_empty_memory_and_all_blocks():
-    state, memory = op.hippo(FEATURES, jnp.asarray(READ, jnp.float32), bank=BANK)
+    state, memory = op.hippo(
+        jnp.asarray(FEATURES), jnp.asarray(READ, jnp.float32), bank=BANK
+    )
     close((state, memory), oracle(FEATURES, STATE, [0] * B, [BLOCKS] * B))
     assert np.all(np.asarray(memory[:, 0]) == 0)
 
@@ -200,7 +201,9 @@ def test_defaults_are_empty_memory_and_all_blocks():
 def test_the_state_is_that_of_the_papers_recurrence():
     """Matrix exponentials, token by token, in float64."""
     whole = np.asarray(FEATURES[0].reshape(-1, X), np.float64)
-    state, _ = op.hippo(FEATURES, jnp.asarray(READ, jnp.float32), bank=None)
+    state, _ = op.hippo(
+        jnp.asarray(FEATURES), jnp.asarray(READ, jnp.float32), bank=None
+    )
     close(state[0], hippo_recurrence.compress(whole, N))
 
 
@@ -224,8 +227,7 @@ def test_on_demand_matrices_equal_bank_at_any_offset(start):
     ("order", "length", "start"),
     [
         *((64, 64, start) for start in (0, 1, 2048, 1_000_003, 2**30)),
-        (64, 256, 2**30),
-        (540, 512, 1_000_003),
+        (256, 256, 2**30),
     ],
 )
 def test_block_at_nodes_equals_kernel_at_any_offset(order, length, start):
@@ -237,7 +239,8 @@ def test_block_at_nodes_equals_kernel_at_any_offset(order, length, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order,count", [(1, 3), (129, 70), (140, 1030)])
+# Few points and a degree, and more than a tile of points and a block of degrees hold.
+@pytest.mark.parametrize("order,count", [(1, 3), (130, 530)])
 def test_the_kernel_of_polynomials_has_the_precision_of_float64(order, count):
     draws = np.random.default_rng(order).uniform(-1, 1, (3, count))
     points = np.concatenate([draws, [np.linspace(1 - 1e-9, 1, count)]])
@@ -256,7 +259,7 @@ def test_the_kernel_of_polynomials_has_the_precision_of_float64(order, count):
 @needs_libtpu
 @pytest.mark.parametrize(
     ("chip", "shared"),
-    [("v5e:2x2", True), ("v5p:2x2x1", False), ("v6e:2x2", True)],
+    [("v5e:2x2", True), ("v5p:2x2x1", False)],
 )
 def test_matrices_compile_for_a_mesh_with_the_kernel_in_them(chip, shared):
     devices = topologies.get_topology_desc(chip, "tpu").devices[:4]
@@ -398,7 +401,7 @@ def test_the_default_runs_the_cheapest(monkeypatch):
     ],
 )
 def test_mismatched_arguments_are_refused(options, message):
-    sizes = dict[str, Any](features=FEATURES) | options
+    sizes = dict[str, Any](features=jnp.asarray(FEATURES)) | options
     unchecked = inspect.unwrap(op.hippo)  # without the annotations' own check
     with pytest.raises(ValueError, match=message):
         unchecked(sizes.pop("features"), jnp.asarray(READ, jnp.float32), **sizes)
