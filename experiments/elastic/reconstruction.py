@@ -100,12 +100,13 @@ def measure(case: Case, seeds: int = SEEDS) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints and writes the results."""
     rows = [measure(case) for case in TABLE_12]
-    columns = ("paper", "mse_median", "mse_min", "mse_max")
-    show("MSE", columns, {r["name"]: [f"{r[c]:.1e}" for c in columns] for r in rows})
     question = "table 12 of Elastic Memory: MSE of reconstruction"
     used = {"length": LENGTH, "seeds": SEEDS, "cycles": CYCLES}
     output = RESULTS / "elastic" / "reconstruction"
-    write_report(output, question, used, {"rows": rows})
+    show(
+        question,
+        reconstruction.rows(write_report(output, question, used, {"rows": rows})),
+    )
 
 
 @table("elastic/reconstruction")

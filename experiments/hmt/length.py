@@ -29,14 +29,7 @@ import numpy as np
 import tyro
 
 from experiments.hmt import length_tables, training
-from experiments.hmt.rows import (
-    APART,
-    CAUSAL,
-    SENSORY,
-    TUNED,
-    Row,
-    rows,
-)
+from experiments.hmt.rows import APART, CAUSAL, SENSORY, TUNED, Row, rows
 from experiments.lab import backbones
 from experiments.lab.intervals import (
     check_seeds,
@@ -45,12 +38,7 @@ from experiments.lab.intervals import (
     select_kind,
 )
 from experiments.lab.measure import Scored, score_once, score_text, state_bytes
-from experiments.lab.results import (
-    RESULTS,
-    settings,
-    show,
-    write_report,
-)
+from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.study import climb_rate, digest, once, selected, show_plan
 from memjax import evaluation
 from memjax.config_io import to_record
@@ -341,11 +329,7 @@ def report(
     given = settings(study.config)
     result = write_report(study.config.output, question, given, results)
     length_tables.plot(result, Path(f"{study.config.output}.png"))
-    cells = {
-        name: ["" if value is None else value for value in values]
-        for name, values in result["perplexity"]["all"].items()
-    }
-    show("Perplexity by input length", [f"{length:,}" for length in LENGTHS], cells)
+    show(question, length_tables.length.rows(result))
 
 
 def _differences(

@@ -49,15 +49,20 @@ class Table:
 
     def content(self) -> Content:
         """The cells, from the result files."""
-        found = list(self.rows(*map(load, self.sources)))
-        rows = [row for row in found if not isinstance(row, str)]
-        notes = [row for row in found if isinstance(row, str)]
-        header = list(rows[0])
-        for row in rows:
-            if unknown := row.keys() - rows[0].keys():
-                raise ValueError(f"table {self.name}: no column {sorted(unknown)}")
-        cells = [[row.get(column, "") for column in header] for row in rows]
-        return Content(header, cells, list(dict.fromkeys(notes)))
+        return arranged(self.rows(*map(load, self.sources)), self.name)
+
+
+def arranged(rows: Rows, name: str) -> Content:
+    """The rows of a table by the columns of the first one."""
+    found = list(rows)
+    notes = [row for row in found if isinstance(row, str)]
+    rows_of = [row for row in found if not isinstance(row, str)]
+    header = list(rows_of[0])
+    for row in rows_of:
+        if unknown := row.keys() - rows_of[0].keys():
+            raise ValueError(f"table {name}: no column {sorted(unknown)}")
+    cells = [[row.get(column, "") for column in header] for row in rows_of]
+    return Content(header, cells, list(dict.fromkeys(notes)))
 
 
 def table(name: str, *sources: str) -> Callable[[Callable[..., Rows]], Table]:
@@ -157,10 +162,10 @@ def write_report(
     return json.loads(text)
 
 
-def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
-    """Prints a table with one row a name; floats with three decimals, text as it is."""
-    screen = ScreenTable("", *columns, title=title)
-    for name, cells in rows.items():
-        texts = (f"{x:.3f}" if isinstance(x, float) else x for x in cells)
-        screen.add_row(name, *(x if isinstance(x, str) else f"{x:,}" for x in texts))
+def show(title: str, rows: Rows) -> None:
+    """Prints rows as a table."""
+    content = arranged(rows, title)
+    screen = ScreenTable(*content.header, title=title)
+    for row in content.rows:
+        screen.add_row(*row)
     Console().print(screen)

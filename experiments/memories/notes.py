@@ -163,9 +163,7 @@ def main(config: Config) -> None:
         ("More right answers than the best baseline", ahead, result),
         ("The same as recorded, with more seeds", ahead, load("memories/notes")),
     ):
-        found = [row for row in rows_of.rows(shown) if isinstance(row, Mapping)]
-        first, *columns = found[0]
-        show(name, columns, {row[first]: [row[c] for c in columns] for row in found})
+        show(name, rows_of.rows(shown))
     print(f"wrote {output}.json and .png")
 
 

@@ -28,11 +28,7 @@ import tyro
 
 from experiments.lab import study
 from experiments.lab.intervals import check_seeds
-from experiments.lab.results import (
-    RESULTS,
-    settings,
-    write_report,
-)
+from experiments.lab.results import RESULTS, settings, write_report
 from experiments.memories import mqar, recall_tables, small_models, text
 from memjax.config_io import to_record
 from memjax.models import ModelConfig

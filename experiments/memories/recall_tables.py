@@ -99,6 +99,4 @@ def show_complete(result: Mapping[str, Any]) -> None:
     else:
         task = result["task"]
         found = complete(result, task["scale"]["context_length"], task["pairs"])
-    rows = [x for x in found if isinstance(x, Mapping)]
-    first, *columns = rows[0]
-    show(result["question"], columns, {x[first]: [x[c] for c in columns] for x in rows})
+    show(result["question"], found)

@@ -22,7 +22,6 @@ stopped is repeated and continues, and one with `--only` leaves the other rows t
 """
 
 import dataclasses
-import datetime
 import functools
 import json
 import time
@@ -36,24 +35,10 @@ import tyro
 
 from experiments.lab import backbones
 from experiments.lab.intervals import check_seeds
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    number,
-    settings,
-    table,
-    write_report,
-)
+from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
 from experiments.lab.study import climb_rate, once, selected, show_plan, train_once
-from experiments.mplus import adapters, models
-from experiments.mplus.answers import (
-    FITTED,
-    TUNED,
-    accuracy,
-    by_method,
-    query_batches,
-    right,
-)
+from experiments.mplus import adapters, answers, models
+from experiments.mplus.answers import FITTED, TUNED, accuracy, query_batches, right
 from experiments.mplus.methods import (
     Baseline,
     LatentMemory,
@@ -64,7 +49,7 @@ from experiments.mplus.methods import (
 )
 from experiments.mplus.samples import Samples, choose_facts, in_rounds, make_samples
 from memjax.data import Question
-from memjax.evaluation.provenance import device_name, version
+from memjax.evaluation.provenance import commit_of, provenance
 from memjax.models import LanguageModel
 from memjax.models.mplus.build import add_mplus
 from memjax.status import say
@@ -119,34 +104,39 @@ class Config:
 
 def main(config: Config) -> None:
     """Asks every row what the file has no answer to; prints, draws and writes."""
+    names = selected(config.only, ROWS)
     if config.plan:
-        show_plan(plan(config))
+        show_plan(plan(names, config.seeds))
         return
     study = Study(config)
-    for name in selected(config.only, ROWS):
-        is_trained = name in MEMORIES or name.endswith(TUNED)
-        seeds = config.seeds[: 1 if name in CURVE else None]
-        for seed in seeds if is_trained else (None,):
+    for name in names:
+        for seed in seeds_of(name, config.seeds):
             study.ask(name, seed)
             jax.clear_caches()
 
 
-def plan(config: Config) -> dict[str, float]:
+def trained(name: str) -> str:
+    """What is trained for a row, "" for nothing."""
+    if name in MEMORIES:
+        return "MemoryLLM" if name == "MemoryLLM" else "M+"
+    return "backbone" if name.endswith(TUNED) else ""
+
+
+def seeds_of(name: str, seeds: tuple[int, ...]) -> tuple[int | None, ...]:
+    """The seeds of a row; without training it has none."""
+    return seeds[: 1 if name in CURVE else None] if trained(name) else (None,)
+
+
+def plan(names: Sequence[str], seeds: tuple[int, ...]) -> dict[str, float]:
     """Minutes of the trainings of each kind on a core, and of asking a row."""
-    # Three rates with the first seed, one with each of the others.
-    count, names = 2 + len(config.seeds), selected(config.only, ROWS)
-    found = {
-        f"training {kind}": count * MINUTES
-        for kind in ("M+", "MemoryLLM")
-        if any(name.startswith(f"{kind}") for name in names)
-    }
-    if any(name.endswith(TUNED) for name in names):
-        found["training the backbone"] = count * MINUTES
-    for name in (x for x in CURVE if x in names):
-        found[f"training {name}"] = MINUTES * CURVE[name] / UPDATES
+    found = {}
     for name in names:
-        many = name.endswith(TUNED) or (name in MEMORIES and name not in CURVE)
-        found[f"asking {name}"] = ASKING * (len(config.seeds) if many else 1)
+        if kind := trained(name):
+            # Three rates with the first seed, one with each of the others.
+            found[f"training {kind}"] = (2 + len(seeds)) * MINUTES
+        if name in CURVE:
+            found[f"training {name}"] = MINUTES * CURVE[name] / UPDATES
+        found[f"asking {name}"] = ASKING * len(seeds_of(name, seeds))
     return found
 
 
@@ -242,25 +232,27 @@ class Study:
         if not batches:
             return
         row, method = self.build(name, seed)
-        commits = list(before.get("commits", []))
+        commits = before.get("commits", [])
         began = time.monotonic() - before.get("seconds", 0.0)
         for more in query_batches(
             method, batches, self.tokenizer, after=AFTER, answer=ANSWER
         ):
             marks = [old + new for old, new in zip(marks, more, strict=True)]
-            commit, clean = version()
-            commit = f"{commit} with changes" if clean is False else str(commit)
+            made = provenance(QUESTION, {})
             facts = {
                 "marks": marks,
                 "seconds": time.monotonic() - began,
-                "date": datetime.date.today().isoformat(),
-                "commits": [*dict.fromkeys([*commits, commit])],
-                "device": device_name(),
+                "date": made["date"],
+                "commits": [*dict.fromkeys([*commits, commit_of(made)])],
+                "device": made["device"],
             }
-            contents = {part: self.result[part] for part in ("facts", "distances")}
-            contents["rows"] = {**self.result["rows"], key: {**row, **facts}}
+            rows = self.result["rows"] | {key: row | facts}
             self.result = write_report(
-                self.config.output, QUESTION, settings(self.config), contents
+                self.config.output,
+                QUESTION,
+                settings(self.config),
+                {part: self.result[part] for part in ("facts", "distances")}
+                | {"rows": rows},
             )
             shares = " ".join(f"{accuracy(right(x))['accuracy']:.2f}" for x in marks)
             say(f"{key}: {shares} of {len(marks[0])}")
@@ -343,7 +335,7 @@ def retention(result: dict[str, Any]) -> Rows:
         for commit in row["commits"]
     }
     yield f"rows measured {', '.join(sorted(measured))}"
-    for method in by_method(result).values():
+    for method in answers.by_method(result).values():
         count = max(row["questions"] for row in method["after"])
         seeds = len(method["seeds"])
         # Where a method could not be asked, it has no state to answer from.

@@ -201,18 +201,13 @@ def _summary(rounds: list[Round]) -> dict[str, Any]:
 
 def main() -> None:
     """Times, prints and writes the results."""
-    file, rows = smollm2(), []
-    for cores, batch in itertools.product(CORES, BATCHES):
-        row = time_row(file, batch, cores)
-        rows.append(row)
-        columns = ("tokens_per_s", "peak_mebibytes", "equal_tokens")
-        found = row["implementations"].items()
-        cells = {name: [x[column] for column in columns] for name, x in found}
-        show(f"batch {batch}, cores {cores}", columns, cells)
+    file = smollm2()
+    rows = [time_row(file, b, cores) for cores, b in itertools.product(CORES, BATCHES)]
     results = {"rows": rows, "packages": versions("torch", "transformers")}
     question = "speed of generation with a pretrained model"
     used = {"model": file.name, "document": DOCUMENT, "environment": ENVIRONMENT}
-    write_report(RESULTS / "speed" / "generation", question, used, results)
+    output = RESULTS / "speed" / "generation"
+    show(question, generation.rows(write_report(output, question, used, results)))
 
 
 @table("generation/speed", "speed/generation")

@@ -239,9 +239,12 @@ def main(config: Config) -> int:
             result[into] += rows
             result["failed"] += failed
             columns = ("median_s", "min_s", "max_s", "times_roofline")
-            label = "{implementation}, {pass}".format
-            cells = {label(**row): [row[c] for c in columns] for row in rows}
-            show(f"{op} {tuple(shape)}", columns, cells)
+            cells = (
+                {"": f"{row['implementation']}, {row['pass']}"}
+                | {column: f"{row[column]:.3g}" for column in columns}
+                for row in rows
+            )
+            show(f"{op} {tuple(shape)}", cells)
         write_report(config.output, "speed of the ops", settings(config), result)
 
     for sizes in config.shapes:

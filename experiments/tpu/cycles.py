@@ -26,14 +26,7 @@ from typing import Any
 
 import tyro
 
-from experiments.lab.results import (
-    RESULTS,
-    Rows,
-    number,
-    show,
-    table,
-    write_report,
-)
+from experiments.lab.results import RESULTS, Rows, number, show, table, write_report
 from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
 from experiments.tpu.compile import compile_case, entry
@@ -110,8 +103,8 @@ def main(
         ordered = {name: counted[name] for name in CASES if name in counted}
         write_report(output, QUESTION, {"only": only}, {"cases": ordered})
         ranges = ("cycles", "kernels", "copies", "times_limit")
-        cells = [span(*row[column], digits=2) for column in ranges]
-        show(f"per {row['unit']}", ranges, {name: cells})
+        cells = {column: span(*row[column], digits=2) for column in ranges}
+        show(name, iter([{f"per {row['unit']}": ""} | cells]))
 
 
 SUMMARY = {
