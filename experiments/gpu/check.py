@@ -32,8 +32,6 @@ from experiments.lab.results import RESULTS, Rows, table, write_report
 from experiments.speed.ops import first_line
 from memjax_kernels import (
     LATTICE_VARIANTS,
-    TrellisActivation,
-    TrellisPhi,
     lattice,
     lattice_init_state,
     trellis,
@@ -127,74 +125,48 @@ def all_cases() -> dict[str, Callable[[], Case]]:
     """Every kernel, phi, activation and variant by name; both kinds of start."""
     found = {}
 
-    def add(make, shape, *options, **more):
-        words = [make.__name__.removesuffix("_case"), tuple(shape), *options]
-        words += [f"{k}={v}" for k, v in more.items()]
+    def add(op, shape, chunk, value=0, **options):
+        words = [op, tuple(shape), chunk, *options.values()]
+        words += [f"value={value}"] if value else []
         name = " ".join(map(str, words)).replace(", ", ",")
-        found[name] = functools.partial(make, name, shape, *options, **more)
+        given = (name, op, shape, chunk, value or shape.width)
+        found[name] = functools.partial(make_case, *given, **options)
 
     for shape in SHAPES:
         for chunk in (64, 16):
             for phi in ("l2_silu", "ln_silu", "silu", "identity", "softmax"):
-                add(trellis_case, shape, chunk, phi, "ln_silu")
+                add("trellis", shape, chunk, phi=phi, activation="ln_silu")
         for chunk in (64, 16, 1):
             for variant in LATTICE_VARIANTS:
-                add(lattice_case, shape, chunk, variant)
+                add("lattice", shape, chunk, variant=variant)
     for activation in ("l2_silu", "softmax"):
-        add(trellis_case, SHAPES[0], 64, "l2_silu", activation)
+        add("trellis", SHAPES[0], 64, phi="l2_silu", activation=activation)
     # Its backward kernel does not fit: the forward kernel alone.
-    add(trellis_case, SHAPES[1], 64, "l2_silu", "ln_silu", value=128)
+    add("trellis", SHAPES[1], 64, 128, phi="l2_silu", activation="ln_silu")
     return found
 
 
-def trellis_case(
-    name: str,
-    shape: Shape,
-    chunk: int,
-    phi: TrellisPhi,
-    activation: TrellisActivation,
-    value: int = 64,
+def make_case(
+    name: str, op: str, shape: Shape, chunk: int, value: int, **options: Any
 ) -> Case:
     """Both passes, from open chunks, over resets."""
-    tokens = ops.inputs("trellis", shape, "bfloat16")
+    tokens = ops.inputs(op, shape, "bfloat16")
     tokens["v"] = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
     b, t, h, d, *_ = shape
     position, reset = positions_and_reset(b, t, chunk)
-    empty = trellis_init_state(b, h, d, d, value, chunk)
+    if op == "trellis":
+        function, empty = trellis, trellis_init_state(b, h, d, d, value, chunk)
+    else:
+        function, empty = lattice, lattice_init_state(b, h, d, value, chunk)
     state = dataclasses.replace(empty, position=position)
-    options = {"phi": phi, "activation": activation}
 
     def call(*tokens, state, **given):
-        given |= {"state": without_gradient_of_tokens(state), "reset": reset}
-        return trellis(*tokens, chunk_size=chunk, **given, **options)
+        # Only the token loop has gradients for zeros behind the open tokens.
+        open_tokens = jax.lax.stop_gradient(state.tokens)
+        given |= {"state": dataclasses.replace(state, tokens=open_tokens)}
+        return function(*tokens, chunk_size=chunk, reset=reset, **given, **options)
 
     return Case(name, tuple(tokens.values()), state, call)
-
-
-def lattice_case(name: str, shape: Shape, chunk: int, variant) -> Case:
-    """A variant, from open chunks, over resets."""
-    tokens = ops.inputs("lattice", shape, "bfloat16")
-    b, t, h, d, *_ = shape
-    position, reset = positions_and_reset(b, t, chunk)
-    empty = lattice_init_state(b, h, d, d, chunk)
-    state = dataclasses.replace(empty, position=position)
-
-    def call(*tokens, state, implementation):
-        return lattice(
-            *tokens,
-            state=without_gradient_of_tokens(state),
-            variant=variant,
-            chunk_size=chunk,
-            reset=reset,
-            implementation=implementation,
-        )
-
-    return Case(name, tuple(tokens.values()), state, call)
-
-
-def without_gradient_of_tokens(state):
-    """Only the token loop has gradients for zeros behind the open tokens."""
-    return dataclasses.replace(state, tokens=jax.lax.stop_gradient(state.tokens))
 
 
 def positions_and_reset(batch: int, time: int, chunk: int):
@@ -233,27 +205,20 @@ def measure(case: Case) -> dict[str, Any]:
 def pull(case: Case, implementation: str, tokens):
     """Memory, reads, and gradients for random cotangents; compiled as one program."""
 
+    def floats(tree):
+        leaves = jax.tree.leaves(tree)
+        return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def forward(tokens, state):
+        after, y = case.call(*tokens, state=state, implementation=implementation)
+        return floats(after), y.astype(jnp.float32)
+
     @jax.jit
     def run(tokens, state):
-        leaves, treedef = jax.tree.flatten(state)
-        floats = [x.dtype == jnp.float32 for x in leaves]
-
-        def memories_of(state):
-            return [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
-
-        def forward(tokens, memories):
-            given = iter(memories)
-            whole = [
-                next(given) if f else x for f, x in zip(floats, leaves, strict=True)
-            ]
-            state = jax.tree.unflatten(treedef, whole)
-            after, y = case.call(*tokens, state=state, implementation=implementation)
-            return memories_of(after), y.astype(jnp.float32)
-
-        (after, y), back = jax.vjp(forward, tokens, memories_of(state))
+        (after, y), back = jax.vjp(forward, tokens, state)
         normal = functools.partial(jax.random.normal, jax.random.key(1))
         weights = jax.tree.map(lambda x: normal(x.shape), (after, y))
-        return after, y, back(weights)
+        return after, y, floats(back(weights))
 
     return run(tokens, case.state)
 

@@ -18,6 +18,11 @@ def test_nothing_is_checked_without_a_gpu(capsys, tmp_path):
     assert error == "nothing was checked: it needs a gpu, jax runs on cpu\n"
 
 
+def small():
+    shape = Shape(1, 20, 1, 16)
+    return check.make_case("lattice", "lattice", shape, 8, 16, variant="sim")
+
+
 def with_gradients(monkeypatch, off):
     """XLA in the place of forms whose gradients are off by a factor, by name."""
     real = check.pull
@@ -30,8 +35,7 @@ def with_gradients(monkeypatch, off):
         return after, y, jax.tree.map(lambda x: scale * x, gradients)
 
     monkeypatch.setattr(check, "pull", pull)
-    case = check.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
-    return check.measure(case)
+    return check.measure(small())
 
 
 @pytest.mark.slow
@@ -45,8 +49,7 @@ def test_a_case_compares_everything_with_the_token_loop(monkeypatch):
     row = with_gradients(monkeypatch, {"pallas_gpu": 1.1, "xla": 1.1})
     assert 0.05 < row["gradient"] < 0.2 and row["agrees"]
     monkeypatch.undo()
-    case = check.lattice_case("lattice", Shape(1, 20, 1, 16), 8, "sim")
-    row = check.measure(case)
+    row = check.measure(small())
     assert not row["agrees"] and "needs a gpu" in row["error"]
 
 
