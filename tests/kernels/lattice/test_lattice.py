@@ -117,8 +117,15 @@ def close(actual, expected, tolerance=1e-5):
         assert distance(a, b) <= tolerance, (jax.tree_util.keystr(path), distance(a, b))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    [
+        # The rule of a token is one function; chunks freeze the memory.
+        *(("reference", CASES[i]) for i in (0, 1, 2, 3, 4, 7)),
+        *(("xla", CASES[i]) for i in (1, 2, 4, 5, 6, 7)),
+    ],
+    ids=str,
+)
 def test_values_are_those_of_the_equations(case, implementation):
     tokens = draw(8, forget=case[3])
     start = memory(case)
@@ -177,7 +184,7 @@ def test_gradients_of_chunks_are_those_of_the_token_loop(case):
     tokens, state = draw(7, forget=case[3]), memory(case)
     if size > 1:
         state = open_state(state.start, [0, 3], size)
-    reset = jax.nn.one_hot(jnp.array([4, 1]), 7, dtype=bool)
+    reset = np.eye(7, dtype=bool)[[4, 1]]
     arguments = tokens, state, memory(case, seed=3)
     expected = pulled(case, "reference", arguments, reset)
     close(pulled(case, "xla", arguments, reset), expected, 2e-5)
@@ -188,9 +195,10 @@ def test_gradients_of_chunks_are_those_of_the_token_loop(case):
 
 @pytest.mark.slow
 def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
-    tokens = [x[:, 0][:, :, None] for x in draw(1)[:3]]
+    q, k, v, gamma, _ = jax.tree.map(np.asarray, draw(1))
+    tokens = [x[:, 0][:, :, None] for x in (q, k, v)]
+    gamma = gamma[:, 0, :, None, None]
     start, weights = memory(CASES[0]).start, memory(CASES[0], seed=5).start
-    gamma = draw(1)[3][:, 0, :, None, None]
     multiply = multiplier(jnp.dtype(jnp.float32))
     for variant in ("dec", "enc", "sim"):
         rule = Rule(variant)
@@ -212,9 +220,9 @@ def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
         close(jax.jit(functools.partial(both, in_chunk))(*arguments), expected)
 
 
-@pytest.mark.parametrize("case", [CASES[4], CASES[6]], ids=str)
-def test_split_invariance_with_rows_out_of_phase(case):
+def test_split_invariance_with_rows_out_of_phase():
     """Tokens one by one up to any place of a chunk, then five at once, then one."""
+    case = CASES[6]
     whole = jax.tree.map(np.asarray, draw(14, forget=case[3]))
     reads, _ = column_loop(whole, memory(case).start, case)
     rule = {
@@ -254,7 +262,8 @@ def test_split_invariance_with_rows_out_of_phase(case):
 @pytest.mark.slow
 def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
     """One token, two that do not fill the chunk either, and two that do."""
-    tokens, start = draw(5), lattice_init_state(B, H, M, V).start
+    tokens = jax.tree.map(np.asarray, draw(5))
+    start = lattice_init_state(B, H, M, V).start
     reads, _ = column_loop(tokens, start, CASES[4])
     state = None
     for first, last in ((0, 1), (1, 3), (3, 5)):
@@ -268,24 +277,22 @@ def test_segments_shorter_than_a_chunk_start_from_the_empty_memory():
 
 @pytest.mark.slow
 def test_reset_equals_new_call():
-    tokens = draw(10)
-    reset = jnp.zeros((B, 10), bool).at[:, 4].set(True)
-    for name in ("reference", "xla"):
-        _, y = run_jit(
-            *tokens[:4], reset=reset, chunk_size=4, implementation=name, variant="enc"
-        )
-        start = lattice_init_state(B, H, M, V).start
-        for part in (slice(0, 4), slice(4, 10)):
-            alone = [None if x is None else x[:, part] for x in tokens]
-            expected, _ = column_loop(alone, start, CASES[5])
-            close(y[:, part], expected)
+    tokens = jax.tree.map(np.asarray, draw(10))
+    reset = np.arange(10)[None].repeat(B, 0) == 4
+    _, y = run_jit(*tokens[:4], reset=reset, chunk_size=4, variant="enc")
+    start = lattice_init_state(B, H, M, V).start
+    for part in (slice(0, 4), slice(4, 10)):
+        alone = [None if x is None else x[:, part] for x in tokens]
+        expected, _ = column_loop(alone, start, CASES[5])
+        close(y[:, part], expected)
 
 
 def test_reset_inside_chunk_raises_or_gives_nan():
     tokens = draw(6)[:4]
-    reset = jnp.zeros((B, 6), bool).at[1, 3].set(True)
+    reset = np.zeros((B, 6), bool)
+    reset[1, 3] = True
     with pytest.raises(ValueError, match="reset"):
-        lattice(*tokens, reset=reset, chunk_size=4)
+        lattice(*draw(3)[:4], reset=jnp.asarray(reset[:, 1:4]), chunk_size=4)
     found = run_jit(*tokens, reset=reset, chunk_size=4)
     state, y = jax.tree.map(np.asarray, found)
     assert np.isfinite(y[0]).all() and np.isfinite(state.start[0]).all()
@@ -303,7 +310,7 @@ def test_bfloat16_tokens_have_float32_memory(size):
     rounded = [None if x is None else x.astype(jnp.float32) for x in tokens]
     reads, _ = column_loop(rounded, memory(case).start, case)
     close(y.astype(jnp.float32), reads, 1e-2)
-    np.testing.assert_allclose(jnp.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -312,7 +319,7 @@ def test_norms_stay_one_over_a_hundred_thousand_tokens(size):
     time = 100_000
     q, k, v, gamma = (x[:1, :, :1] for x in draw(time)[:4])
     state, y = run_jit(q, k, 3 * v, 2 * gamma, chunk_size=size)
-    norms = jnp.linalg.norm(state.start, axis=-1)
+    norms = np.linalg.norm(state.start, axis=-1)
     np.testing.assert_allclose(norms, 1, atol=1e-5)
     assert np.isfinite(y).all()
 
@@ -327,7 +334,7 @@ def test_write_is_tangential_gradient_of_objective(variant):
         "sim": lambda phi, k, v: -jnp.vdot(phi @ v, k),
     }
     state = memory((1, variant, False, None))
-    q, k, v, gamma, _ = draw(1)
+    q, k, v, gamma, _ = jax.tree.map(np.asarray, draw(1))
     token = (*(x[:, 0] for x in (q, k, v, gamma)), None)
     after, _ = step_jit(*token, state, variant=variant, normalize=False)
 
@@ -335,37 +342,38 @@ def test_write_is_tangential_gradient_of_objective(variant):
         phi = slots / jnp.linalg.norm(slots, axis=-1, keepdims=True)
         return objectives[variant](phi, k, v)
 
-    gradient = jax.vmap(jax.vmap(jax.grad(objective)))(state.start, k[:, 0], v[:, 0])
+    gradient = jax.jit(jax.vmap(jax.vmap(jax.grad(objective))))
     rate = gamma[:, 0, :, None, None]
-    close((state.start - after.start) / rate, gradient, 1e-5)
+    moved = (np.asarray(state.start) - after.start) / rate
+    close(moved, gradient(state.start, k[:, 0], v[:, 0]), 1e-5)
     unit = memory((1, variant, True, None))
     after, _ = step_jit(*token, unit, variant=variant, normalize=False)
-    along = jnp.sum((after.start - unit.start) * unit.start, axis=-1)
+    along = np.sum((np.asarray(after.start) - unit.start) * unit.start, axis=-1)
     assert np.abs(along).max() <= 1e-6
 
 
 @pytest.mark.slow
 def test_zeroed_slot_is_filled_by_next_write():
-    q, k, v, gamma, _ = draw(2)
-    g = jnp.zeros((B, 2, H)).at[:, 0].set(-10.0)
+    q, k, v, gamma, _ = jax.tree.map(np.asarray, draw(2))
+    g = np.zeros((B, 2, H), np.float32)
+    g[:, 0] = -10.0
     once = {"chunk_size": 1, "forget": "l1", "implementation": "xla"}
     first = [x[:, :1] for x in (q, k, v, gamma)]
     state, y = run_jit(*first, g[:, :1], **once)
     assert not np.any(state.start) and not np.any(y)
     second = [x[:, 1:] for x in (q, k, v, gamma)]
     state, _ = run_jit(*second, g[:, 1:], state, **once)
-    np.testing.assert_allclose(jnp.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(state.start, axis=-1), 1, atol=1e-6)
 
 
 def test_the_empty_memory_has_orthonormal_slots_while_they_fit():
-    slots = lattice_init_state(2, 3, 4, 8).start
-    overlaps = jnp.einsum("bhmv,bhnv->bhmn", slots, slots)
-    np.testing.assert_allclose(overlaps, jnp.broadcast_to(jnp.eye(4)[None, None],
-                               overlaps.shape), atol=1e-6)  # fmt: skip
+    slots = np.asarray(lattice_init_state(2, 3, 4, 8).start)
+    overlaps = slots @ slots.swapaxes(2, 3)
+    np.testing.assert_allclose(overlaps, 0 * overlaps + np.eye(4), atol=1e-6)
     np.testing.assert_array_equal(slots[0], slots[1])
     assert np.abs(slots[0, 0] - slots[0, 1]).max() > 0.1
     wide = lattice_init_state(1, 1, 9, 8).start
-    np.testing.assert_allclose(jnp.linalg.norm(wide, axis=-1), 1, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(wide, axis=-1), 1, atol=1e-6)
     with pytest.raises(
         ValueError, match="value_dim=8, got slots=9.*'normalised' takes"
     ):
