@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.mechanisms.test_contract import CONFIGS, KINDS, ROWS, B, D, T
+from tests.mechanisms.test_contract import CONFIGS, FLOWS, KINDS, B, D, T, rows
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows(FLOWS, set(CONFIGS)))
 def test_explicit_axes_keep_their_sharding(name):
     """Shapes alone: shardings that do not fit are found when a program is traced."""
     mechanism = CONFIGS[name].build()

@@ -9,23 +9,48 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax.mechanisms import AttentionConfig, SlidingWindowConfig, TrellisConfig
+from memjax.mechanisms import SlidingWindowConfig
 from memjax.mechanisms.layers import documents
 from tests.kernels.on_tpu import interpret_attention
-from tests.mechanisms.test_contract import BLOCK, CONFIGS, HEADS, check_slopes
+from tests.mechanisms.slopes import check_slopes
+from tests.mechanisms.test_contract import CONFIGS, HEADS
 
 B, T, D = 2, 12, 16
 PACKS = {name: c for name, c in CONFIGS.items() if c.build().packed is not None}
-# An option of an op, whose own tests have documents; and a capacity that is reached.
-OPTIONS = ("lattice_unnormalised", "attention_full")
+# Options of an op, whose own tests have documents, and styles that see no neighbours.
+OPTIONS = (
+    "attention_full",
+    "retention",
+    "gla_tied",
+    "gsa_published",
+    "trellis_nonlinear",
+    "falcon_mamba",
+    "lattice_unnormalised",
+    "lattice_sparse",
+)
+# Of one cell, one that is initialised inside a row, one scan and all of attention: ops'
+# own tests have the gradients of the others.
+GRADIENTS = (
+    "sliding_window",
+    "attention",
+    "gated_deltanet_published",
+    "trellis",
+    "mamba",
+)
 # Where documents begin: anywhere, or where a chunk of 4 does.
 ANYWHERE = ((0, 5, 6), (0, 1, 9))
 CHUNKS_OF_4 = ((0, 8), (0, 4, 8))
-ROWS = [
-    name if name == "sliding_window" else pytest.param(name, marks=pytest.mark.slow)
-    for name in PACKS
-    if name not in OPTIONS
-]
+
+
+def rows(names):
+    slow = pytest.mark.slow
+    return [
+        name if name == "sliding_window" else pytest.param(name, marks=slow)
+        for name in names
+    ]
+
+
+ROWS = rows(name for name in PACKS if name not in OPTIONS)
 
 
 def make_starts(places):
@@ -50,25 +75,41 @@ def build(config) -> Any:
 
 @functools.cache
 def case(name):
-    """One program for packed rows, and for rows of one document each."""
+    """Params, x, starts and the places of a mechanism; its packed rows, compiled.
+
+    `read` gives the outputs; `differentiate`, in rows that have it, a loss by `weights`
+    with the outputs, and its gradients. Rows behind the packed ones have one document.
+    """
     mechanism = build(PACKS[name])
-    params = jax.jit(mechanism.init_params)(jax.random.key(0))
+    params = mechanism.init_params(jax.random.key(0))
     places = ANYWHERE if mechanism.packed.chunk == 1 else CHUNKS_OF_4
-    x, weights = np.random.default_rng(1).standard_normal(
-        (2, len(spans(places)), T, D), np.float32
-    )
-    # Rows behind the packed ones count for nothing.
-    weights[B:] = 0.0
+    shape = (len(spans(places)), T, D)
+    x = np.random.default_rng(1).standard_normal(shape, np.float32)
     starts = np.zeros(x.shape[:2], bool)
-    starts[:, 0] = True
     starts[:B] = make_starts(places)
+    # A row's first token starts a document, whatever is said of it.
+    starts[1:, 0] = False
+    if name not in GRADIENTS:
+        return (
+            mechanism,
+            params,
+            x,
+            starts,
+            places,
+            jax.jit(mechanism.packed.whole),
+            None,
+        )
 
     def loss(params, x, starts, weights):
         y = mechanism.packed.whole(params, x, starts)
         return jnp.sum(y * weights), y
 
-    packed = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    return mechanism, params, x, starts, weights, places, packed
+    differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+    def read(params, x, starts):
+        return differentiate(params, x, starts, np.ones_like(x))[0][1]
+
+    return mechanism, params, x, starts, places, read, differentiate
 
 
 def to_rows(places, x):
@@ -88,29 +129,37 @@ def from_rows(places, rows):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_document_equals_a_row_of_its_own(name):
-    mechanism, params, x, starts, weights, places, packed = case(name)
-    (_, y), (by_params, by_x) = packed(params, x, starts, weights)
-    rows, own = to_rows(places, x), to_rows(places, weights)
+    mechanism, params, x, starts, places, read, _ = case(name)
+    y = read(params, x, starts)
+    alone = jax.jit(mechanism.whole)(params, to_rows(places, x), None)
+    chex.assert_trees_all_close(
+        y[:B], from_rows(places, alone)[:B], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", rows(GRADIENTS))
+def test_gradients_of_a_document_equal_those_of_a_row_of_its_own(name):
+    _, params, x, starts, places, _, differentiate = case(name)
+    weights = np.random.default_rng(2).standard_normal(x.shape, np.float32)
+    weights[B:] = 0.0
+    _, (by_params, by_x) = differentiate(params, x, starts, weights)
+    own = to_rows(places, weights)
     for weight, (_, begin, end) in zip(own, spans(places), strict=True):
         weight[end - begin :] = 0.0
     alone = np.zeros_like(starts)
     alone[:, 0] = True
-    (_, y_rows), (by_params_alone, by_rows) = packed(params, rows, alone, own)
+    _, (alone_by_params, by_rows) = differentiate(
+        params, to_rows(places, x), alone, own
+    )
     chex.assert_trees_all_close(
-        (y[:B], by_x[:B], by_params),
-        (
-            from_rows(places, y_rows)[:B],
-            from_rows(places, by_rows)[:B],
-            by_params_alone,
-        ),
+        (by_x[:B], by_params),
+        (from_rows(places, by_rows)[:B], alone_by_params),
         rtol=1e-4,
         atol=1e-4,
     )
-    whole = jax.jit(mechanism.whole)(params, rows, None)
-    chex.assert_trees_all_close(y_rows, whole, rtol=1e-5, atol=1e-5)
 
     def loss(at):
-        (_, y), _ = packed(*at, starts, weights)
+        (_, y), _ = differentiate(*at, starts, weights)
         return np.vdot(np.asarray(y, np.float64), weights)
 
     check_slopes(loss, (params, x), (by_params, by_x))
@@ -118,19 +167,16 @@ def test_document_equals_a_row_of_its_own(name):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_documents_of_a_row_are_independent_bit_by_bit(name):
-    _, params, x, starts, weights, places, packed = case(name)
-
-    def read(x):
-        return np.asarray(packed(params, x, starts, weights)[0][1])[:B]
-
-    before = read(x)
+    _, params, x, starts, places, read, _ = case(name)
+    before = np.asarray(read(params, x, starts))[:B]
     for row, begin, end in spans(places):
         changed = x.copy()
         changed[row, begin:end] *= -30.0
         own = np.zeros((B, T), bool)
         own[row, begin:end] = True
-        assert (read(changed) == before)[~own].all()
-        assert (read(changed) != before)[own].any(axis=-1).all()
+        after = np.asarray(read(params, changed, starts))[:B]
+        assert (after == before)[~own].all()
+        assert (after != before)[own].any(axis=-1).all()
 
 
 def test_mechanisms_without_packed_rows():
@@ -142,14 +188,14 @@ def test_mechanisms_without_packed_rows():
 
 @pytest.mark.slow
 def test_start_inside_a_chunk_is_refused():
-    mechanism = build(TrellisConfig(**BLOCK, slots=5, chunk_size=4))
+    mechanism, params, x, starts, _, read, _ = case("ttt_linear")
     assert mechanism.packed.chunk == 4
-    params = jax.jit(mechanism.init_params)(jax.random.key(0))
-    x, starts = jnp.ones((B, T, D)), make_starts(((0, 8), (0, 5)))
+    misplaced = starts.copy()
+    misplaced[:B] = make_starts(((0, 8), (0, 5)))
     with pytest.raises(ValueError, match="reset must be where a chunk of 4 starts"):
-        mechanism.packed.whole(params, x, jnp.asarray(starts))
+        mechanism.packed.whole(params, jnp.asarray(x), jnp.asarray(misplaced))
     # Inside jit, where the place is not known, nothing of it passes for a result.
-    y = np.asarray(jax.jit(mechanism.packed.whole)(params, x, starts))
+    y = np.asarray(read(params, x, misplaced))
     assert np.isnan(y[1, 5:]).all()
     assert np.isfinite(y[0]).all() and np.isfinite(y[1, :5]).all()
 
@@ -170,16 +216,12 @@ def test_positions_count_from_the_start_of_each_document():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 100])
-def test_kernel_of_a_tpu_sees_a_document_alone(window, monkeypatch):
-    sizes = {**HEADS, "head_dim": 64}
-    config = AttentionConfig(**sizes)
-    if window is not None:
-        config = SlidingWindowConfig(**sizes, window=window)
-    mechanism = build(config)
-    params = jax.jit(mechanism.init_params)(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (1, 256, D)).astype(jnp.bfloat16)
-    starts = jnp.zeros((1, 256), bool).at[0, jnp.asarray([70, 200])].set(True)
+def test_kernel_of_a_tpu_sees_a_document_alone(monkeypatch):
+    mechanism = build(SlidingWindowConfig(**{**HEADS, "head_dim": 64}, window=100))
+    params = mechanism.init_params(jax.random.key(0))
+    x = np.random.default_rng(1).standard_normal((1, 256, D)).astype(jnp.bfloat16)
+    starts = np.zeros((1, 256), bool)
+    starts[0, [70, 200]] = True
     expected = jax.jit(mechanism.packed.whole)(params, x, starts)
     # The branch for TPUs, its kernels interpreted.
     monkeypatch.setattr(
@@ -189,6 +231,5 @@ def test_kernel_of_a_tpu_sees_a_document_alone(window, monkeypatch):
     )
     interpret_attention(monkeypatch)
     found = jax.jit(lambda *given: mechanism.packed.whole(*given))(params, x, starts)
-    chex.assert_trees_all_close(
-        found.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.05, atol=0.05
-    )
+    found, expected = (np.asarray(y, np.float32) for y in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)
