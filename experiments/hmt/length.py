@@ -44,7 +44,6 @@ from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.evaluation import TokenLosses
-from memjax.models.base import Model
 from memjax.status import say
 from memjax.training import LoopConfig, StepConfig
 from memjax.training.finetune import finetune
@@ -186,12 +185,16 @@ class Study:
 
     def measure(self, row: Row) -> tuple[TokenLosses, dict[str, Any]]:
         """Losses of a row, averaged over seeds, and facts of training and scoring."""
-        facts = {}
         texts = [x._replace(tokens=x.tokens[: reach(row) + 1]) for x in self.texts]
+        rate, tried = self.rate(row) if row.is_trained else (0.0, {})
+        seeds = self.config.seeds if row.is_trained else (0,)
+        runs = [self.scored(row, rate, seed, texts) for seed in seeds]
+        facts = {
+            "scoring_seconds": runs[0][0].seconds,
+            "devices": sorted({x for run, _ in runs for x in run.devices}),
+        }
         if row.is_trained:
-            rate, tried = self.rate(row)
-            runs = [self.trained(row, rate, seed, texts) for seed in self.config.seeds]
-            facts = {
+            facts |= {
                 "targets": row.targets,
                 "learning_rate": rate,
                 "validation_perplexity": tried,
@@ -199,12 +202,6 @@ class Study:
                 "perplexity_by_seed": [self.perplexity(x.losses) for x, _ in runs],
                 "training_seconds": runs[0][1],
             }
-        else:
-            runs = [(self.untrained(row, texts), 0.0)]
-        facts |= {
-            "scoring_seconds": runs[0][0].seconds,
-            "devices": sorted({x for run, _ in runs for x in run.devices}),
-        }
         facts = once(self.file(row), lambda: facts, self.identity(row))
         return mean_losses([run.losses for run, _ in runs]), facts
 
@@ -212,7 +209,7 @@ class Study:
         """The rate with the lowest validation loss, and the perplexities of all."""
 
         def validation_loss(rate: float) -> float:
-            run, _ = self.trained(row, rate, self.config.seeds[0], self.validation)
+            run, _ = self.scored(row, rate, self.config.seeds[0], self.validation)
             return float(np.log(self.perplexity(run.losses)))
 
         found = climb_rate(RATES, FIRST, validation_loss)
@@ -224,7 +221,7 @@ class Study:
         made = rows(self.setting.stages, self.backbone, targets)
         (row,) = (row for row in made if row.name == name)
         (own,) = (row for row in self.rows if row.name == name)
-        run, _ = self.trained(row, self.rate(own)[0], self.config.seeds[0], self.texts)
+        run, _ = self.scored(row, self.rate(own)[0], self.config.seeds[0], self.texts)
         self.curve.setdefault(name, {})[row.targets] = self.perplexity(run.losses)
 
     def plan(self, names: Sequence[str]) -> dict[str, float]:
@@ -240,25 +237,28 @@ class Study:
                     found[f"{row.name}, {targets:,} targets"] = minutes * targets
         return found
 
-    def trained(
+    def scored(
         self, row: Row, rate: float, seed: int, texts: Texts
     ) -> tuple[Scored, float]:
-        """Scores of the row trained with a rate and a seed, and its seconds."""
-        folder, seconds = training.train(self.setting, row.stages, seed, rate)
-        scored = score_once(
-            lambda: self.scorer(training.load(folder)), texts, folder / "scores"
-        )
-        return scored, seconds
+        """Scores of a row, trained with a rate and a seed, and the training's seconds.
 
-    def untrained(self, row: Row, texts: Texts) -> Scored:
-        """Scores of a row without training."""
-        key = digest(self.identity(row) | {"seeds": None})
-        folder = self.config.run_dir / "scores" / key
-        return score_once(lambda: self.scorer(row.build(self.backbone)), texts, folder)
+        Several segments are read in a call.
+        """
+        if row.is_trained:
+            folder, seconds = training.train(self.setting, row.stages, seed, rate)
+            folder = folder / "scores"
+        else:
+            key = digest(self.identity(row) | {"seeds": None})
+            folder, seconds = self.config.run_dir / "scores" / key, 0.0
 
-    def scorer(self, model: Model) -> Callable[[TokenisedDocument], TokenLosses]:
-        """The function that scores one text, several segments a call."""
-        return score_text(model, training.TOGETHER * self.segment)
+        def prepare() -> Callable[[TokenisedDocument], TokenLosses]:
+            trained = row.is_trained
+            model = (
+                training.load(folder.parent) if trained else row.build(self.backbone)
+            )
+            return score_text(model, training.TOGETHER * self.segment)
+
+        return score_once(prepare, texts, folder), seconds
 
     def mask(self, losses: TokenLosses) -> TokenLosses:
         """The losses of targets that no row has read ahead."""

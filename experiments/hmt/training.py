@@ -5,11 +5,12 @@ a call that was stopped continues.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.lab.study import digest, spent, train_once, use_compile_cache
+from experiments.lab.study import digest, train_once, use_compile_cache
 from memjax.config_io import to_record
 from memjax.models.adapters import merge_lora
 from memjax.models.base import Model
@@ -92,23 +93,13 @@ def train(
         start = folder
         identity = [to_record(stage), str(start or setting.backbone)]
         folder = setting.run_dir / f"model-{digest(identity)}"
-        seconds += train_stage(setting, stage, folder, start)
+        given = stage, setting.backbone if start is None else None, folder, start
+        what = f"{stage.memory}, {stage.depth} segments of {stage.segment}, "
+        what += f"{stage.loop.steps} steps"
+        run = functools.partial(finetune.finetune, *given)
+        seconds += train_once(folder, run, what).seconds
     assert folder is not None
     return folder, seconds
-
-
-def train_stage(
-    setting: Setting, stage: SegmentStage, folder: Path, start: Path | None
-) -> float:
-    """Trains one stage in its folder, from the backbone or a stage before it."""
-    backbone = setting.backbone if start is None else None
-    train_once(
-        folder,
-        lambda: finetune.finetune(stage, backbone, folder, start),
-        f"{stage.memory}, {stage.depth} segments of {stage.segment}, "
-        f"{stage.loop.steps} steps",
-    )
-    return spent(folder).seconds
 
 
 def load(folder: Path) -> Model:

@@ -99,7 +99,7 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
     # Finished rows are shown, and nothing of them is done again.
-    monkeypatch.setattr(length.Study, "scorer", None)
+    monkeypatch.setattr(length, "score_text", None)
     length.main(dataclasses.replace(config, only=(rows.APART,)))
     same = json.loads((tmp_path / "result.json").read_text())
     assert "training" not in capsys.readouterr().err
