@@ -56,17 +56,6 @@ ASKED = (
 )
 NOTED = ("TTT", "DeltaNet", "Lattice", COMPRESSED, "sliding window")
 COLUMNS = "you have|text|you need|take|evidence|do not take|not known".split("|")
-#: Words that link to the table of a study, from a page of `docs/`.
-LINKS = {
-    "nats": ("nats", "memories", "equal-bytes-memories-of-a-pretrained-model"),
-    "facts": ("right", "mplus", "knowledge-retention"),
-    "ppl": ("PPL", "hmt", "length"),
-    "recall": ("right", "memories", "recall"),
-    "notes": ("right", "memories", "notes-what-as-many-bytes-of-text-lose"),
-    "perplexity": ("PPL", "memories", "books-perplexity-beyond-the-window"),
-    "state": ("state", "speed", "published-hybrids-against-transformers"),
-    "cycles": ("cycles", "tpu", "summary"),
-}
 Result = dict[str, Any]
 
 
@@ -86,10 +75,6 @@ def _evidence(*results: Result) -> dict[str, Any]:
     """What the cells of the table name."""
     equal, facts, length, recall, notes, books, cycles, hybrids = results
     methods, published = by_method(facts), hybrids["rows"][1]
-    links = {
-        name: f"[{text}](../experiments/{room}/README.md#{anchor})"
-        for name, (text, room, anchor) in LINKS.items()
-    }
 
     def answered(i: int) -> dict[str, str]:
         return {k: number(x["after"][i]["accuracy"], 2) for k, x in methods.items()}
@@ -131,7 +116,7 @@ def _evidence(*results: Result) -> dict[str, Any]:
     trained = {k: x for k, x in books["models"].items() if "state_bytes" in x}
     listed = (f"{k} {number(x['perplexity'], 1)}" for k, x in trained.items())
     by_length = length["perplexity"]["all"]
-    return links | {
+    return {
         "middle": f"{facts['distances'][2]:,}",
         "last": f"{facts['distances'][-1]:,}",
         "late": f"{notes['config']['distances'][-1]:,}",
@@ -143,8 +128,9 @@ def _evidence(*results: Result) -> dict[str, Any]:
         "pairs": _each(recalled),
         "noted": _each(noted),
         "counted": _each(counted),
-        "published": f"{published['name']}, {links['state']}: {' and '.join(grown)}",
-        "books": f"{links['perplexity']}: {'; '.join(listed)}",
+        "published": published["name"],
+        "grown": " and ".join(grown),
+        "books": "; ".join(listed),
     }
 
 

@@ -328,7 +328,7 @@ def report(
     question = "how does perplexity change with the length of the input?"
     given = settings(study.config)
     result = write_report(study.config.output, question, given, results)
-    length_tables.plot(result, Path(f"{study.config.output}.png"))
+    length_tables.plot.draw(result, Path(f"{study.config.output}.png"))
     show(question, length_tables.length.rows(result))
 
 

@@ -154,7 +154,7 @@ def _markdown(table: Table, folder: Path) -> str:
 def draw(figures: Figures, folder: Path = RESULTS) -> None:
     """Draws plots from their result files into a folder."""
     for name, figure in figures.items():
-        figure(load(figure.source or name), folder / f"{name}.png")
+        figure.draw(load(figure.source or name), folder / f"{name}.png")
         print(f"drew {folder / name}.png")
 
 

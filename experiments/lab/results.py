@@ -75,15 +75,11 @@ def table(name: str, *sources: str) -> Callable[[Callable[..., Rows]], Table]:
 
 
 class Figure(NamedTuple):
-    """A plot that a study declares with `figure`; called, it draws a result."""
+    """A plot that a study declares with `figure`; it draws a result into a file."""
 
     names: tuple[str, ...]
     source: str | None
     draw: Callable[[dict[str, Any], Path], None]
-
-    def __call__(self, result: dict[str, Any], path: Path) -> None:
-        """Draws a result into a file."""
-        self.draw(result, path)
 
 
 def figure(

@@ -173,7 +173,7 @@ def main(config: Config) -> None:
     output = config.run_dir / "results"
     question = "does a memory help beyond the window?"
     result = write_report(output, question, settings(config), found)
-    plot(result, Path(f"{output}.png"))
+    plot.draw(result, Path(f"{output}.png"))
     for name, row in result["models"].items():
         print(f"{name}: {row['perplexity']:.3f}, LongPPL {row.get('long_perplexity')}")
     for base, kinds in result["gains"].items():

@@ -157,7 +157,7 @@ def main(config: Config) -> None:
     results["minutes"] = (time.monotonic() - began) / 60
     output = config.run_dir / "results"
     result = write_report(output, question, settings(config), results)
-    plot(result, Path(f"{output}.png"))
+    plot.draw(result, Path(f"{output}.png"))
     for name, rows_of, shown in (
         ("Right answers by notes of a text and bytes since", right, result),
         ("More right answers than the best baseline", ahead, result),
