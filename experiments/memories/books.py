@@ -244,30 +244,25 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
             kept = mean_losses(on_keys[name])
             models[name] |= {"long_perplexity": evaluation.perplexity(kept)}
 
-    def saved(base: TokenLosses, memory: TokenLosses, kind: str) -> dict[str, Any]:
-        """Loss difference beyond the short window."""
-        return loss_difference(
-            *(
-                select_kind(
-                    x._replace(nll=x.nll[:, 1:], mask=x.mask[:, 1:]),
-                    None if kind == "all" else kind,
-                )
-                for x in (base, memory)
+    def beyond(losses: TokenLosses, kind: str) -> TokenLosses:
+        """Losses beyond the short window, of one kind or of all."""
+        late = losses._replace(nll=losses.nll[:, 1:], mask=losses.mask[:, 1:])
+        return late if kind == "all" else select_kind(late, kind)
+
+    def saved(base: str, kind: str) -> dict[str, Any]:
+        """Loss difference of the memory, of the means over seeds and with each seed."""
+        all_, *each = (
+            loss_difference(beyond(one, kind), beyond(other, kind))
+            for one, other in (
+                (means[base], means[MEMORY]),
+                *zip(binned[base], binned[MEMORY], strict=True),
             )
         )
+        return all_ | {"by_seed": [found["nats"] for found in each]}
 
     gains = {
-        name: {
-            kind: saved(means[name], means[MEMORY], kind)
-            | {
-                "by_seed": [
-                    saved(base, memory, kind)["nats"]
-                    for base, memory in zip(found, binned[MEMORY], strict=True)
-                ]
-            }
-            for kind in ("all", *kinds)
-        }
-        for name, found in binned.items()
+        name: {kind: saved(name, kind) for kind in ("all", *kinds)}
+        for name in binned
         if name != MEMORY
     }
     by_position = {
