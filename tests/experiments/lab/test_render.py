@@ -5,7 +5,7 @@ import pytest
 from experiments.lab import render
 from experiments.lab.results import RESULTS, load, table
 
-SOURCE = "elastic/reconstruction"
+SOURCE = "speed/hybrids"
 
 
 @table("study/one", SOURCE)
@@ -46,7 +46,7 @@ def test_rendered_block_has_cells_notes_and_links_to_its_source():
     source = load(SOURCE)
     where = f"{source['device']}, {source['date']}, {source['commit']}"
     note = f"measured at {source['commit']}"
-    assert f"(../results/elastic/reconstruction.json): {where}; {note}</sub>" in text
+    assert f"(../results/speed/hybrids.json): {where}; {note}</sub>" in text
 
 
 def test_wrong_block_is_named(tmp_path):

@@ -1,1 +1,0 @@
-"""Experiments: Elastic Memory."""
