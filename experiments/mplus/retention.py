@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -50,7 +50,6 @@ from experiments.mplus.methods import (
 from experiments.mplus.samples import Samples, choose_facts, in_rounds, make_samples
 from memjax.data import Question
 from memjax.evaluation.provenance import commit_of, provenance
-from memjax.models import LanguageModel
 from memjax.models.mplus.build import add_mplus
 from memjax.status import say
 from memjax.training.finetune import finetune
@@ -118,7 +117,7 @@ def main(config: Config) -> None:
 def trained(name: str) -> str:
     """What is trained for a row, "" for nothing."""
     if name in MEMORIES:
-        return "MemoryLLM" if name == "MemoryLLM" else "M+"
+        return "memoryllm" if name == "MemoryLLM" else "mplus"
     return "backbone" if name.endswith(TUNED) else ""
 
 
@@ -192,26 +191,30 @@ class Study:
         others = [fact for fact in self.facts if fact.question not in asked]
         return self.samples(self.choose(others, VALIDATION), AFTER[1])
 
-    def rate(self, what: str, build: Callable[[float], Method]) -> float:
-        """The rate with the most right answers to the validation facts.
+    def rate(self, kind: str) -> float:
+        """The rate with the most right answers to the validation facts, by first seed.
 
-        `build` trains with a rate and the first seed.
+        The backbone answers with full attention.
         """
+        first = self.config.seeds[0]
 
         def wrong(rate: float) -> float:
+            folder = self.folder(kind, rate, first, UPDATES)
+            if kind == "backbone":
+                model, name = adapters.load(folder, self.backbone), "full attention"
+                _, method = baseline(name, model, self.tokenizer, self.sizes)
+            else:
+                method = LatentMemory(models.load_trained(folder)[0])
+            texts, tokenizer = self.validation, self.tokenizer
             parts = query_batches(
-                build(rate),
-                self.validation,
-                self.tokenizer,
-                after=AFTER[:2],
-                answer=ANSWER,
+                method, texts, tokenizer, after=AFTER[:2], answer=ANSWER
             )
             marks = "".join(mark for batch in parts for mark in batch)
             return 1 - accuracy(right(marks))["accuracy"]
 
         def stored(rate: float) -> float:
-            file = self.config.run_dir / "rates" / f"{what}-{rate:g}.json"
-            return once(file, lambda: wrong(rate), [UPDATES, self.config.seeds[0]])
+            file = self.config.run_dir / "rates" / f"{kind}-{rate:g}.json"
+            return once(file, lambda: wrong(rate), [UPDATES, first])
 
         return climb_rate(RATES, FIRST, stored)["rate"]
 
@@ -259,14 +262,24 @@ class Study:
 
     def build(self, name: str, seed: int | None) -> tuple[dict[str, Any], Method]:
         """A row without its answers, and its method; trained first if it is not yet."""
-        recipe, backbone = [], self.backbone
-        if seed is not None and name in MEMORIES:
-            label, method, recipe = self.memory(name, seed)
+        recipe, backbone, folder = [], self.backbone, Path()
+        if seed is not None:
+            kind, updates = trained(name), CURVE.get(name, UPDATES)
+            folder = self.folder(kind, self.rate(kind), seed, updates)
+            recipe = (adapters if kind == "backbone" else models).recipe(folder)
+        if name in MEMORIES:
+            model, tokenizer = models.load_trained(folder)
+            label = name.removesuffix(f", {FITTED}")
+            if name.endswith(FITTED):
+                model = models.with_fitted_retriever(model, tokenizer, folder)
+            elif name == "M+ (attention)":
+                label = "M+, attention retrieves"
+                model = models.with_attention_retrieval(model)
+            method = LatentMemory(model)
         else:
-            (of,) = (x for x in get_args(Baseline) if name in (x, f"{x}, {TUNED}"))
             if seed is not None:
-                rate = self.rate("backbone", lambda x: self.tuned(x, self.first)[2])
-                backbone, recipe, _ = self.tuned(rate, seed)
+                backbone = adapters.load(folder, backbone)
+            (of,) = (x for x in get_args(Baseline) if name in (x, f"{x}, {TUNED}"))
             label, method = baseline(of, backbone, self.tokenizer, self.sizes)
         injected = [(count + 1) * CHUNK for count in AFTER]
         row = {
@@ -280,48 +293,17 @@ class Study:
         }
         return row, method
 
-    @property
-    def first(self) -> int:
-        """The seed that rates are chosen with."""
-        return self.config.seeds[0]
-
-    def tuned(
-        self, rate: float, seed: int
-    ) -> tuple[LanguageModel, list[dict[str, Any]], Method]:
-        """The backbone with adapters, its recipe, and full attention of it."""
-        folder = self.config.run_dir / f"tuned-{rate:g}-{seed}"
-        given = adapters.Tuning(rate, seed, UPDATES), self.backbone, self.tokenizer
-        train_once(folder, lambda: adapters.train(*given, folder))
-        model = adapters.load(folder, self.backbone)
-        _, method = baseline("full attention", model, self.tokenizer, self.sizes)
-        return model, adapters.recipe(folder), method
-
-    def trained(self, store: bool, rate: float, seed: int, updates: int) -> Path:
-        """The folder of the last stage of M+, or of MemoryLLM."""
-        kind = "mplus" if store else "memoryllm"
+    def folder(self, kind: str, rate: float, seed: int, updates: int) -> Path:
+        """The folder of a training, of its last stage, once it is done."""
         folder = self.config.run_dir / f"{kind}-{updates}-{rate:g}-{seed}"
-        stages = models.stages(updates, rate, seed, store)
+        if kind == "backbone":
+            tuning = adapters.Tuning(rate, seed, updates)
+            given = tuning, self.backbone, self.tokenizer, folder
+            train_once(folder, lambda: adapters.train(*given))
+            return folder
+        stages = models.stages(updates, rate, seed, store=kind == "mplus")
         train_once(folder, lambda: finetune.finetune_stages(stages, self.path, folder))
         return folder / stages[-1][0]
-
-    def memory(self, name: str, seed: int) -> tuple[str, Method, list[dict[str, Any]]]:
-        """M+ or MemoryLLM, trained by `memjax finetune`, at the rate of its kind."""
-        store = name != "MemoryLLM"
-
-        def first(rate: float) -> Method:
-            folder = self.trained(store, rate, self.first, UPDATES)
-            return LatentMemory(models.load_trained(folder)[0])
-
-        rate = self.rate("mplus" if store else "memoryllm", first)
-        folder = self.trained(store, rate, seed, CURVE.get(name, UPDATES))
-        model, tokenizer = models.load_trained(folder)
-        label = name.removesuffix(f", {FITTED}")
-        if name.endswith(FITTED):
-            model = models.with_fitted_retriever(model, tokenizer, folder)
-        elif name == "M+ (attention)":
-            label = "M+, attention retrieves"
-            model = models.with_attention_retrieval(model)
-        return label, LatentMemory(model), models.recipe(folder)
 
 
 @table("mplus/retention")

@@ -37,14 +37,15 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
     stage = models.stage(3)
     tasks = dataclasses.replace(stage.tasks, shortest_chunk=8)
     stage = dataclasses.replace(stage, memory=MEMORY, tasks=tasks)
-    use_tiny(monkeypatch, retention, LENGTHS=0, AFTER=(0, 2), ANSWER=ANSWER)
+    sizes = {"LENGTHS": 0, "AFTER": (0, 2), "ANSWER": ANSWER, "VALIDATION": 2}
+    use_tiny(monkeypatch, retention, **sizes)
     for module, name, value in (
         (retention.backbones, "smollm2", lambda: Path("tiny")),
         (retention.finetune, "load_backbone", lambda path: found),
         (retention, "train_once", lambda folder, train: None),
         (models, "stage", lambda number: stage),
         (retention, "check_seeds", lambda seeds: None),
-        (retention.Study, "rate", lambda self, what, build: 1e-3),
+        (retention, "RATES", (retention.FIRST,)),
         (adapters, "load", lambda folder, model: model),
         (adapters, "recipe", lambda folder: []),
     ):
