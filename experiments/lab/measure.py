@@ -43,13 +43,11 @@ class Scored(NamedTuple):
     Attributes:
         losses: of all texts.
         seconds: wall time of all texts.
-        cpu_seconds: of all threads.
         devices: that they were scored on; calls on several machines may share a folder.
     """
 
     losses: TokenLosses
     seconds: float
-    cpu_seconds: float
     devices: list[str]
 
 
@@ -84,22 +82,21 @@ def score_once(
         if file.exists():
             continue
         score = score or prepare()
-        wall, cpu = time.monotonic(), time.process_time()
+        began = time.monotonic()
         with Status(f"scoring {text.name}"):
             losses = score(text)
-        seconds, cpu_seconds = time.monotonic() - wall, time.process_time() - cpu
+        seconds = time.monotonic() - began
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         with partial.open("wb") as stream:
-            cost: Any = dict(seconds=seconds, cpu_seconds=cpu_seconds)
-            np.savez(stream, nll=losses.nll[0], device=device_name(), **cost)
+            cost: Any = {"seconds": seconds, "device": device_name()}
+            np.savez(stream, nll=losses.nll[0], **cost)
         partial.replace(file)
         say(f"  {text.name}: {seconds:.0f} s")
     found = [np.load(file) for file in files]
     return Scored(
         join_losses(texts, [x["nll"] for x in found]),
         sum(float(x["seconds"]) for x in found),
-        sum(float(x["cpu_seconds"]) for x in found),
         sorted({str(x["device"]) for x in found}),
     )
 

@@ -64,13 +64,11 @@ class Spent(NamedTuple):
 
     Attributes:
         seconds: wall time.
-        cpu_seconds: of all threads.
         skipped_updates: for gradients that were not finite.
         finished: whether the training is complete.
     """
 
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
     skipped_updates: int = 0
     finished: bool = False
 
@@ -90,11 +88,10 @@ def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Sp
     if before.finished:
         return before
     say(f"training {what or folder.name}, in {folder}")
-    wall, cpu = time.monotonic(), time.process_time()
+    began = time.monotonic()
     outcome = train()
     found = Spent(
-        before.seconds + time.monotonic() - wall,
-        before.cpu_seconds + time.process_time() - cpu,
+        before.seconds + time.monotonic() - began,
         outcome.skipped_steps,
         outcome.reason == "finished",
     )

@@ -48,6 +48,7 @@ from experiments.lab.results import (
 from experiments.memories import mqar, small_models
 from experiments.memories import notes_task as notes
 from experiments.memories.recall import MODELS, Column, Row
+from experiments.memories.recall import model as model_of
 from experiments.memories.small_models import Scale
 from memjax.checks import require_known
 from memjax.config_io import to_record
@@ -170,13 +171,10 @@ def main(config: Config) -> None:
 def models(config: Config) -> dict[str, ModelConfig]:
     """The window and the memories, with equal parameters."""
     task = mqar.SMALL._replace(vocab_size=notes.VOCAB_SIZE)
-    budget, made = mqar.budget(task), {}
-    for name in (WINDOW, *config.models):
-        row = ROWS[name]
-        if config.equal == "bytes" or name == WINDOW:
-            made[name] = mqar.of_bytes(task, row.mechanism, budget, **row.options)
-        else:
-            made[name] = mqar.of_width(task, row.mechanism, task.width, **row.options)
+    made = {
+        name: model_of(task, ROWS[name], "bytes" if name == WINDOW else config.equal)
+        for name in (WINDOW, *config.models)
+    }
     return small_models.equal_parameters(made, task.scale)
 
 

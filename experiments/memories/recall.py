@@ -194,17 +194,20 @@ class Case(NamedTuple):
     model: ModelConfig
 
 
+def model(task: mqar.Task, row: Row, column: Column) -> ModelConfig:
+    """The model of a row, its width or its bytes those of DeltaNet."""
+    if column == "bytes":
+        return mqar.of_bytes(task, row.mechanism, mqar.budget(task), **row.options)
+    width = round(task.width * row.wider)
+    return mqar.of_width(task, row.mechanism, width, **row.options)
+
+
 def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Case]:
     """All rows of a study with equal parameters, the most telling first."""
-    chosen, task = STUDIES[of], mqar.SMALL
-    budget = mqar.budget(task)
+    chosen = STUDIES[of]
 
-    def model(row: Row, column: Column, task: mqar.Task) -> ModelConfig:
-        if column == "width":
-            width = round(task.width * row.wider)
-            made = mqar.of_width(task, row.mechanism, width, **row.options)
-        else:
-            made = mqar.of_bytes(task, row.mechanism, budget, **row.options)
+    def equal(name: str, column: Column, task: mqar.Task) -> ModelConfig:
+        made = model(task, chosen.rows[name], column)
         return small_models.equal_parameters({"": made}, task.scale)[""]
 
     rest = chosen.rows.keys() - TELLING.keys() - SINGLE.keys()
@@ -216,12 +219,12 @@ def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Cas
         if column in row.columns and name in group
     ]
     found = [
-        Case(name, column, "recall", model(chosen.rows[name], column, task))
+        Case(name, column, "recall", equal(name, column, mqar.SMALL))
         for name, column in order
     ]
     if chosen.text:
         found += [
-            Case(name, column, "text", model(chosen.rows[name], column, text.TASK))
+            Case(name, column, "text", equal(name, column, text.TASK))
             for name, column in order
             if column == "width"
         ]
