@@ -242,7 +242,7 @@ def test_layers_in_a_loop_are_computed_again_one_by_one():
 def test_a_backbone_with_adapters_has_gradients():
     """Its modules hold a Python number, LoRA's scale, on which tracing could fail.
 
-    "recompute" is that of a hybrid with adapters, in `test_hybrid_models.py`.
+    "recompute" is that of Mamba with adapters, in `test_hybrid_models.py`.
     """
     config = dataclasses.replace(STAGE_1, activations="offload")
 

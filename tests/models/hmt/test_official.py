@@ -29,7 +29,7 @@ MORE = json.loads((GOLDEN / "more.json").read_text())
 Activations = Literal["keep", "recompute", "offload"]
 CASES = ("hmt4", "hmt_window")
 # RMT and the first stage, a last segment of fewer than j tokens and an odd length are
-# in other cases: with padding, with N = 2, and where half of it is rounded up or down.
+# in other cases: with padding, with N = 2, and of 27.
 IN_OTHERS = {"shorter_than_j", "odd_25"}
 
 
@@ -210,6 +210,12 @@ def test_golden_gradients():
         expected = golden[f"hmt4/grad/{name}"]
         error = np.linalg.norm(found[name] - expected) / np.linalg.norm(expected)
         assert error < 1e-4, (name, error)
+
+
+def test_half_a_segment_is_rounded_as_by_the_authors():
+    """To the even one; longer and shorter prompts would have other numbers below."""
+    found = {size: HMTConfig(segment_length=size).summary for size in (25, 27)}
+    assert found == {25: 12, 27: 14}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -89,11 +90,14 @@ def test_scanned_layers_with_adapters_and_padding():
     lora, key = LoraConfig(rank=2, alpha=3.0), jax.random.key(1)
     mask = jnp.array([[True] * T, [False] * 2 + [True] * 3])
     models = [
-        tiny.drawn(lambda scan=scan: add_lora(build((FULL,) * 2, scan), lora, key))
+        tiny.drawn(
+            lambda scan=scan: add_lora(build((FULL,) * 2, scan, scan), lora, key)
+        )
         for scan in (False, True)
     ]
     expected, found = (gradients(*nnx.split(m), {"mask": mask}) for m in models)
     tiny.assert_close(found, expected)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
 
 
 def test_scanned_program_size_is_independent_of_depth():
@@ -107,7 +111,7 @@ def test_scanned_program_size_is_independent_of_depth():
 
 
 def test_single_token_is_not_scanned():
-    model = build((FULL,) * 3, True)
+    model = tiny.drawn(lambda: build((FULL,) * 3, True))
 
     def step(state):
         return model(state, jnp.zeros((B, 1), jnp.int32))

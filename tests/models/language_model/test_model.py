@@ -1,5 +1,6 @@
 """The language model keeps the mechanisms' law, with all of them in one model."""
 
+import collections
 import dataclasses
 import functools
 from typing import Any
@@ -39,7 +40,7 @@ CONFIG = ModelConfig(
     dtype="float32",
     remat=False,
 )
-TOKENS = jax.random.randint(jax.random.key(1), (B, T), 0, V)
+TOKENS = np.random.default_rng(1).integers(0, V, (B, T), np.int32)
 
 
 @functools.cache
@@ -48,8 +49,12 @@ def build(**options):
     return tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
+TRACED = collections.Counter()
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _call(graph, params, state, tokens):
+    TRACED[graph, tokens.shape] += 1
     return nnx.merge(graph, params)(state, tokens)
 
 
@@ -72,19 +77,22 @@ def test_a_segment_equals_its_tokens_one_by_one(whole):
     for t in range(T):
         state, y = run(model, state, TOKENS[:, t : t + 1])
         logits.append(y)
-    close((state, jnp.concatenate(logits, axis=1)), whole)
+    close((state, np.concatenate(logits, axis=1)), whole)
+    # One trace for all the states that its tokens went through.
+    assert TRACED[nnx.graphdef(model), (B, 1)] == 1
 
 
 def test_split_invariance(whole):
     model = build()
     state, first = run(model, model.init_state(B), TOKENS[:, : T // 2])
     state, second = run(model, state, TOKENS[:, T // 2 :])
-    close((state, jnp.concatenate([first, second], axis=1)), whole)
+    close((state, np.concatenate([first, second], axis=1)), whole)
 
 
 def test_causality_and_independent_rows(whole):
     model = build()
-    changed = TOKENS.at[0, 7].set((TOKENS[0, 7] + 1) % V)
+    changed = TOKENS.copy()
+    changed[0, 7] = (changed[0, 7] + 1) % V
     _, logits = run(model, model.init_state(B), changed)
     np.testing.assert_array_equal(logits[:, :7], whole[1][:, :7])
     np.testing.assert_array_equal(logits[1], whole[1][1])
@@ -96,27 +104,13 @@ def test_reset_clears_the_rows_of_its_mask(whole):
     state, _ = run(model, model.init_state(B), TOKENS[:, :5])
     state = model.reset(state, jnp.array([True, False]))
     chex.assert_trees_all_equal(
-        jax.tree.map(lambda leaf: leaf[0], state),
-        jax.tree.map(lambda leaf: leaf[0], model.init_state(B)),
+        jax.tree.map(lambda leaf: np.asarray(leaf)[0], state),
+        jax.tree.map(lambda leaf: np.asarray(leaf)[0], model.init_state(B)),
     )
     _, logits = run(model, state, TOKENS[:, 5:])
     _, fresh = run(model, model.init_state(B), TOKENS[:, 5:])
     close(logits[0], fresh[0])
     close(logits[1], whole[1][1, 5:])
-
-
-def test_traces_once():
-    graph, params = nnx.split(build())
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(params, state, token):
-        return nnx.merge(graph, params)(state, token)[0]
-
-    state = build().init_state(B)
-    for t in range(3):
-        state = step(params, state, TOKENS[:, t : t + 1])
 
 
 def gradients(**options):
@@ -133,7 +127,7 @@ def gradients(**options):
         _, features = model.features(
             jax.tree.unflatten(structure, merged), TOKENS[:, :5]
         )
-        return target_nll(model.logits, features, TOKENS[:, 5:], V).mean()
+        return target_nll(model.logits, features, jnp.asarray(TOKENS[:, 5:]), V).mean()
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, floats)
 
@@ -155,7 +149,8 @@ def test_half_precision_keeps_a_float32_memory_and_float32_logits(whole):
     state, logits = run(model, model.init_state(B), TOKENS)
     chex.assert_trees_all_equal_shapes((state, logits), whole)
     assert logits.dtype == jnp.float32
-    error = jnp.linalg.norm(logits - whole[1]) / jnp.linalg.norm(whole[1])
+    expected = np.asarray(whole[1])
+    error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
     assert 1e-4 < error < 0.05
 
     def features():
@@ -196,7 +191,9 @@ def test_rms_norm_divides_by_the_root_mean_square():
 @pytest.mark.parametrize("wrong", [-1, V])
 def test_a_token_out_of_range_makes_its_row_nan(wrong):
     model = build()
-    _, logits = run(model, model.init_state(B), TOKENS.at[0, 3].set(wrong))
+    tokens = TOKENS.copy()
+    tokens[0, 3] = wrong
+    _, logits = run(model, model.init_state(B), tokens)
     assert np.isnan(logits[0, 3:]).all()
     assert np.isfinite(logits[1]).all()
 

@@ -106,29 +106,6 @@ def test_ragged_elements_with_a_mask():
     np.testing.assert_array_equal(after[-1], [2, 2, 2])
 
 
-@pytest.mark.slow
-def test_remat_with_a_mask():
-    mask = jnp.ones((B, T), bool).at[0, :2].set(False)
-
-    def gradient(remat):
-        config = dataclasses.replace(LEARNED, remat=remat)
-        model = tiny.drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
-        graph, params = nnx.split(model)
-
-        def loss(params):
-            model = nnx.merge(graph, params)
-            features = model.encode(model.embed(TOKENS), mask)
-            return (model.logits(features) ** 2).mean()
-
-        return jax.jit(jax.grad(loss))(params)
-
-    plain = gradient(False)
-    close(gradient(True), plain)
-    for leaf in jax.tree.leaves(plain):
-        assert np.isfinite(leaf).all()
-    assert sum(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(plain)) > 10
-
-
 def test_bad_inputs_are_refused():
     model, learned = build("hybrid"), build("learned")
     x = model.embed(TOKENS)
