@@ -163,8 +163,7 @@ def _without(config, *keys):
 
 
 _DENSE = _without(FAMILIES["qwen3_5"].config, "intermediate_size", "model_type")
-#: Those whose numbers are compared tensor by tensor alone.
-FURTHER = {
+FAMILIES |= {
     "qwen3_5_moe": Family(
         "qwen35moe", _DENSE | QWEN_EXPERTS | {"model_type": "qwen3_5_moe_text"}
     ),
@@ -211,7 +210,6 @@ FURTHER = {
         },
     ),
 }
-FAMILIES |= FURTHER
 ALONE = ("mamba", "falcon_mamba", "mamba2")
 MOE = ("qwen3_5_moe", "qwen3_next", "granite_moe", "nemotron_h_moe")
 

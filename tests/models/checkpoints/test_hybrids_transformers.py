@@ -53,6 +53,8 @@ def written(model, folder, tokens):
 #: Nemotron-H, whatever its file says.
 TIED = {kind: name for name, (kind, _) in FAMILIES.items() if kind != "nemotron_h"}
 VARIANTS = collections.Counter(kind for kind, _ in FAMILIES.values())
+#: Read in steps too: the first variant of each family.
+STEPPED = {kind: name for name, (kind, _) in reversed(FAMILIES.items())}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +70,8 @@ def test_numbers_equal_transformers_and_are_written_back(family, tmp_path):
     model = memjax.load(tmp_path / "a").model
     assert model.config.tied_head == tied
     read_parts(model, expected, CUTS)
-    read_token_by_token(model, expected)
+    if STEPPED[kind] == family:
+        read_token_by_token(model, expected)
     agree(written(model, tmp_path / "b", expected["tokens"]), expected["logits"])
 
 
@@ -81,8 +84,7 @@ def test_a_head_that_is_the_embedding_is_read_and_written(family, tmp_path):
         expected = theirs(torch.from_numpy(tokens), use_cache=False).logits.numpy()
     model = memjax.load(tmp_path / "a").model
     assert model.config.tied_head
-    _, logits = read(model, model.init_state(2), jnp.asarray(tokens, jnp.int32))
-    agree(logits, expected)
+    # What is computed with either head is tested above.
     agree(written(model, tmp_path / "b", tokens), expected)
 
 
