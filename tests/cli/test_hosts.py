@@ -50,7 +50,7 @@ def test_other_aborts_keep_their_output() -> None:
 
 
 def test_warnings_of_a_running_command_are_passed_on_late() -> None:
-    program = f"print({SAID!r}, file=sys.stderr)\ntime.sleep(4)\n"
+    program = f"print({SAID!r}, file=sys.stderr)\ntime.sleep(1.5)\n"
     program += "print('later', file=sys.stderr)\nsys.exit(2)"
     begun = time.monotonic()
     code, errors = end_of(program, patience=0.5)

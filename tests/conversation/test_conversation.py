@@ -12,7 +12,7 @@ from memjax.conversation import Conversation, MemoryFolder, conversation
 from memjax.conversation.backends import Drawn, StateBackend
 from memjax.data import load_tokenizer
 from memjax.data.documents.tokenizer import ByteTokenizer
-from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, SlidingWindowConfig
+from memjax.mechanisms import AttentionConfig, SlidingWindowConfig
 from memjax.models import ReReadWindow, Sampling, add_mplus, generate
 from memjax.models.checkpoints.text_interface import GenerationConfig, TextInterface
 from memjax.models.mplus.config import MPlusConfig
@@ -40,9 +40,6 @@ def llama(capacity: int = 1024) -> Any:
 # Functions: nothing is computed before a test needs it.
 MODELS = {
     "attention": llama,
-    "recurrent": lambda: tiny.llama(
-        vocab_size=256, mechanisms=(GatedDeltaNetConfig(16, 2, 4, 4),), num_layers=1
-    ),
     "mplus": lambda: tiny.drawn(
         lambda: add_mplus(llama(), MEMORY, key=jax.random.key(1))
     ),

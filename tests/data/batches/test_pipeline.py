@@ -187,7 +187,7 @@ def _join(shards):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard_count", [1, 2, 4, 8])
+@pytest.mark.parametrize("shard_count", [2, 8])
 @pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
 def test_hosts_hold_contiguous_rows_of_one_global_batch(make, shard_count):
     documents = _documents(50, 33, 7)
@@ -196,12 +196,12 @@ def test_hosts_hold_contiguous_rows_of_one_global_batch(make, shard_count):
         make(documents, 4, 8, seed=5, shard_index=i, shard_count=shard_count)
         for i in range(shard_count)
     ]
-    for _ in range(25):
+    for _ in range(10):
         _assert_same(_join([next(shard) for shard in shards]), next(whole))
     assert all(shard.get_state() == whole.get_state() for shard in shards)
 
 
-@pytest.mark.parametrize("shard_count", [1, 2, 4])
+@pytest.mark.parametrize("shard_count", [1, 4])
 @pytest.mark.parametrize("make", PIPELINES.values(), ids=PIPELINES)
 def test_a_state_of_two_hosts_restores_on_any_number(make, shard_count):
     documents = _documents(50, 33, 7)
