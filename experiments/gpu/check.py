@@ -136,7 +136,7 @@ def all_cases() -> dict[str, Callable[[], Case]]:
         for chunk in (64, 16):
             for phi in ("l2_silu", "ln_silu", "silu", "identity", "softmax"):
                 add("trellis", shape, chunk, phi=phi, activation="ln_silu")
-        for chunk in (64, 16, 1):
+        for chunk in (64, 16):
             for variant in LATTICE_VARIANTS:
                 add("lattice", shape, chunk, variant=variant)
     for activation in ("l2_silu", "softmax"):

@@ -85,8 +85,9 @@ def matrix(
         {(row["op"], row["implementation"]) for row in timed["shapes"]}
         for timed in (cpu, gpu)
     )
-    # The second check has cases anew.
-    checks = {x["case"]: x["agrees"] for x in check["cases"] + second["cases"]}
+    # The second check has cases anew; single tokens had a kernel then.
+    cases = (x for x in check["cases"] + second["cases"] if " 1 " not in x["case"])
+    checks = {x["case"]: x["agrees"] for x in cases}
     for op, file in TPU.items():
         cells = {"op": f"`{op}`", "xla": "ran on a CPU"}
         timed = [

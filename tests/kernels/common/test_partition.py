@@ -32,14 +32,14 @@ def on_four_devices():
         forms["pallas_tpu"] = partition.chunkwise(form)
 
     keys = jax.random.split(jax.random.key(0), 5)
-    q, k, v, a = (jax.random.normal(key, (2, 9, 2, 8)) / 3 for key in keys[:4])
-    gamma = jax.nn.sigmoid(jax.random.normal(keys[4], (2, 9, 2)))
+    q, k, v, a = (jax.random.normal(key, (2, 20, 4, 64)) / 3 for key in keys[:4])
+    gamma = jax.nn.sigmoid(jax.random.normal(keys[4], (2, 20, 4)))
     ops = {
         "trellis": lambda **o: memjax_kernels.trellis(
-            q, k, v, a, gamma, -gamma, chunk_size=4, **o
+            q, k, v, a, gamma, -gamma, chunk_size=16, **o
         ),
         "lattice": lambda **o: memjax_kernels.lattice(
-            q, k, v, gamma, chunk_size=4, **o
+            q, k, v, gamma, chunk_size=16, **o
         ),
     }
     for name, op in ops.items():
@@ -49,7 +49,7 @@ def on_four_devices():
         pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
         assert all(np.allclose(x, y, atol=1e-5) for x, y in pairs), name
         shards = got[1].sharding.shard_shape(got[1].shape)
-        assert shards == (1, 9, 1, 8), (name, shards)
+        assert shards == (1, 20, 2, 64), (name, shards)
 
 
 def test_shared_array_stays_shared_on_a_mesh():

@@ -209,7 +209,7 @@ def test_one_token_in_chunk_form_is_the_exact_form_with_gradients():
 
         def exact(q, k, v, gamma, start, rule=rule):
             given = one_chunk.Tokens(q, k, v, gamma, None)
-            return one_chunk.token(given, start, rule, one_chunk.PRODUCTS)
+            return one_chunk.token(given, start, rule)
 
         def both(form, *arguments):
             values, back = jax.vjp(form, *arguments)

@@ -18,7 +18,6 @@ from memjax_kernels._src.common.packs.chunk_kernels import Chunk
 from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.lattice import Rule, packed, packed_gradient, tpu_packed
 from memjax_kernels._src.lattice import chunk as one_chunk
-from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.lattice.against_xla import (
@@ -182,10 +181,4 @@ def test_bfloat16_error_is_no_larger_than_xla():
     ],
 )
 def test_heads_of_a_pack_fill_the_lanes(size, heads, slots, width, fitting):
-    def shape(width):
-        return jax.ShapeDtypeStruct((1, 1, size, heads, width), jnp.bfloat16)
-
-    arrays: Any = (shape(slots), shape(slots), shape(width), *[None] * 4)
-    tokens = Chunks(*arrays)
-    assert tpu_packed._heads(tokens) == fitting
-    assert tpu_packed.fits(tokens) == (fitting > 0)
+    assert tpu_packed.heads_of_pack(size, heads, slots, width) == fitting

@@ -110,8 +110,7 @@ def lattice(
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
             "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),
         },
-        # Chunks of one token were not timed on a GPU.
-        ("pallas_tpu", "pallas_gpu") if chunk_size > 1 else ("pallas_tpu",),
+        ("pallas_tpu", "pallas_gpu"),
     )
     given = (q, k, v, gamma, g, state, reset, empty, rule)
     if implementation == "reference":

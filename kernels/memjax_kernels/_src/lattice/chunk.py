@@ -19,7 +19,6 @@ memories [..., M, V].
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -165,63 +164,35 @@ def _until(tokens):
     return open_chunk.decays(jnp.zeros_like(gamma) if g is None else g[..., 0])
 
 
-class Contractions(NamedTuple):
-    """Sums of one token: products of a matrix and a vector on a CPU or GPU, or sums.
-
-    Attributes:
-        to_column: a row [..., 1, M] as a column [..., M, 1].
-        combine: a column of weights and slots [..., M, V] to their sum [..., 1, V].
-        overlap: slots and a row [..., 1, V] to their inner products [..., M, 1].
-    """
-
-    to_column: Callable[[Array], Array]
-    combine: Callable[[Array, Array], Array]
-    overlap: Callable[[Array, Array], Array]
-
-
-def _diagonal_sum(row: Float[Array, "*B 1 M"]) -> Float[Array, "*B M 1"]:
-    """A transpose that Mosaic can do."""
-    size = row.shape[-1]
-    shape = (1,) * (row.ndim - 2) + (size, size)
-    at = functools.partial(jax.lax.broadcasted_iota, jnp.int32, shape)
-    diagonal = at(row.ndim - 2) == at(row.ndim - 1)
-    return jnp.sum(jnp.where(diagonal, row, 0.0), axis=-1, keepdims=True)
-
-
-# For a vector unit. On a CPU these sums take ten times as long as the products.
-SUMS = Contractions(
-    to_column=_diagonal_sum,
-    combine=lambda column, slots: jnp.sum(column * slots, axis=-2, keepdims=True),
-    overlap=lambda slots, row: jnp.sum(slots * row, axis=-1, keepdims=True),
-)
 _exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-PRODUCTS = Contractions(
-    to_column=lambda row: jnp.swapaxes(row, -1, -2),
-    combine=lambda column, slots: _exact("...m,...mv->...v", column[..., 0], slots)[
-        ..., None, :
-    ],
-    overlap=lambda slots, row: _exact("...mv,...v->...m", slots, row[..., 0, :])[
-        ..., None
-    ],
-)
+
+
+def _combine(column: Float[Array, "*B M 1"], slots: Float[Array, "*B M V"]) -> Array:
+    """The weighted sum of slots, [..., 1, V]."""
+    return _exact("...m,...mv->...v", column[..., 0], slots)[..., None, :]
+
+
+def _overlap(slots: Float[Array, "*B M V"], row: Float[Array, "*B 1 V"]) -> Array:
+    """The inner products of slots and a row, [..., M, 1]."""
+    return _exact("...mv,...v->...m", slots, row[..., 0, :])[..., None]
 
 
 def token(
-    tokens: Tokens, start: Float[Array, "*B M V"], rule: Rule, sums: Contractions
+    tokens: Tokens, start: Float[Array, "*B M V"], rule: Rule
 ) -> tuple[Float[Array, "*B M V"], Float[Array, "*B 1 V"]]:
     """Takes a memory through a chunk of one token: equations 13 and 14, 16 or 18."""
     q, k, v, gamma, g = jax.tree.map(lambda x: x.astype(F32), tokens)
-    q, k = sums.to_column(q), sums.to_column(k)
+    q, k = jnp.swapaxes(q, -1, -2), jnp.swapaxes(k, -1, -2)
     direction, inverse = directions(start, rule)
     match rule.variant:
         case "dec":
-            h, c = sums.combine(k, direction) - v, k
+            h, c = _combine(k, direction) - v, k
         case "enc":
-            h, c = v, sums.overlap(direction, v) - k
+            h, c = v, _overlap(direction, v) - k
         case "sim":
             h, c = -v, k
     write = gamma * c * inverse
-    along = sums.overlap(direction, h)
+    along = _overlap(direction, h)
     decay_factor = jnp.exp(g) if rule.forget == "l2" else jnp.ones_like(gamma)
     orthogonal = (write * along) * direction - write * h
     memory = decay_factor * start + orthogonal
@@ -231,7 +202,7 @@ def token(
     # The norm below is known only where a write is across the slot and nothing shrinks
     # it.
     if not rule.normalize or rule.forget == "l1":
-        return after, sums.combine(q, after)
+        return after, _combine(q, after)
     # Squared norm of the part across the slot.
     if rule.forget == "l2":
         # It may be all that is left, and a difference of squares loses its digits.
@@ -239,7 +210,7 @@ def token(
     else:
         squares = jnp.sum(h * h, axis=-1, keepdims=True)
         size = write * write * (squares - along * along)
-    return after, sums.combine(q * inverse_norm(decay_factor, size), memory)
+    return after, _combine(q * inverse_norm(decay_factor, size), memory)
 
 
 def _memory(start, direction, written, decay):

@@ -81,7 +81,7 @@ def read(
     """The read of one query after all tokens of a chunk."""
     given = _chunk(rule, q[..., None, :], tokens)
     if tokens.gamma.shape[-1] == 1:
-        return chunk.token(given, start, rule, chunk.PRODUCTS)[1][..., 0, :]
+        return chunk.token(given, start, rule)[1][..., 0, :]
     return chunk.read_last(given, start, rule, multiply)[..., 0, :]
 
 
@@ -94,7 +94,7 @@ def write(
     """The memory after a chunk."""
     given = _chunk(rule, tokens.k, tokens)
     if tokens.gamma.shape[-1] == 1:
-        return chunk.token(given, start, rule, chunk.PRODUCTS)[0]
+        return chunk.token(given, start, rule)[0]
     return chunk.write_all(given, start, rule, multiply)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import Array
 
 from memjax_kernels._src.common.packs import chunkwise
-from memjax_kernels._src.common.packs.blocks import ROWS, packings
+from memjax_kernels._src.common.packs.blocks import packings
 from memjax_kernels._src.common.packs.chunk_kernels import Equations, op_of
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.lattice import packed, packed_gradient
@@ -24,14 +24,8 @@ from memjax_kernels._src.lattice.xla import lattice_xla
 LAGS = 3, 6
 
 
-def fits(tokens: Chunks) -> bool:
-    """Whether packs of heads fill full registers, and one fits in VMEM."""
-    return tokens.q.shape[2] % ROWS == 0 and _heads(tokens) > 0
-
-
-def _heads(tokens: Chunks) -> int:
+def heads_of_pack(size: int, heads: int, slots: int, width: int) -> int:
     """Heads of a pack, as few as fill the lanes; 0 is none."""
-    (*_, size, heads, slots), width = tokens.q.shape, tokens.v.shape[4]
     each = _block_bytes(size, slots, width)
     return min(packings(heads, (slots, width), each), default=0)
 
@@ -50,15 +44,15 @@ def _block_bytes(size: int, slots: int, width: int) -> int:
 def lattice_packed(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """A chunk implementation for tokens that `fits` takes; see `segment`."""
-    (*_, size, _, slots), width = tokens.q.shape, tokens.v.shape[4]
+    """A chunk implementation where heads fill packs; see `segment`."""
+    (*_, size, heads, slots), width = tokens.q.shape, tokens.v.shape[4]
     q, k, v, gamma, _, full, reset = tokens
     return _run(
         chunkwise.Chunks((q, k, v), (gamma,), full, reset),
         start,
         empty,
         rule,
-        _heads(tokens),
+        heads_of_pack(size, heads, slots, width),
         _block_bytes(size, slots, width),
         interpret,
     )

@@ -65,5 +65,5 @@ def _chunk(start, item, *, rule, empty):
 def _token(start, item, *, rule, empty):
     tokens, _, reset = item
     start = _clear(start, reset, empty)
-    after, y = chunk.token(tokens, start, rule, chunk.PRODUCTS)
+    after, y = chunk.token(tokens, start, rule)
     return after, y.astype(tokens.v.dtype)

@@ -1,7 +1,7 @@
 """Trellis on a TPU for packed heads, without a copy of the tokens.
 
-`packed` has the equations of a chunk, `tpu_packed_kernels` the kernels and `tpu_calls`
-their calls. Chunks of fewer than 16 tokens go through `tpu_small`.
+`packed` has the equations of a chunk, `tpu_packed_kernels` the kernels and `tpu_op`
+the op. Chunks of fewer than 16 tokens go through `tpu_small`.
 """
 
 from typing import Any
@@ -10,38 +10,32 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common.packs.blocks import (
     LANES,
-    ROWS,
     divisor,
     group_size,
     packings,
 )
+from memjax_kernels._src.common.packs.chunkwise import Layout
 from memjax_kernels._src.trellis import tpu_packed_kernels
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.tpu_calls import Kernels, op_of, run
-from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
+from memjax_kernels._src.trellis.tpu_op import op_of, run
 
 # Limits up to which a program takes further batch elements, in tokens and bytes:
 # a small one waits for its products.
 TOKENS, ROWS_BYTES = 768, 48 << 20
 
 
-def fits(tokens: Tokens) -> bool:
-    """Whether packs of heads fill full registers, and one fits in VMEM."""
-    size = tokens.q.shape[2]
-    return size % ROWS == 0 and _heads(tokens) > 0
+def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
+    """Heads of a pack, as many as the lanes hold tokens of; 0 is none.
 
-
-def _heads(tokens: Tokens) -> int:
-    """Heads of a pack, as many as the lanes hold tokens of; 0 is none."""
-    size, heads = tokens.q.shape[2:4]
-    widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
+    Widths are those of keys and values, and the slots.
+    """
     # Two heads at least: nothing here is written for one.
     most = max(2, LANES // size)
     fitting = packings(heads, widths, _block_bytes(size, *widths))
     return max((number for number in fitting if 2 <= number <= most), default=0)
 
 
-def trellis_packed(
+def in_chunks(
     tokens: Tokens,
     memory: tuple[Array, Array],
     empty: tuple[Array, Array] | None,
@@ -50,9 +44,10 @@ def trellis_packed(
     activation: str,
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Array]:
-    """A chunk implementation for tokens that `fits` accepts; see `segment`."""
+    """A chunk implementation where heads fill packs; see `segment`."""
     widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
-    heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
+    b, _, size, number = tokens.q.shape[:4]
+    heads = heads_of_pack(size, number, widths)
     each = heads * _block_bytes(size, *widths)
     group = group_size(number // heads, each)
     rows = min(TOKENS // (group * heads * size), ROWS_BYTES // (group * each))
@@ -60,11 +55,10 @@ def trellis_packed(
         divisor(b, rows),
         group,
         heads,
-        tokens.gamma.shape[-1],
-        tokens.g.shape[-1],
+        size,
+        passes=(tokens.gamma.shape[-1], tokens.g.shape[-1]),
         opens=tokens.full is not None,
         resets=tokens.reset is not None,
-        size=size,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
     return run(_op, layout, tokens, memory, empty, **options)
@@ -82,6 +76,9 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     return 4 * (tokens + memories + between)
 
 
+# Memories are saved in the tokens' dtype, to which operands of products are rounded.
 _op = op_of(
-    Kernels(tpu_packed_kernels.forward_kernel, tpu_packed_kernels.backward_kernel)
+    tpu_packed_kernels.forward_kernel,
+    tpu_packed_kernels.backward_kernel,
+    residuals=lambda dtype: (dtype, dtype),
 )

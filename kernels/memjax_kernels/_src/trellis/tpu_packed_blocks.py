@@ -11,46 +11,12 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import decays as pack_decays
-from memjax_kernels._src.common.packs.blocks import ROWS
+from memjax_kernels._src.common.packs.chunkwise import Layout
 from memjax_kernels._src.trellis import packed
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.packed import Chunk, Gates
 
 F32 = jnp.float32
-
-
-class Layout(NamedTuple):
-    """Sizes of a program's blocks.
-
-    Attributes:
-        rows: batch elements.
-        group: packs of each.
-        heads: of a pack.
-        gammas: 2 where each pass has its own, else 1.
-        gates: likewise.
-        opens: whether there is a flag of chunks that are full; else all are.
-        resets: whether there is a flag of chunks that start from `empty`.
-        size: tokens of a chunk.
-    """
-
-    rows: int
-    group: int
-    heads: int
-    gammas: int
-    gates: int
-    opens: bool
-    resets: bool
-    size: int
-
-    @property
-    def parts(self) -> int:
-        """Chunks of a block."""
-        return max(1, ROWS // self.size)
-
-    @property
-    def gate_columns(self) -> int:
-        """Columns of a block of gates before its flags."""
-        return self.heads * self.group * (self.gammas + self.gates)
 
 
 class Block(NamedTuple):
@@ -62,7 +28,7 @@ class Block(NamedTuple):
 
 
 def read(x, layout: Layout, options: Options) -> Block:
-    """All chunks of references to `tpu_packed.Blocks`."""
+    """All chunks of references to `chunkwise.Blocks`."""
     tokens = Chunk(*(packs.load_rows(ref, layout.group) for ref in x.tokens))
     gates = _gates(x.gates[:, :, : layout.gate_columns], layout)
     return Block(tokens, gates, packed.prepare(tokens, gates, options))
@@ -99,24 +65,24 @@ def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
 
 def _gates_of_row(block: Array, layout: Layout):
     """Step sizes and sums of gates of each pass, of a batch element's [C, R]."""
-    group, heads = layout.group, layout.heads
+    group, heads, (of_gamma, of_g) = layout.group, layout.heads, layout.passes
     each = heads * group
-    gammas = block[:, : each * layout.gammas]
+    gammas = block[:, : each * of_gamma]
     g = block[:, gammas.shape[1] :]
     sums = pack_decays.sum_gates(g)
     columns = jnp.concatenate([gammas, sums], axis=1)
     rows = pack_decays.transpose(columns)
 
     def total(index):
-        coarse = each * (layout.gammas + index)
-        fine = coarse + each * layout.gates
+        coarse = each * (of_gamma + index)
+        fine = coarse + each * of_g
         return pack_decays.total(columns, rows, (coarse, fine), group, heads)
 
     steps = [
         pack_decays.pack_heads(rows, each * index, group, heads)
-        for index in range(layout.gammas)
+        for index in range(of_gamma)
     ]
-    return steps, [total(index) for index in range(layout.gates)]
+    return steps, [total(index) for index in range(of_g)]
 
 
 def load(refs):

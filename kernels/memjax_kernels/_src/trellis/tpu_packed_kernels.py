@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from memjax_kernels._src.common import packs, products
+from memjax_kernels._src.common.packs.chunkwise import Layout
 from memjax_kernels._src.trellis import packed, packed_gradient
 from memjax_kernels._src.trellis import tpu_packed_blocks as blocks
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
 
 F32 = jnp.float32
 # Of gates, which tokens in bfloat16 do not round.

@@ -116,7 +116,8 @@ class Op(NamedTuple):
         scratch: (layout, chunks in blocks) -> what both kernels have in VMEM alone.
         gate_rows: of a pack's cotangents of gates, rows with tokens along the lanes;
             0 is columns, as those of the gates.
-        of_gates: (those cotangents, [B, n, C, H, .], chunks) -> those of the gates.
+        of_gates: (those cotangents, [B, n, C, H, .], chunks in blocks) -> those of the
+            gates.
     """
 
     name: str
@@ -223,7 +224,7 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
     d_y = join_chunks(d_y, layout.parts).reshape(blocks.tokens[2].shape)
     shaped = functools.partial(varying.like_tree, d_y)
     n, groups = blocks.gates.shape[1:3]
-    memory = shaped(empty)
+    before, emptied = shaped(d_after), shaped(empty)
     # The backward pass goes through the blocks in reverse.
     of = Specs(layout.rows, layout.group, groups, lambda i: n - 1 - i)
     d_gates, gate_spec = _gates_like(op, layout, of, blocks)
@@ -234,7 +235,7 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
         f"{op.name}_backward",
         blocks,
         inputs=(empty, residuals, d_after, d_y),
-        outputs=(shaped(blocks.tokens), d_gates, memory, memory),
+        outputs=(shaped(blocks.tokens), d_gates, before, emptied),
         specs=(
             _specs(of, blocks),
             of.memories(empty),
@@ -245,19 +246,19 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
         out_specs=(
             of.tokens(blocks.tokens),
             gate_spec,
-            of.memories(memory),
-            of.memories(memory),
+            of.memories(before),
+            of.memories(emptied),
         ),
         scratch=op.scratch(layout, x)[1],
     )
-    d_gates = _by_head(op, layout, d_gates)
-    d_gates = split_chunks(d_gates, layout.parts, given.tokens[0].shape[1])
+    d_gates = op.of_gates(_by_head(op, layout, d_gates), x)
+    number = given.tokens[0].shape[1]
     of_tokens = functools.partial(_of_blocks, layout)
     # Flags have no gradient.
     no_flags = jax.tree.map(jnp.zeros_like, given[2:])
     d_x = Chunks(
         jax.tree.map(of_tokens, d_tokens, given.tokens),
-        op.of_gates(d_gates, given),
+        tuple(split_chunks(d, layout.parts, number) for d in d_gates),
         *no_flags,
     )
     part = functools.partial(unpack_heads, heads=heads)

@@ -8,7 +8,7 @@ reverse and computes each again from there. The saved memories and the reads are
 "lattice_chunk_states" and "lattice_reads" for rematerialisation policies.
 
 On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
-`experiments/speed`. Chunks of one token have kernels of their own, see `exact`.
+`experiments/speed`.
 """
 
 from typing import Any
@@ -21,7 +21,6 @@ from memjax_kernels._src.common import gradients, varying
 from memjax_kernels._src.common.mosaic import ROWS
 from memjax_kernels._src.lattice.memory import Rule
 from memjax_kernels._src.lattice.pallas_gpu.backward import backward
-from memjax_kernels._src.lattice.pallas_gpu.exact import lattice_gpu_exact
 from memjax_kernels._src.lattice.pallas_gpu.forward import forward
 from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
 from memjax_kernels._src.lattice.segment import Chunks
@@ -30,16 +29,15 @@ from memjax_kernels._src.lattice.xla import lattice_xla
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
     """Why the kernels cannot take these arguments on any GPU; "" if they can."""
-    dtypes = ("bfloat16", "float32") if chunk_size == 1 else ("bfloat16",)
     for name, array in {"q": q, "k": k, "v": v}.items():
-        if array.dtype.name not in dtypes:
-            return f"{name} must be {' or '.join(dtypes)}, got {array.dtype}"
+        if array.dtype.name != "bfloat16":
+            return f"{name} must be bfloat16, got {array.dtype}"
     if not rule.normalize:
         return "it is written for normalize=True"
     if rule.forget is not None:
         return f"it is written for forget=None, got {rule.forget!r}"
-    if chunk_size > 1 and (chunk_size % 8 or chunk_size > ROWS):
-        return f"chunk_size must be 1 or a multiple of 8 up to {ROWS}, got {chunk_size}"
+    if chunk_size % 8 or chunk_size > ROWS:
+        return f"chunk_size must be a multiple of 8 up to {ROWS}, got {chunk_size}"
     if (q.shape[-1], v.shape[-1]) != (64, 64):
         return f"M and V must be 64, got {q.shape[-1]} and {v.shape[-1]}"
     return ""
@@ -50,8 +48,6 @@ def lattice_gpu(
 ) -> tuple[Array, Array]:
     """A chunk implementation; see `segment`; `interpret` runs it in an interpreter."""
     static = Static(rule, interpret)
-    if tokens.q.shape[2] == 1:
-        return lattice_gpu_exact(tokens, start, empty, static)
 
     # Flags are floats, so that everything has a gradient.
     def as_floats(flags):

@@ -4,14 +4,6 @@ from typing import Any, NamedTuple
 
 from memjax_kernels._src.lattice.memory import Rule
 
-# Tokens in shared memory at a time; the backward kernel holds as many memories, and
-# one for each group of a block.
-GROUP = 8
-GROUPS = 4
-BLOCK = GROUPS * GROUP
-# The fewest float32 of a copy.
-GATES = 32
-
 
 class Static(NamedTuple):
     """Static arguments of the kernels."""
@@ -21,7 +13,7 @@ class Static(NamedTuple):
 
 
 class ChunkInputs(NamedTuple):
-    """Inputs of the kernels of chunks.
+    """Inputs of the kernels.
 
     Attributes:
         q: [B, n, C, H, M].
@@ -45,35 +37,8 @@ class ChunkInputs(NamedTuple):
     reset: Any
 
 
-class TokenInputs(NamedTuple):
-    """Inputs of the kernels of single tokens, float32 but for `reset`.
-
-    There are n groups, which make whole blocks.
-
-    Attributes:
-        q: [B, n, GROUP, H, M].
-        k: [B, n, GROUP, H, M].
-        v: [B, n, GROUP, H, V].
-        gamma: [B, n, H, GATES], 0 after the group.
-        start: [B, H, M, V], the memory before the first token.
-        empty: likewise, or None.
-        reset: Int32[B, n, GROUP], or None; not 0 where a token starts from `empty`.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    gamma: Any
-    start: Any
-    empty: Any
-    reset: Any
-
-
 class Gradients(NamedTuple):
-    """Outputs of both backward kernels, like the inputs.
-
-    gamma is [B, n, H, 64] of chunks, and by slot [B, n, GROUP, H, M] of tokens.
-    """
+    """Outputs of the backward kernel, like the inputs; gamma is [B, n, H, 64]."""
 
     q: Any
     k: Any

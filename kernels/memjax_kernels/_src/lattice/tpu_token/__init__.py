@@ -34,14 +34,8 @@ F32 = jnp.float32
 PACKS = 6
 
 
-def fits(tokens: Chunks) -> bool:
-    """Whether chunks are tokens, packs of heads fill whole registers, and one VMEM."""
-    return tokens.q.shape[2] == 1 and _heads(tokens) > 0
-
-
-def _heads(tokens: Chunks) -> int:
+def heads_of_pack(heads: int, slots: int, width: int) -> int:
     """Heads of a pack, as few as fill the lanes; 0 is none."""
-    (*_, heads, slots), width = tokens.q.shape, tokens.v.shape[4]
     fitting = packings(heads, (slots, width), _block_bytes(slots, width))
     return min(fitting, default=0)
 
@@ -56,9 +50,9 @@ def _block_bytes(slots: int, width: int) -> int:
 def lattice_tokens(
     tokens: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """A chunk implementation for tokens that `fits` takes; see `segment`."""
-    heads = _heads(tokens)
+    """A chunk implementation where heads fill packs; see `segment`."""
     (b, _, _, number, slots), width = tokens.q.shape, tokens.v.shape[4]
+    heads = heads_of_pack(number, slots, width)
     each = heads * _block_bytes(slots, width)
     group = divisor(number // heads, min(PACKS, BLOCK_BYTES // each))
     rows = min(PACKS // group, BLOCK_BYTES // (group * each))

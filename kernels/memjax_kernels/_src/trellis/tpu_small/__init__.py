@@ -1,7 +1,7 @@
 """Trellis on a TPU for packed heads, in chunks of at most 8 tokens.
 
 A block is 16 tokens of consecutive chunks. `equations` has the equations of a chunk,
-`tpu_calls` the calls of the kernels.
+`tpu_op` the op.
 
 Memories before a block are saved in float32: the backward kernel computes those before
 its chunks again, and then each chunk's cotangents.
@@ -14,9 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from memjax_kernels._src.common.packs.blocks import ROWS, divisor, packings
+from memjax_kernels._src.common.packs.chunkwise import Chunks, Layout
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.tpu_calls import Kernels, op_of, run
-from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
+from memjax_kernels._src.trellis.tpu_op import op_of, run
 from memjax_kernels._src.trellis.tpu_small.blocks import Rows
 from memjax_kernels._src.trellis.tpu_small.equations import Decays, Part
 from memjax_kernels._src.trellis.tpu_small.kernels import (
@@ -31,16 +31,11 @@ SUBLANES = 8
 HEADS, VMEM_BYTES = 48, 57 << 20
 
 
-def fits(tokens: Tokens) -> bool:
-    """Whether chunks are small, packs of heads fill whole registers, and one VMEM."""
-    size = tokens.q.shape[2]
-    return size < ROWS and ROWS % size == 0 and _heads(tokens) > 0
+def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
+    """Heads of a pack: as many as fill a register's rows, or its lanes; 0 is none.
 
-
-def _heads(tokens: Tokens) -> int:
-    """Heads of a pack: as many as fill a register's rows, or its lanes; 0 is none."""
-    size, heads = tokens.q.shape[2:4]
-    widths = _widths(tokens)
+    Widths are those of keys and values, and the slots.
+    """
     fitting = packings(heads, widths, _block_bytes(size, *widths))
     few = [number for number in fitting if number * size <= SUBLANES]
     return max(few, default=min(fitting, default=0))
@@ -63,7 +58,7 @@ def _block_bytes(
     return 4 * (memories + rows * 3 * (channels + slots))
 
 
-def trellis_small(
+def in_chunks(
     tokens: Tokens,
     memory: tuple[Array, Array],
     empty: tuple[Array, Array] | None,
@@ -72,8 +67,9 @@ def trellis_small(
     activation: str,
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Array]:
-    """A chunk implementation for tokens that `fits` accepts; see `segment`."""
-    heads, (b, _, size, number) = _heads(tokens), tokens.q.shape[:4]
+    """A chunk implementation where heads fill packs; see `segment`."""
+    b, _, size, number = tokens.q.shape[:4]
+    heads = heads_of_pack(size, number, _widths(tokens))
     plain = tokens.q.dtype == jnp.bfloat16
     each = heads * _block_bytes(size, *_widths(tokens), plain)
     most = max(1, min(HEADS // heads, VMEM_BYTES // each))
@@ -82,30 +78,30 @@ def trellis_small(
         divisor(b, most // group),
         group,
         heads,
-        tokens.gamma.shape[-1],
-        tokens.g.shape[-1],
+        size,
+        passes=(tokens.gamma.shape[-1], tokens.g.shape[-1]),
         opens=tokens.full is not None,
         resets=tokens.reset is not None,
-        size=size,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
     return run(_op, layout, tokens, memory, empty, **options)
 
 
-def _scratch(layout: Layout, x: Tokens) -> tuple[list[Any], list[Any]]:
+def _scratch(layout: Layout, x: Chunks) -> tuple[list[Any], list[Any]]:
     """Room for the tokens of a block's chunks; their cotangents, and memories."""
     packs, rows = layout.rows * layout.group, layout.heads * layout.size
-    (key, value, slots), heads = _widths(x), layout.heads
+    (key, _, value, slots) = (t.shape[4] for t in x.tokens)
+    heads = layout.heads
 
     def room(number, width):
         return pltpu.VMEM((layout.parts, packs, number, width), F32)
 
     q, k, v = (room(rows, heads * width) for width in (key, key, value))
     of_slots, between = room(rows, slots), room(rows, rows)
-    gammas = (of_slots,) * layout.gammas
+    gammas = (of_slots,) * layout.passes[0]
     # Of single tokens these are 1.
     rest = (None, None) if layout.size == 1 else (of_slots, between)
-    decays = (Decays(of_slots, *rest),) * layout.gates
+    decays = (Decays(of_slots, *rest),) * layout.passes[1]
     parts = Part(q, k, v, of_slots, gammas, decays)
     widths = (key, key, value, slots)
     d_parts = Rows(*(room(layout.size, heads * width) for width in widths))
@@ -113,4 +109,9 @@ def _scratch(layout: Layout, x: Tokens) -> tuple[list[Any], list[Any]]:
     return [parts, d_parts.v], [parts, d_parts.v, d_parts, memories]
 
 
-_op = op_of(Kernels(forward_kernel, backward_kernel, F32, _scratch))
+_op = op_of(
+    forward_kernel,
+    backward_kernel,
+    residuals=lambda _: (F32, F32),
+    scratch=_scratch,
+)

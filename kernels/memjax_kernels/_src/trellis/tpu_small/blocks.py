@@ -13,7 +13,7 @@ from jaxtyping import Array
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.blocks import ROWS
-from memjax_kernels._src.trellis.tpu_packed_blocks import Layout
+from memjax_kernels._src.common.packs.chunkwise import Layout
 from memjax_kernels._src.trellis.tpu_small.equations import Decays, Part
 
 F32 = jnp.float32
@@ -71,14 +71,14 @@ def unpack(x, parts: Part, layout: Layout) -> None:
     alpha = alpha.astype(F32)
     by_head = [alpha[:, :, i * slots : (i + 1) * slots] for i in range(heads)]
     _stack(parts.target, by_head, layout)
-    each = heads * layout.group
-    gammas = x.gates[:, :, : each * layout.gammas]
-    g = x.gates[:, :, each * layout.gammas : each * (layout.gammas + layout.gates)]
+    each, (of_gamma, of_g) = heads * layout.group, layout.passes
+    gammas = x.gates[:, :, : each * of_gamma]
+    g = x.gates[:, :, each * of_gamma : each * (of_gamma + of_g)]
     for i, ref in enumerate(parts.gammas):
         _stack(ref, _columns(gammas, i * each, slots, layout), layout)
     sums = jnp.stack([pack_decays.sum_gates(row, layout.size) for row in g])
     for i, ref in enumerate(parts.decays):
-        starts = i * each, (layout.gates + i) * each
+        starts = i * each, (of_g + i) * each
         of_sums = [_columns(sums, at, slots, layout) for at in starts]
         _decay(ref, of_sums, layout)
 
