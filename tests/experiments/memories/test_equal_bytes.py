@@ -29,7 +29,7 @@ def _setup():
         more=3,
         context=8,
         tokens=64,
-        source="embedded",
+        corpus="embedded",
         updates=6,
         rate=1e-3,
         seed=3,
@@ -56,7 +56,7 @@ def test_windows_have_equal_bytes(setup):
 
 
 def test_rows_are_trained_on_as_many_tokens(setup):
-    setup = setup._replace(window=32, context=64, updates=16)
+    setup = dataclasses.replace(setup, window=32, context=64, updates=16)
     # Sizes of the preset of M+ do not fit a tiny window.
     for name in ROWS.keys() - {"mplus", "memoryllm", "wide-shared-longer"}:
         stages = ROWS[name].stages
@@ -92,7 +92,7 @@ def test_a_memory_is_tuned_on_the_texts_of_a_window(setup):
 @pytest.mark.parametrize("store", [False, True])
 def test_mplus_keeps_no_more_than_the_wide_window(store, setup, monkeypatch):
     monkeypatch.setattr(rows, "MPLUS_TOKENS", 2)
-    setup = setup._replace(window=64, context=64, more=1000)
+    setup = dataclasses.replace(setup, window=64, context=64, more=1000)
     memory = rows.mplus_memory(setup, store)
     target = state_bytes(rows.wide_window(setup.backbone, setup), setup.tokens)
 
