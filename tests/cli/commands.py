@@ -13,18 +13,6 @@ TRANSFORMER = """
     --model.mechanisms.0.num-kv-heads 1 --model.mechanisms.0.head-dim 8
     --model.mechanisms.0.window 8
 """.split()
-# Elastic Memory is the third of four layers.
-ELASTIC = """
-    elastic-tiny --model.vocab-size 256 --model.model-dim 16 --model.hidden-dim 16
-    --model.mechanisms.2.block 8 --model.mechanisms.2.order 4
-    --model.mechanisms.2.memory-tokens 4 --model.mechanisms.2.bank-blocks 0
-    --model.mechanisms.0.window 8 --model.mechanisms.1.window 8
-    --model.mechanisms.3.window 8
-""".split()
-for i in range(4):
-    at = f"--model.mechanisms.{i}"
-    ELASTIC += f"{at}.model-dim 16 {at}.num-heads 2 {at}.num-kv-heads 1".split()
-    ELASTIC += f"{at}.head-dim 8".split()
 # TensorBoard takes a second to import.
 SIZES = """
     --loop.writers --data.tokenizer bytes --data.context-length 16 --data.batch-size 2

@@ -1,5 +1,6 @@
 """The command line, called in this process: output, refusals, exit codes."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 import memjax
+from memjax.config_io import to_record
 from memjax.mechanisms import SlidingWindowConfig
 from memjax.models.generation import _draw
-from tests.cli.commands import ELASTIC, SIZES, TRANSFORMER, command, refused, run
+from memjax.training.config import presets
+from tests.cli.commands import SIZES, TRANSFORMER, command, refused, run
 from tests.training.idle import idle_updates
 
 
@@ -94,8 +97,19 @@ def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
 
 @pytest.mark.slow
 def test_another_sampling_gives_other_numbers(train, tmp_path):
+    # One layer of the four: a model of two mechanisms is trained elsewhere.
+    config = presets()["elastic-tiny"]
+    layer: Any = config.model.mechanisms[2]
+    small = dict(model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, block=8)
+    layer = dataclasses.replace(layer, **small, order=4, memory_tokens=4, bank_blocks=0)
+    sizes: Any = dict(vocab_size=256, model_dim=16, hidden_dim=16, num_layers=1)
+    model = dataclasses.replace(config.model, mechanisms=(layer,), **sizes)
+    record = to_record(config) | {"model": to_record(model)}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(record))
+    tmp_path, preset = tmp_path / "run", ("--config", tmp_path / "config")
     with idle_updates():
-        assert command(*train(tmp_path, preset=ELASTIC))[0] == 0
+        assert command(*train(tmp_path, preset=preset))[0] == 0
     results = []
     for words in ([], ["--sampling", "exponential", "--decay", "0.5"]):
         code, _, _ = command("eval", tmp_path, *words)

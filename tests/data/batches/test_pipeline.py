@@ -355,7 +355,7 @@ def _source_of(batch):
     return batch.tokens[:, 0] // 100_000
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=4)
 @given(
     weights=st.lists(st.floats(0.1, 10), min_size=2, max_size=4),
     batch_size=st.integers(1, 5),

@@ -56,6 +56,7 @@ def main() -> None:
         program = step.lower(divided).compile()
         result = program(divided)
     pairs = zip(*map(jax.tree.leaves, (alone, result)), strict=True)
+    text = program.as_text() or ""
     up = divided["blocks"][0]["feed_forward"].routed.up.get_value()
     found = {
         "difference": max(
@@ -64,8 +65,6 @@ def main() -> None:
             if a.any()
         ),
         "held": up.addressable_shards[0].data.shape,
-        "gathered": re.findall(
-            r"= (\w+\[[\d,]*\])\S* all-gather", program.as_text() or ""
-        ),
+        "gathered": re.findall(r"= (\w+\[[\d,]*\])\S* all-gather", text),
     }
     print(json.dumps(found))
