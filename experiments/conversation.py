@@ -4,10 +4,10 @@
     python -m experiments.conversation
 
 `memjax tell` and `memjax ask` run in a pseudo-terminal, each command a process of its
-own: a page about an invented person is told to SmolLM2-135M-Instruct, which was not
-trained on it, and three questions are asked in plain words. The terminal is drawn as it
-is (`results/conversation/session.svg`). Nine questions are asked with the page and
-without.
+own: a page about an invented person, `conversation.txt`, is told to
+SmolLM2-135M-Instruct, which was not trained on it, and three questions are asked in
+plain words. The terminal is drawn as it is (`results/conversation/session.svg`). Nine
+questions are asked with the page and without.
 
 What this does not show: one page and nine questions do not rank models.
 """
@@ -33,22 +33,7 @@ from memjax.evaluation.provenance import provenance
 QUESTION = "what does a conversation with a memory look like?"
 #: Columns of the terminal: few, so that the picture is readable at half its size.
 COLUMNS = 72
-PAGE = """\
-Mira Holm was born in 1951 in the harbour town of Vessby, where her father repaired
-clocks. As a child she collected broken watches and sorted their wheels by size. At the
-age of nineteen she left for the city of Torrun to study astronomy, and she paid for her
-room by playing the cello in a small orchestra.
-
-In 1978 she moved to the island of Saarn and became the keeper of its lighthouse. She
-lived there for thirty-one years with a grey cat called Button. At night, when the lamp
-was lit, she searched the sky with a telescope that she had built herself. In March 1986
-she discovered a comet, which carries her name today.
-
-After the lighthouse was closed in 2009 Mira Holm wrote a book about her years on the
-island, "The Slow Light". It was translated into eleven languages. She gave the money to
-the school of Vessby, which bought a telescope with it. On clear evenings she still
-teaches the children of the town how to find the planets.
-"""
+PAGE = Path(__file__).with_suffix(".txt")
 #: Questions, and the words of a right answer; the picture shows the first three.
 QUESTIONS = {
     "Where was Mira Holm born?": "Vessby",
@@ -81,7 +66,7 @@ def session(model: Path) -> dict[str, Any]:
     """Commands with their terminal lines and seconds, and the memory's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         there = Path(folder)
-        (there / "mira.txt").write_text(PAGE)
+        (there / "mira.txt").write_text(PAGE.read_text())
         # A short name, so that the picture shows commands as people type them.
         name = f"smollm2{model.suffix}"
         (there / name).symlink_to(model.absolute())
@@ -102,7 +87,7 @@ def session(model: Path) -> dict[str, Any]:
 def answers(model: Path) -> list[dict[str, Any]]:
     """Answers to all questions, after the page and from an empty memory."""
     told, empty = Conversation.open(model), Conversation.open(model)
-    told.inject(PAGE, name="mira.txt")
+    told.inject(PAGE.read_text(), name="mira.txt")
     rows = []
     for question, words in QUESTIONS.items():
         row: dict[str, Any] = {"question": question, "words": words}

@@ -10,9 +10,9 @@ short texts of the training documents; Trellis and Gated DeltaNet also with gate
 hardly forget at the start, Trellis without them; baselines of as many bytes: a sliding
 window, which is trained alike, the text itself, which is read again without a mistake,
 and the same text compressed. Columns: seeds that learned the task, and what those
-answer by notes of a text and bytes since, on the test documents; the difference from
-the best baseline with each seed. Writes results.json and a plot to `run_dir`, below ten
-minutes with one seed, and prints the recorded range of seeds beside it.
+answer by notes of a text and bytes since, on the test documents. Writes results.json
+and a plot to `run_dir`, below ten minutes with one seed, and prints the recorded range
+of seeds beside it.
 
 It does not show language: names and numbers have ids of their own, so that the models
 are told what matters. A window of ids that are no bytes would hold all notes: the
@@ -159,12 +159,8 @@ def main(config: Config) -> None:
     output = config.run_dir / "results"
     result = write_report(output, question, settings(config), results)
     plot.draw(result, Path(f"{output}.png"))
-    for name, rows_of, shown in (
-        ("Right answers by notes of a text and bytes since", right, result),
-        ("More right answers than the best baseline", ahead, result),
-        ("The same as recorded, with more seeds", ahead, load("memories/notes")),
-    ):
-        show(name, rows_of.rows(shown))
+    show("Right answers by notes of a text and bytes since", right.rows(result))
+    show("The same as recorded, with more seeds", right.rows(load("memories/notes")))
     print(f"wrote {output}.json and .png")
 
 
@@ -325,31 +321,6 @@ def right(result: Mapping[str, Any]) -> Rows:
                 cells[f"{n} notes, {distances[i]:,} later"] = found
         yield cells
     yield "median (range) of the seeds that learned: half of the fewest notes, at once"
-
-
-@table("memories/notes_ahead", "memories/notes")
-def ahead(result: Mapping[str, Any]) -> Rows:
-    """Differences from the best baseline with each seed, at the last distance."""
-    counts, last = result["config"]["counts"], result["config"]["distances"][-1]
-    rows, best = result["models"], {}
-    for n in counts:
-        means = {
-            name: rows[name]["right"][str(n)][-1]["mean"]
-            for name in (WINDOW, TEXT, COMPRESSED)
-        }
-        name = max(means, key=lambda x: means[x])
-        best[n] = means[name]
-        yield f"of {n} notes the best is {name}"
-    for name, row in rows.items():
-        if "seeds" not in row or name == WINDOW:
-            continue
-        cells = {f"more than the best of as many bytes, {last:,} bytes later": name}
-        for n in counts:
-            shares = [seed[-1] for seed in row["seeds"][str(n)]]
-            cells[f"{n} notes, each seed"] = ", ".join(
-                f"{share - best[n]:+.2f}" for share in shares
-            )
-        yield cells
 
 
 @figure("memories/notes")

@@ -107,10 +107,6 @@ def test_tables_show_the_seeds_that_learned(test):
     assert rows[program.WINDOW]["learned"] == "0 of 2"
     # All of it fits the bytes, and is read again without a mistake.
     assert rows[program.WINDOW][first] == "" and rows[program.TEXT][first] == "1.00"
-    note, ahead = program.ahead.rows(result)
-    assert note == "of 3 notes the best is text, read again"
-    assert isinstance(ahead, dict)
-    assert ahead["3 notes, each seed"] == "+0.00, -1.00"
 
 
 def test_gates_start_where_they_hardly_forget():
