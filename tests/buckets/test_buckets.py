@@ -95,7 +95,17 @@ def test_answer_of_a_store_is_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", ["500 InternalError", "503 SlowDown", "cut", "slow"])
+@pytest.mark.parametrize(
+    ("store", "answer"),
+    [
+        ("gs", "503 SlowDown"),
+        ("gs", "cut"),
+        ("s3", "500 InternalError"),
+        ("s3", "cut"),
+        ("s3", "slow"),
+    ],
+    indirect=["store"],
+)
 def test_a_fault_that_passes_is_not_noticed(
     store: Store, url: str, tmp_path: Path, answer: str
 ) -> None:
@@ -110,6 +120,7 @@ def test_a_fault_that_passes_is_not_noticed(
     assert (tmp_path / "down/up").read_bytes() == content
 
 
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_a_store_that_never_answers_is_waited_for_in_one_line(
     store: Store,
     url: str,

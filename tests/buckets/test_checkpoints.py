@@ -58,8 +58,6 @@ def test_newest_steps_are_restored_and_the_oldest_removed(url: str) -> None:
         assert checkpoints.steps() == [2, 3]
     assert not Bucket(url).entries("1")
     assert newest(url) == 3
-    save(url, 4, keep=2)
-    assert newest(url) == 4
     with pytest.raises(ValueError, match="step 3 is already there"):
         save(url, 3)
 
@@ -86,13 +84,10 @@ def damage(bucket: Bucket, how: str, step: int = 2) -> str:
     return "digests.json"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "ways"),
-    [
-        ("gs", ("changed", "no digests")),
-        pytest.param("gs", ("cut", "missing", "torn", "empty"), marks=pytest.mark.slow),
-        pytest.param("s3", ("cut",), marks=pytest.mark.slow),
-    ],
+    [("gs", ("changed", "missing", "no digests", "torn", "empty")), ("s3", ("cut",))],
     indirect=["store"],
 )
 def test_damaged_steps_are_named_skipped_and_kept(
@@ -117,7 +112,8 @@ def test_damaged_steps_are_named_skipped_and_kept(
         assert {n.replace(".damaged/", "/") for n in kept} == names
 
 
-def test_if_all_steps_are_damaged_training_does_not_start_over(url: str) -> None:
+def test_if_all_steps_are_damaged_training_does_not_start_over(gs: Store) -> None:
+    url = gs.url("damaged")
     save(url, 2)
     damage(Bucket(url), "cut")
     with pytest.raises(CheckpointError, match=r"can be used; damaged: 2"):
@@ -126,7 +122,7 @@ def test_if_all_steps_are_damaged_training_does_not_start_over(url: str) -> None
 
 @pytest.mark.parametrize(
     ("store", "objects"),
-    [("gs", 3), *(pytest.param("s3", n, marks=pytest.mark.slow) for n in (0, 9))],
+    [("gs", 3), pytest.param("s3", 9, marks=pytest.mark.slow)],
     indirect=["store"],
 )
 def test_step_without_its_mark_is_ignored_and_removed(url: str, objects: int) -> None:

@@ -13,6 +13,10 @@ from memjax.data import load_tokenizer, load_tokens
 from memjax.data.documents import prepare as prepare_module
 from memjax.data.documents.prepare import PrepareConfig, prepare
 
+# What a store does otherwise is in `test_buckets.py`.
+in_gs, in_s3 = (
+    pytest.mark.parametrize("store", [name], indirect=True) for name in ("gs", "s3")
+)
 TOKENIZER = load_tokenizer("bytes")
 SPLITS = ("train", "validation", "test")
 
@@ -49,6 +53,7 @@ def same(spec: str, other: str, cache: Path) -> None:
             np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
+@in_gs
 def test_a_folder_is_read_in_place(texts: Path, url: str, tmp_path: Path) -> None:
     upload(texts, url)
     same(f"folder:{url}", f"folder:{texts}", tmp_path)
@@ -58,6 +63,7 @@ def test_a_folder_is_read_in_place(texts: Path, url: str, tmp_path: Path) -> Non
     same(f"folder:{url}", f"folder:{texts}", tmp_path)
 
 
+@in_gs
 def test_a_file_that_cannot_be_read_is_named_by_its_url(
     texts: Path, url: str, tmp_path: Path
 ) -> None:
@@ -73,6 +79,7 @@ def test_a_file_that_cannot_be_read_is_named_by_its_url(
         load_tokens(f"folder:{url}-absent", TOKENIZER, "train", tmp_path)
 
 
+@in_s3
 def test_prepared_documents_are_written_and_read(
     texts: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +108,7 @@ def test_prepared_documents_are_written_and_read(
         prepare(other, as_path(url))
 
 
+@in_gs
 def test_interrupted_preparation_has_no_manifest_and_resumes(
     texts: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
