@@ -167,11 +167,13 @@ def main(config: Config) -> None:
 def models(config: Config) -> dict[str, ModelConfig]:
     """The window and the memories, with equal parameters."""
     task = mqar.SMALL._replace(vocab_size=notes.VOCAB_SIZE)
-    made = {
-        name: model_of(task, ROWS[name], "bytes" if name == WINDOW else config.equal)
-        for name in (WINDOW, *config.models)
-    }
-    return small_models.equal_parameters(made, task.scale)
+
+    def equal(name: str, column: Column) -> ModelConfig:
+        made = model_of(task, ROWS[name], column)
+        return small_models.equal_parameters(made, task.scale)
+
+    memories = {name: equal(name, config.equal) for name in config.models}
+    return {WINDOW: equal(WINDOW, "bytes")} | memories
 
 
 def slow_gates(config: ModelConfig, seed: int) -> LanguageModel:

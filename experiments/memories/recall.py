@@ -208,7 +208,7 @@ def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Cas
 
     def equal(name: str, column: Column, task: mqar.Task) -> ModelConfig:
         made = model(task, chosen.rows[name], column)
-        return small_models.equal_parameters({"": made}, task.scale)[""]
+        return small_models.equal_parameters(made, task.scale)
 
     rest = chosen.rows.keys() - TELLING.keys() - SINGLE.keys()
     order: list[tuple[str, Column]] = [

@@ -7,7 +7,7 @@ size of its memory is given, or the one whose state comes nearest to the bytes g
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -88,27 +88,21 @@ def parameters(model: ModelConfig) -> int:
     return measure.num_parameters(run.abstract_model(model))
 
 
-def equal_parameters(
-    models: Mapping[str, ModelConfig], scale: Scale
-) -> dict[str, ModelConfig]:
-    """Sets hidden_dim so that all come nearest to Transformer++ of this size.
+def equal_parameters(model: ModelConfig, scale: Scale) -> ModelConfig:
+    """Sets hidden_dim to come nearest to the parameters of Transformer++ of this size.
 
     Raises:
-        ValueError: if a mechanism alone has more parameters.
+        ValueError: if the mechanism alone has more parameters.
     """
-    vocab_size = next(iter(models.values())).vocab_size
-    goal = parameters(base_model(scale, vocab_size, "sliding_window", 1))
-    equal = {}
-    for name, model in models.items():
-        each = 3 * model.model_dim * model.num_layers
-        width = model.hidden_dim + round((goal - parameters(model)) / each)
-        if width < 1:
-            raise ValueError(
-                f"models[{name!r}] has {parameters(model)} parameters, and no width of "
-                f"its feed-forward makes them {goal}"
-            )
-        equal[name] = dataclasses.replace(model, hidden_dim=width)
-    return equal
+    goal = parameters(base_model(scale, model.vocab_size, "sliding_window", 1))
+    each = 3 * model.model_dim * model.num_layers
+    width = model.hidden_dim + round((goal - parameters(model)) / each)
+    if width < 1:
+        raise ValueError(
+            f"model of {model.mechanisms[0].name} has {parameters(model)} parameters, "
+            f"and no width of its feed-forward makes them {goal}"
+        )
+    return dataclasses.replace(model, hidden_dim=width)
 
 
 def equal_state(make: Callable[[int], ModelConfig], goal: int) -> ModelConfig:

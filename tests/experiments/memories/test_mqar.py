@@ -114,9 +114,8 @@ def test_examples_depend_on_seed_and_step_alone():
 
 @pytest.mark.slow
 def test_updates_on_the_device_equal_those_of_the_training_loop():
-    model = small_models.equal_parameters(
-        {"a": mqar.of_width(TASK, "deltanet", 16)}, TASK.scale
-    )["a"]
+    wide = mqar.of_width(TASK, "deltanet", 16)
+    model = small_models.equal_parameters(wide, TASK.scale)
     scale = TASK.scale
     settings = run.RunConfig(
         model,
@@ -177,8 +176,10 @@ def test_sizes_that_cannot_be_made_equal_are_refused(tmp_path):
         mqar.of_bytes(mqar.SMALL, "attention", 10_000)
     with pytest.raises(ValueError, match="width must be 16 for attention"):
         mqar.of_width(mqar.SMALL, "attention", 8)
-    wide = {"a": mqar.of_width(mqar.SMALL, "trellis", 32)}
-    with pytest.raises(ValueError, match=r"models\['a'\] has \d+ parameters, and no"):
+    wide = mqar.of_width(mqar.SMALL, "trellis", 32)
+    with pytest.raises(
+        ValueError, match=r"model of trellis has \d+ parameters, and no"
+    ):
         small_models.equal_parameters(wide, mqar.SMALL.scale)
     for seeds in ((0, 1), (0, 1, 1)):
         with pytest.raises(ValueError, match="seeds must be at least 3, all distinct"):
