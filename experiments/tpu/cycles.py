@@ -114,6 +114,7 @@ SUMMARY = {
     "16 key, 32 value heads of 128, 1 x 8,192": "gated_delta_rule/qwen3.5",
     "GLA": "gla",
     "KDA": "kda",
+    "GDN-2": "gdn2",
     "GSA": "gated_slots",
     "Lattice, chunks of 64": "lattice-dec/c64",
     "Lattice, chunks of 16": "lattice-dec/c16",

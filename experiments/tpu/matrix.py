@@ -21,7 +21,7 @@ TPU = {
     "delta_rule": RECURRENCES,
     "gated_delta_rule": RECURRENCES,
     "kda": RECURRENCES,
-    "gdn2": None,
+    "gdn2": RECURRENCES,
     "gated_slots": RECURRENCES,
     "gated_scan": None,
     "selective_scan": None,

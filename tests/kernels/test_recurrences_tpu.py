@@ -16,6 +16,7 @@ from memjax_kernels import (
     delta_rule,
     gated_delta_rule,
     gated_slots,
+    gdn2,
     gla,
     kda,
     linear_attention,
@@ -57,6 +58,7 @@ OPS = {
         4,
     ),
     "kda": (interpreted(pallas_tpu.kda_tpu), xla(kda), 4),
+    "gdn2": (interpreted(pallas_tpu.gdn2_tpu, True), xla(gdn2), 5),
     "gated_slots": (interpreted(gated_slots_tpu), xla(gated_slots), 4),
 }
 # The same kernels with gates of 0.
@@ -64,7 +66,7 @@ WITHOUT_GATES = {
     "linear_attention": (pallas_tpu.linear_attention_tpu, xla(linear_attention)),
     "delta_rule": (pallas_tpu.delta_rule_tpu, xla(delta_rule)),
 }
-DELTA_RULES = ("gated_delta_rule", "kda")
+DELTA_RULES = ("gated_delta_rule", "kda", "gdn2")
 OF_OPS = pytest.mark.parametrize("name", OPS)
 
 
@@ -81,7 +83,7 @@ def draw(name, seed, b, t, h, key, value, dtype=jnp.float32, ways=1) -> Any:
     q, k = normal(b, t, h // ways, key), normal(b, t, h // ways, key)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     # Slots are as many as channels of a key.
-    channels = [key] * (name in ("gla", "kda", "gated_slots"))
+    channels = [key] * (name in ("gla", "kda", "gdn2", "gated_slots"))
     g = -np.log1p(np.exp(-normal(b, t, h, *channels) - 2))
     tokens = [x.astype(dtype) for x in (q, k, normal(b, t, h, value))]
     memory = normal(b, h, key, value)
@@ -90,6 +92,9 @@ def draw(name, seed, b, t, h, key, value, dtype=jnp.float32, ways=1) -> Any:
         memories = state(normal(b, h, key, key), memory)
         return *tokens, (1 - np.exp(g)).astype(dtype), g, memories
     rates = [1 / (1 + np.exp(normal(b, t, h)))] * (name in DELTA_RULES)
+    if name == "gdn2":
+        # Of the channels of keys to erase, and of those of values to write.
+        rates = [1 / (1 + np.exp(normal(b, t, h, d))) for d in (key, value)]
     return *tokens, *rates, g, memory
 
 
@@ -120,6 +125,7 @@ SIZES = {
     # No block of one key head fills the lanes: copies of it do. Two groups.
     "gla": (8, 4, 64, 64, (2, 2, 2)),
     "kda": (2, 2, 128, 128, (2, 1, 2)),
+    "gdn2": (2, 2, 64, 128, (1, 2, 2)),
     "gated_slots": (2, 1, 64, 128, (1, 2, 1)),
 }
 
@@ -234,7 +240,7 @@ def test_unsupported_reasons():
             ssd: (gate,),
             delta_rule: (gate,),
         }
-        given |= {gated_delta_rule: (gate, gate), gated_slots: (x,)}
+        given |= {gated_delta_rule: (gate, gate), gated_slots: (x,), gdn2: (x, x, x)}
         for op, gates in given.items():
             with pytest.raises(ValueError, match="it needs a tpu"):
                 op(x, x, x, *gates, implementation="pallas_tpu")
@@ -247,6 +253,7 @@ def test_unsupported_reasons():
         (ssd, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         (gla, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
         (kda, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+        (gdn2, "v5e:2x2", (2, 64, 8, 64, 128), jnp.bfloat16, (2, 2)),
         (gated_slots, "v5e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         (delta_rule, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
     ],

@@ -36,7 +36,7 @@ _GDN2 = _KDA._replace(
     gates={"erase": "B T H K", "write": "B T H V", "g": "B T H K"},
     step=steps.gdn2_step,
     advance=delta_chunks.gdn2_group,
-    kernels=None,
+    kernels=pallas_tpu.gdn2_tpu,
 )
 
 

@@ -11,6 +11,9 @@ tokens of which it is the smallest common block, the later one in the late half,
     U = beta E                              so (I + beta later) U = beta (V - ...)
     Y = scores U + (Q since) S              S' = last S + (K until)^T U
 
+Gated DeltaNet-2 has rates of channels instead of beta: with R = erase K the keys that
+the errors are of, later is of R with K, and U = write V - (R since) S - later U.
+
 The gradient of a gate's sum at token i and a channel is the reads of q_i and k_i there
 less the write of k_i there.
 """
@@ -66,8 +69,7 @@ def advance(
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
     read, exact = products(x)
-    given = x.q, x.k, x.g, start
-    found = _each_pair(functools.partial(_compare, x), *given)
+    found = _each_pair(functools.partial(_compare, x), x.q, x.k, _erased(x), x.g, start)
     _, _, writes = _solve(x, found.later, found.known)
 
     def finish(k, g, start, found, writes):
@@ -77,7 +79,7 @@ def advance(
         y = read(found.scores, writes, "nn") + found.past
         return whole * start + written, y
 
-    return _each_pair(finish, *given[1:], found, writes)
+    return _each_pair(finish, x.k, x.g, start, found, writes)
 
 
 def vjp(
@@ -88,10 +90,10 @@ def vjp(
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
     read, exact = products(x)
-    given = x.q, x.k, x.g, start, d_after, d_y
+    given = x.q, x.k, _erased(x), x.g, start, d_after, d_y
 
-    def before(q, k, g, start, d_after, d_y):
-        found = _compare(x, q, k, g, start)
+    def before(q, k, erased, g, start, d_after, d_y):
+        found = _compare(x, q, k, erased, g, start)
         until = decays(g).until
         d_writes = read(found.scores, d_y, "tn") + exact(k * until, d_after, "nn")
         return found, d_writes
@@ -99,15 +101,29 @@ def vjp(
     found, d_writes = _each_pair(before, *given)
     inverse, target, writes = _solve(x, found.later, found.known)
     d_solved = exact(inverse, d_writes, "tn")
-    d_target = x.beta(start.shape[-1]) * d_solved
+    d_target = _rated(x, d_solved)
     finish = functools.partial(_finish, x, read, exact)
-    d_q, d_k, d_g, d_start = _each_pair(finish, *given, writes, d_target)
+    d_q, d_erased, d_k, d_g, d_start = _each_pair(finish, *given, writes, d_target)
+    if x.rates:
+        erase, write = (rate.astype(F32) for rate in x.rates)
+        d_rates = d_erased * x.k.astype(F32), d_target * x.v.astype(F32)
+        d_tokens = d_q, d_k + erase * d_erased, write * d_target, d_g
+        return Cotangents((*d_tokens, *d_rates), d_start)
     return Cotangents(
-        (d_q, d_k, d_target, d_g),
+        (d_q, d_erased + d_k, d_target, d_g),
         d_start,
         # A small difference, where the memory knows what comes.
         beta=d_solved * (target - exact(found.later, writes, "nn")),
     )
+
+
+def _erased(x: Channels) -> Float[Array, "P C KK"] | None:
+    """R; None where it is K."""
+    return x.rates[0].astype(F32) * x.k.astype(F32) if x.rates else None
+
+
+def _rated(x: Channels, y: Float[Array, "P C DD"]) -> Float[Array, "P C DD"]:
+    return y if x.rates else x.beta(y.shape[-1]) * y
 
 
 def _each_pair(function: Callable[..., Any], *given: Any) -> Any:
@@ -119,14 +135,14 @@ def _each_pair(function: Callable[..., Any], *given: Any) -> Any:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-def _compare(x: Channels, q, k, g, start) -> Compared:
+def _compare(x: Channels, q, k, erased, g, start) -> Compared:
     """The products of a pack that its writes are solved from."""
     read, _ = products(x)
     left, dtype = decays(g), operand_dtype(x.q)
-    scores, later = _overlaps(x, q, k, left)
+    scores, later = _overlaps(x, q, k, erased, left)
     # Queries above keys: the memory is loaded once.
     large, *small = parts_of(start, dtype)
-    keys = parts_of(k * left.since, dtype)
+    keys = parts_of((k if erased is None else erased) * left.since, dtype)
     found = read(rows(q * left.since, *keys), large, "nn")
     past, *known = jnp.split(found, 1 + len(keys), axis=1)
     known += [read(keys[0], part, "nn") for part in small]
@@ -136,21 +152,22 @@ def _compare(x: Channels, q, k, g, start) -> Compared:
 def _solve(x: Channels, later: Array, known: Array) -> tuple[Array, Array, Array]:
     """The inverse, V less what is known, and the writes."""
     _, exact = products(x)
-    lower = x.beta(later.shape[-1]) * later
-    inverse, target = inverse_of(lower, x.heads, operand_dtype(x.q)), x.v - known
-    return inverse, target, exact(inverse, x.beta(target.shape[-1]) * target, "nn")
+    inverse = inverse_of(_rated(x, later), x.heads, operand_dtype(x.q))
+    target = (x.rates[1].astype(F32) * x.v.astype(F32) if x.rates else x.v) - known
+    return inverse, target, exact(inverse, _rated(x, target), "nn")
 
 
-def _finish(x, read, exact, q, k, g, start, d_after, d_y, writes, d_target):
-    """Cotangents of queries, keys, gates and the memory before the chunk."""
+def _finish(x, read, exact, q, k, erased, g, start, d_after, d_y, writes, d_target):
+    """Cotangents of queries, R, K, gates and the memory before the chunk."""
     left, (q, k) = decays(g), (y.astype(F32) for y in (q, k))
+    r = k if erased is None else erased
     # Cotangents of queries above those of keys: both are multiplied by one matrix.
     d_both = rows(d_y, -d_target)
     d_overlaps = read(d_both, writes, "nt")
     past = rows(left.since, left.since) * read(d_both, start, "nt")
     q_reads, k_reads = jnp.split(past, 2, axis=1)
     k_writes = carried = left.until * read(writes, d_after, "nt")
-    sums = q * q_reads + k * (k_reads - carried)
+    sums = q * q_reads + (r * k_reads - k * carried)
     d_own = _sum_lanes(d_y * writes, x.heads, k.shape[-1])
     q_reads, k_writes = q_reads + d_own * k, k_writes + d_own * q
     d_scores, d_later = jnp.split(d_overlaps, 2, axis=1)
@@ -160,7 +177,8 @@ def _finish(x, read, exact, q, k, g, start, d_after, d_y, writes, d_target):
             *(jnp.where(late(chosen), late(d), 0.0) for d in (d_scores, d_later))
         )
         keys = x.cast(k * f)
-        both = rows(x.cast(late(q * f)), late(keys))
+        erasing = keys if erased is None else x.cast(r * f)
+        both = rows(x.cast(late(q * f)), late(erasing))
         reads = read(d_pairs, keys, "nn")
         written = read(d_pairs, both, "tn")
         of_queries, of_keys = jnp.split(rows(late(f), late(f)) * reads, 2, axis=1)
@@ -173,34 +191,47 @@ def _finish(x, read, exact, q, k, g, start, d_after, d_y, writes, d_target):
         sums = _add_late(half, sums - keys * written, of_queries + of_keys)
     decay = all_lanes(left.since[:, -1:], x.heads, start.shape[-1]) * d_after
     d_start = decay + read(q * left.since, d_y, "tn")
-    d_start -= exact(k * left.since, d_target, "tn")
+    d_start -= exact(r * left.since, d_target, "tn")
     # All that the memory after the chunk receives, at every token.
     end = packs.sum_slots(k * carried) + channel_sums(decay * start, x.heads)
-    return q_reads, k_reads + k_writes, suffix_sums(sums) + end, d_start
+    return q_reads, k_reads, k_writes, suffix_sums(sums) + end, d_start
 
 
 def _overlaps(
-    x: Channels, q: Array, k: Array, left: Decays
+    x: Channels, q: Array, k: Array, erased: Array | None, left: Decays
 ) -> tuple[Float[Array, "P C CC"], Float[Array, "P C CC"]]:
-    """Scores of queries, and those of keys with earlier keys."""
+    """Scores of queries, and those of R with earlier keys."""
     (read, _), size, heads = products(x), q.shape[1], x.heads
+    dtype = operand_dtype(q)
     # Large parts of keys with both parts of others, whose columns are neighbours.
-    number = len(parts_of(k * left.since, operand_dtype(q)))
-    scores = found = jnp.zeros((len(q), size, heads * number * size))
-    apart = packs.sublane(found.shape) ^ packs.within(found.shape, size)
+    number = len(parts_of(k * left.since, dtype))
+    scores = jnp.zeros((len(q), size, heads * number * size))
+    found = [scores] * (1 if erased is None else number)
+    apart = packs.sublane(scores.shape) ^ packs.within(scores.shape, size)
     for level, f in enumerate(left.blocks[1:]):
         half = 1 << level
-        keys, queries = parts_of(k * f, operand_dtype(q)), _late(half, q * f)
-        both = read(rows(queries, keys[0]), rows(*keys), "nt")
+        keys, queries = parts_of(k * f, dtype), _late(half, q * f)
+        others = keys[:1]
+        if erased is not None:
+            others = parts_of(_late(half, erased * f), dtype)
+        both = read(rows(queries, *others), rows(*keys), "nt")
         late = queries.shape[1]
         # Entries outside of this level's blocks are overwritten at larger levels.
         scores = _put_late(half, scores, both[:, :late], apart >= half)
-        found = jnp.where(apart >= half, both[:, late:], found)
-    scores, later = (_columns(y, heads, number, 0) for y in (scores, found))
+        overlaps = jnp.split(both[:, late:], len(others), axis=1)
+        if erased is None:
+            found = [jnp.where(apart >= half, overlaps[0], found[0])]
+            continue
+        pairs_of = zip(found, overlaps, strict=True)
+        found = [_put_late(half, *pair, apart >= half) for pair in pairs_of]
+    scores, later = (_columns(y, heads, number, 0) for y in (scores, found[0]))
     if number > 1:
-        # Small parts of later tokens with large ones are in the place of the transpose.
-        mixed = _columns(found, heads, number, 1)
-        later += mixed + _transpose(mixed, heads)
+        mixed = _columns(found[0], heads, number, 1)
+        # Small parts of later tokens with large ones; of keys in the transpose's place.
+        small = _transpose(mixed, heads)
+        if erased is not None:
+            small = _columns(found[1], heads, number, 0)
+        later += mixed + small
     own = _sum_lanes(q.astype(F32) * k, heads, heads * size)
     row, other = packs.sublane(later.shape), packs.within(later.shape, size)
     scores = jnp.where(row == other, own, jnp.where(row > other, scores, 0.0))

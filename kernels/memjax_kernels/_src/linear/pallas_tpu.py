@@ -10,7 +10,7 @@ from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.recurrence_kernels import Op
 from memjax_kernels._src.linear import packed, packed_delta, packed_gla, packed_kda
 from memjax_kernels._src.linear.chunks import linear_group, scan_groups
-from memjax_kernels._src.linear.delta_chunks import delta_group
+from memjax_kernels._src.linear.delta_chunks import delta_group, gdn2_group
 
 
 def _linear_in_xla(q, k, v, g, beta, state, *, chunk_size):
@@ -24,6 +24,12 @@ def _delta_in_xla(q, k, v, g, beta, state, *, chunk_size):
     return scan_groups(delta_group, tokens, state, None, chunk_size)
 
 
+def _gdn2_in_xla(q, k, v, g, beta, erase, write, state, *, chunk_size):
+    del beta
+    tokens = (q, k, v, erase, write, g)
+    return scan_groups(gdn2_group, tokens, state, None, chunk_size)
+
+
 # Products with operands rounded to the tokens' dtype anyway.
 LINEAR = Op("linear_attention", packed.advance, packed.vjp, _linear_in_xla, exact=False)
 GLA = Op("gla", packed_gla.advance, packed_gla.vjp, _linear_in_xla, exact=False)
@@ -32,6 +38,7 @@ DELTA = Op(
     "delta_rule", packed_delta.advance, packed_delta.vjp, _delta_in_xla, exact=True
 )
 KDA = DELTA._replace(name="kda", advance=packed_kda.advance, vjp=packed_kda.vjp)
+GDN2 = KDA._replace(name="gdn2", in_xla=_gdn2_in_xla)
 
 
 def linear_attention_tpu(q, k, v, state, reset, *, interpret: Any = False):
@@ -55,6 +62,14 @@ def kda_tpu(q, k, v, beta, g, state, reset, *, interpret: Any = False):
     """`kda` in kernels."""
     return recurrence.recur(
         KDA, q, k, v, g, state, reset, beta=beta, interpret=interpret
+    )
+
+
+def gdn2_tpu(q, k, v, erase, write, g, state, reset, *, interpret: Any = False):
+    """`gdn2` in kernels."""
+    rates = erase, write
+    return recurrence.recur(
+        GDN2, q, k, v, g, state, reset, rates=rates, interpret=interpret
     )
 
 

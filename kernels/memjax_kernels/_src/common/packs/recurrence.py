@@ -45,7 +45,8 @@ class Tokens(NamedTuple):
     """Chunks of a segment; value head h has the keys of head h // (H / G).
 
     g are log gates, of a head or of each channel of keys or values: 0 without gates,
-    and lowest where a reset is; beta write rates, of an op that has some.
+    and lowest where a reset is; beta write rates of an op that has some, or `rates` of
+    channels.
     """
 
     q: Float[Array, "B n C G K"]
@@ -53,13 +54,14 @@ class Tokens(NamedTuple):
     v: Float[Array, "B n C H V"]
     g: Float[Array, "B n C H"] | Float[Array, "B n C H G"]
     beta: Float[Array, "B n C H"] | None
+    rates: tuple[Float[Array, "B n C H _"], ...] = ()
 
 
 class Blocks(NamedTuple):
     """A segment as the kernels take it.
 
     Attributes:
-        tokens: q, k, v and gates of channels, each [B, n, C, heads D].
+        tokens: q, k, v, gates and rates of channels, each [B, n, C, heads D].
         columns: [B, n, groups, C, heads of a group] of the gates of heads, and behind
             them of the rates; float32. Without those of gates of channels.
     """
@@ -93,9 +95,10 @@ def recur(
     reset: Bool[Array, "B T"] | None,
     *,
     beta: Float[Array, "B T H"] | None = None,
+    rates: tuple[Float[Array, "B T H _"], ...] = (),
     interpret: Any = False,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """An op over T tokens; g None is no decay, beta is of ops with rates."""
+    """An op over T tokens; g None is no decay, beta and rates are of ops with some."""
     time = q.shape[1]
     g = jnp.zeros(v.shape[:3], F32) if g is None else g.astype(F32)
     if reset is not None:
@@ -105,8 +108,8 @@ def recur(
     devices = partition.head_ways(v.shape[2], q, k, v, state)
     q, k = (_repeat(x, devices // math.gcd(devices, q.shape[2])) for x in (q, k))
     # Tokens of zeros, gate and rate included, leave the memory as it is.
-    tokens = Tokens(
-        *jax.tree.map(lambda x: chunks.split(x, CHUNK_SIZE, None), (q, k, v, g, beta))
+    tokens = jax.tree.map(
+        lambda x: chunks.split(x, CHUNK_SIZE, None), Tokens(q, k, v, g, beta, rates)
     )
     form = partition.chunkwise(functools.partial(_on_device, op))
     state, y = form(tokens, state, interpret=interpret)
@@ -175,7 +178,7 @@ def _arrange(static: Static, x: Tokens) -> Blocks:
         rates = x.beta
         if rates is not None:
             rates = gate_columns(rates.astype(F32), *static.packing[:2])
-        return Blocks((*tokens, flat(x.g)), rates)
+        return Blocks((*tokens, flat(x.g), *map(flat, x.rates)), rates)
     both = x.g if x.beta is None else jnp.stack([x.g, x.beta.astype(F32)], axis=-1)
     return Blocks(tokens, gate_columns(both, *static.packing[:2]))
 
@@ -192,12 +195,15 @@ def _undo(static: Static, d: Blocks, x: Tokens) -> Tokens:
 
     q, k = map(shared, d.tokens[:2])
     v = d.tokens[2].reshape(x.v.shape)
+    rates = ()
     if len(d.tokens) > 3:
         g = d.tokens[3].reshape(x.g.shape)
+        pairs = zip(d.tokens[4:], x.rates, strict=True)
+        rates = tuple(y.reshape(rate.shape) for y, rate in pairs)
     else:
         g = gates_of_columns(d.columns[..., :number], group, heads)
     if x.beta is None:
-        return Tokens(q, k, v, g, None)
+        return Tokens(q, k, v, g, None, rates)
     beta = gates_of_columns(d.columns[..., -number:], group, heads)
     return Tokens(q, k, v, g, beta.astype(x.beta.dtype))
 
@@ -286,9 +292,9 @@ def _in_xla(op: Op, x: Tokens, state: Array):
         return op.in_xla(*given[:-1], chunk_size=CHUNK_SIZE)
 
     share = by_copies if x.g.ndim == x.q.ndim else by_groups
-    state, y = share(form, x.v.shape[3] // x.q.shape[3])(
-        *jax.tree.map(lambda y: y.reshape(y.shape[0], -1, *y.shape[3:]), x), state, None
-    )
+    *tokens, rates = jax.tree.map(lambda y: y.reshape(y.shape[0], -1, *y.shape[3:]), x)
+    ways = x.v.shape[3] // x.q.shape[3]
+    state, y = share(form, ways)(*tokens, *rates, state, None)
     return state, y.reshape(x.v.shape)
 
 

@@ -29,8 +29,8 @@ class Op(NamedTuple):
         name: of its kernels, before "_forward" and "_backward".
         advance: (Chunk, memory) -> (memory, y).
         vjp: (Chunk, memory, their cotangents) -> Cotangents.
-        in_xla: (q, k, v, g, beta, memory, chunk_size=) -> (memory, y), for gradients
-            of gradients.
+        in_xla: (q, k, v, g, beta, *rates, memory, chunk_size=) -> (memory, y), for
+            gradients of gradients.
         exact: whether the backward kernel's memories are saved in float32, or in the
             tokens' dtype.
     """
@@ -115,7 +115,7 @@ class Chunk(NamedTuple):
 class Channels(NamedTuple):
     """Tokens of one chunk with a gate for each channel of keys or values.
 
-    `beta` as in `Chunk`.
+    `beta` as in `Chunk`, unless there are `rates` of channels.
     """
 
     q: Float[Array, "P C KK"]
@@ -124,6 +124,7 @@ class Channels(NamedTuple):
     g: Float[Array, "P C GG"]
     heads: int
     beta: Callable[[int], Float[Array, "P C DD"]]
+    rates: tuple[Float[Array, "P C DD"], ...] = ()
 
     def cast(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """In the tokens' dtype, as operands of products are."""
@@ -143,7 +144,7 @@ class Cotangents(NamedTuple):
     """Of the tokens and the memory.
 
     Attributes:
-        tokens: of the queries, keys and values, and of gates of channels.
+        tokens: of the queries, keys and values, and of gates and rates of channels.
         start: of the memory before the chunk.
         sums: of the sums of heads' gates, and at the last token that of the memory:
             parts to add, before the sum over a head's lanes.
@@ -195,7 +196,7 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
 
     d_q, d_k, d_v, *d_g = found.tokens
     if d_g:
-        d_g = [raised(packs.load(x.tokens[-1], group), d) for d in d_g]
+        d_g[0] = raised(packs.load(x.tokens[3], group), d_g[0])
     for ref, value in zip(d_x.tokens[:2], (d_q, d_k), strict=True):
         packs.store_shared(ref, value, heads, ways)
     for ref, value in zip(d_x.tokens[2:], (d_v, *d_g), strict=True):
@@ -241,7 +242,7 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
     if gates:
         # Of -inf, sums would be NaN.
         g = jnp.maximum(gates[0], FORGETS_ALL)
-        return Channels(q, k, v, g, heads, beta)
+        return Channels(q, k, v, g, heads, beta, tuple(gates[1:]))
     number, given = group * heads, columns.pop()
     sums = pack_decays.sum_gates(given[:, :number])
     coarse, fine = jnp.split(sums, 2, axis=1)
