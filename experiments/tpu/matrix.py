@@ -11,6 +11,7 @@ from experiments.lab.results import Rows, table
 from memjax.aot.chips import CHIPS
 from memjax_kernels._src.linear import jla
 
+SOURCES = ("tpu/cycles", "gpu/check", "gpu/check_second", "speed/ops", "speed/ops_gpu")
 GPU, TESTS = "H200", Path(__file__).parents[2] / "tests" / "kernels"
 RECURRENCES, BLOCK = "test_recurrences_tpu", "test_recurrent_block"
 #: Every op, and the file of its TPU kernel's tests.
@@ -65,36 +66,17 @@ def counted(cases: dict[str, Any], op: str, kernel: bool) -> set[str]:
     return found
 
 
-@table(
-    "kernels/matrix",
-    "tpu/cycles",
-    "gpu/check",
-    "gpu/check_second",
-    "speed/ops",
-    "speed/ops_gpu",
-)
-def matrix(
-    cycles: dict[str, Any],
-    check: dict[str, Any],
-    second: dict[str, Any],
-    cpu: dict[str, Any],
-    gpu: dict[str, Any],
-) -> Rows:
+@table("kernels/matrix", *SOURCES)
+def matrix(*results: dict[str, Any]) -> Rows:
     """A row an op, a column a backend."""
-    on_cpu, on_gpu = (
-        {(row["op"], row["implementation"]) for row in timed["shapes"]}
-        for timed in (cpu, gpu)
-    )
+    cycles, check, second, *timings = results
+    cpu, gpu = ({(x["op"], x["implementation"]) for x in y["shapes"]} for y in timings)
     # The second check has cases anew; single tokens had a kernel then.
     cases = (x for x in check["cases"] + second["cases"] if " 1 " not in x["case"])
     checks = {x["case"]: x["agrees"] for x in cases}
     for op, file in TPU.items():
         cells = {"op": f"`{op}`", "xla": "ran on a CPU"}
-        timed = [
-            name
-            for name, rows in (("a CPU", on_cpu), (GPU, on_gpu))
-            if (op, "xla") in rows
-        ]
+        timed = [on for on, of in (("a CPU", cpu), (GPU, gpu)) if (op, "xla") in of]
         if timed:
             cells["xla"] = f"ran and timed on {' and '.join(timed)}"
         if op == "hippo":
@@ -111,7 +93,7 @@ def matrix(
             agree = [agrees for case, agrees in checks.items() if case.startswith(op)]
             share = f"{sum(agree)} of {len(agree)} checks"
             cells["pallas_gpu"] = f"interpreted; ran on {GPU}, {share} agree"
-            if (op, "pallas_gpu") in on_gpu:
+            if (op, "pallas_gpu") in gpu:
                 cells["pallas_gpu"] += "; timed there"
         if op in jla.KINDS:
             cells["jla"] = "values by its plain ops, kernels by shape; never ran here"
