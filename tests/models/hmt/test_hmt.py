@@ -186,7 +186,7 @@ def test_the_state_is_a_fixed_point_in_float32(case):
 
 @functools.cache
 def gradients(config):
-    """Of parameters and memories, over the rest of a segment and two more."""
+    """Of parameters and memories, over the rest of a segment and one more."""
     model = build("attention", config)
     graph, params = nnx.split(model)
     # How activations are saved changes no state.
@@ -194,7 +194,7 @@ def gradients(config):
     state, _ = call(read, read.init_state(B), TOKENS)
     # One batch element starts, with the initial memory; the other has memories.
     state = model.reset(state, jnp.array([True, False]))
-    tokens = jnp.asarray(TOKENS[:, : 2 * L + 1])
+    tokens = jnp.asarray(TOKENS[:, : L + 1])
 
     def loss(params, bank):
         model = nnx.merge(graph, params)

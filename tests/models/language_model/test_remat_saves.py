@@ -12,8 +12,6 @@ from memjax.models import LanguageModel, ModelConfig
 from tests import tiny
 from tests.kernels.distances import close
 
-pytestmark = pytest.mark.usefixtures("all_platforms")
-
 MECHANISMS = {
     "causal_attention_forward": AttentionConfig(128, 2, 2, 64, capacity=256),
     # Two heads of queries share keys.
@@ -45,6 +43,21 @@ def gradient_of(kernel, saves, remat=True):
     return jax.grad(loss), params
 
 
+@functools.cache
+def computed(saves, **options):
+    gradient, params = gradient_of("causal_attention_forward", saves, **options)
+    return jax.jit(gradient)(params, jnp.arange(128, dtype=jnp.int32)[None] % 16)
+
+
+# Of "input", the default, they are in `test_depth.py`.
+@pytest.mark.parametrize("saves", ["attention", "products"])
+def test_gradients_equal_without_remat(saves):
+    # Rounded to bfloat16 in another order.
+    close(computed(saves), computed("input", remat=False), 2e-2)
+
+
+# After the test above: what it traces is of CPUs alone.
+@pytest.mark.usefixtures("all_platforms")
 @pytest.mark.parametrize(
     ("kernel", "saves", "runs"),
     [
@@ -65,16 +78,3 @@ def test_saved_kernels_run_once(kernel, saves, runs):
         if "tpu_custom_call" in line and f'kernel_name = "{kernel}' in line
     ]
     assert len(calls) == runs
-
-
-@functools.cache
-def computed(saves, **options):
-    gradient, params = gradient_of("causal_attention_forward", saves, **options)
-    return jax.jit(gradient)(params, jnp.arange(128, dtype=jnp.int32)[None] % 16)
-
-
-# Of "input", the default, they are in `test_depth.py`.
-@pytest.mark.parametrize("saves", ["attention", "products"])
-def test_gradients_equal_without_remat(saves):
-    # Rounded to bfloat16 in another order.
-    close(computed(saves), computed("input", remat=False), 2e-2)

@@ -77,7 +77,7 @@ def begin(scenario):
 
     layers = tuple(born(i, layer) for i, layer in enumerate(state.store.layers))
     return state._replace(
-        ages=jnp.asarray(golden["init/memory_ages"], jnp.int32)[None],
+        ages=np.asarray(golden["init/memory_ages"], np.int32)[None],
         store=state.store._replace(layers=layers),
     )
 
@@ -122,7 +122,7 @@ def replay(scenario, check):
             check(step, state, None)
             continue
         new = writer()(state, ids(golden, step))
-        dropped = jnp.asarray(golden[f"{step}/dropped_idx"], jnp.int32)[None]
+        dropped = np.asarray(golden[f"{step}/dropped_idx"], np.int32)[None]
         state = _update(*split, state, new, dropped)
         check(step, state, new)
     return state
@@ -236,7 +236,7 @@ def test_decoding_with_the_cache(prepared, memory):
     """Five tokens one by one, then three at once, without another retrieval."""
     m, state = prepared
     split, golden = nnx.split(m), numbers("D")
-    new = jnp.asarray(golden["delta/delta_memory"])[None]
+    new = golden["delta/delta_memory"][None]
     tokens = ids(golden, f"{memory}/prefill")
     new = new if memory == "delta" else None
     reading, logits = _read(*split, state, tokens, 8, new)

@@ -148,20 +148,18 @@ def filled(config, born, keys, merged=None):
     """A store of given rows, in places that hold something else behind them."""
     store = long_term_store.empty(config, B, L, D)
     count, layers = len(born), []
+    # By numpy: jax would compile a program for every count.
     for layer in store.layers:
-        junk = jax.tree.map(lambda x: jnp.full_like(x, 99), layer)
-        layers.append(
-            LayerStore(
-                rows=junk.rows.at[:, :count, 0].set(jnp.arange(count)[None] + 1.0),
-                keys=junk.keys.at[:, :count].set(jnp.asarray(keys, jnp.float32)[None]),
-                born=junk.born.at[:, :count].set(jnp.asarray(born, jnp.int32)[None]),
-            )
-        )
+        junk = jax.tree.map(lambda x: np.full(x.shape, 99, x.dtype), layer)
+        junk.rows[:, :count, 0] = np.arange(count) + 1.0
+        junk.keys[:, :count] = keys
+        junk.born[:, :count] = born
+        layers.append(jax.tree.map(jnp.asarray, junk))
     fresh = 0 if merged is None else count - merged
     return store._replace(
         layers=tuple(layers),
-        num_valid=jnp.full(B, count, jnp.int32),
-        num_pending=jnp.full(B, fresh, jnp.int32),
+        num_valid=jnp.asarray(np.full(B, count, np.int32)),
+        num_pending=jnp.asarray(np.full(B, fresh, np.int32)),
     )
 
 
@@ -237,11 +235,11 @@ QUERIES = st.lists(
 
 
 def find(config, store, layer, queries):
-    vectors = jnp.asarray([q[:2] for q in queries], jnp.float32)
-    asked = jnp.array([q[2] for q in queries])
+    vectors = np.array([q[:2] for q in queries], np.float32)
+    asked = np.array([q[2] for q in queries])
     # The second row of the batch asks nothing.
-    both = jnp.stack([asked, jnp.zeros_like(asked)])
-    return _retrieve(config, store, layer, jnp.tile(vectors[None], (B, 1, 1)), both)
+    both = np.stack([asked, np.zeros_like(asked)])
+    return _retrieve(config, store, layer, np.tile(vectors[None], (B, 1, 1)), both)
 
 
 def probabilities(keys, queries):
