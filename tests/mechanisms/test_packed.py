@@ -74,7 +74,7 @@ def build(config) -> Any:
 
 
 @functools.cache
-def case(name):
+def case(name) -> Any:
     """Params, x, starts and the places of a mechanism; its packed rows, compiled.
 
     `read` gives the outputs; `differentiate`, in rows that have it, a loss by `weights`
