@@ -181,22 +181,17 @@ def main(config: Config) -> None:
         for case in cases:
             say(f"{case[0]}, {case[1]:,} bytes, rates {rates}, seeds {seeds}")
             runs = _runs(config, made[case], rates, seeds, streams)
-            key = "{}, {}".format(*case)
-            results.setdefault("rows", {})[key] = _about(*case, made[case]) | runs
+            about = {
+                **{"name": case[0], "budget": case[1]},
+                "state_bytes": small_models.state_bytes(made[case]),
+                "parameters": small_models.parameters(made[case]),
+            }
+            results.setdefault("rows", {})["{}, {}".format(*case)] = about | runs
             question = "does a memory hold more facts than a cache has entries?"
             write_report(config.output, question, settings(config), results)
     for line in verdict(results, config.counts, config.distances):
         print(line)
     print(f"wrote {config.output}.json: python -m experiments.lab.render")
-
-
-def _about(name: str, budget: int, made: ModelConfig) -> dict[str, Any]:
-    return {
-        "name": name,
-        "budget": budget,
-        "state_bytes": small_models.state_bytes(made),
-        "parameters": small_models.parameters(made),
-    }
 
 
 def _asked(config: Config) -> list[Any]:
@@ -210,16 +205,13 @@ def _identity(config: Config, made: ModelConfig) -> list[Any]:
 def _missing(
     config: Config, made: Mapping[tuple[str, int], ModelConfig]
 ) -> dict[str, float]:
-    """Minutes of the runs that are missing: two more rates are tried with one seed."""
+    """Minutes of the trainings that are missing: two more are tried with one seed."""
     missing = {}
     for (name, budget), config_of in made.items():
         folder = config.run_dir / study.digest(_identity(config, config_of))
-        for seed in config.seeds:
-            tried = len([*folder.glob(f"seed{seed}/rate*.json")])
-            left = (3 if seed == config.seeds[0] else 1) - tried
-            if left > 0:
-                run = f"{name}, {budget:,} bytes, seed {seed}, {left} trainings"
-                missing[run] = left * MINUTES
+        left = len(config.seeds) + 2 - len([*folder.glob("seed*/rate*.json")])
+        if left > 0:
+            missing[f"{name}, {budget:,} bytes, {left} trainings"] = left * MINUTES
     return missing
 
 

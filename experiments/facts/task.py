@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt8
 
-from experiments.memories.notes_task import text_of
+from experiments.memories.notes_task import choose, text_of
 from memjax.data import Split
 from memjax.data.batches.batch import Batch
 
@@ -130,15 +130,6 @@ def _put(slots: Array, at: Array, text: Array, sizes: Array, offset: Array) -> A
     return slots.at[row, at].set(jnp.where(inside, moved, slots[row, at]))
 
 
-def _choose(key: Array, rows: int, among: int, count: int) -> Array:
-    """`count` different numbers below `among`, in random order, for each of `rows`."""
-
-    def order(key):
-        return jax.random.permutation(key, among)[:count]
-
-    return jax.vmap(order)(jax.random.split(key, rows))
-
-
 def write_log(tokens: Int32[Array, "R T"], count: int, key: Array) -> Log:
     """Writes `count` facts, and a quarter of them anew, into places of the texts.
 
@@ -154,8 +145,8 @@ def write_log(tokens: Int32[Array, "R T"], count: int, key: Array) -> Log:
             f"bytes with what is stated again, got {count} for {length} bytes"
         )
     keys = jax.random.split(key, 5)
-    names = _choose(keys[0], rows, len(NAMES), count)
-    at = _choose(keys[1], rows, places, total)
+    names = choose(keys[0], rows, len(NAMES), count)
+    at = choose(keys[1], rows, places, total)
     # Of a fact that is stated twice the later place has the code that is right.
     first, later = at[:, :again], at[:, count:]
     at = at.at[:, :again].set(jnp.minimum(first, later))
@@ -208,13 +199,13 @@ def _text(text, rows, count, length, key) -> Batch:
     half = slots * 5 // 8
     log = write_log(tokens[:, : half * SLOT], count, keys[1])
     asked = min(count, slots - half)
-    which = _choose(keys[2], rows, count, asked)
+    which = choose(keys[2], rows, count, asked)
     names, codes = (
         jnp.take_along_axis(x, which, axis=1) for x in (log.names, log.codes)
     )
     found = questions(names, codes, keys[3])
     rest = tokens[:, half * SLOT :].reshape(rows, slots - half, SLOT)
-    at = _choose(keys[4], rows, slots - half, asked)
+    at = choose(keys[4], rows, slots - half, asked)
     row = jnp.arange(rows)[:, None]
 
     def put(into, value):

@@ -55,21 +55,23 @@ class Test(NamedTuple):
     questions: Int32[Array, "R P"]
 
 
+def choose(key: Array, rows: int, among: int, count: int) -> Int32[Array, "R N"]:
+    """`count` different numbers below `among`, in random order, for each of `rows`."""
+
+    def order(key):
+        return jax.random.permutation(key, among)[:count]
+
+    return jax.vmap(order)(jax.random.split(key, rows))
+
+
 def draw_notes(key: Array, rows: int, count: int, part: int) -> Notes:
     """Draws `count` notes, at most `part // 2`, for each of `rows` texts."""
-
-    def choose(key, among):
-        def order(key):
-            return jax.random.permutation(key, among)[:count]
-
-        return jax.vmap(order)(jax.random.split(key, rows))
-
     keys = jax.random.split(key, 4)
     return Notes(
-        names=BYTES + choose(keys[0], NAMES),
-        numbers=FIRST_NUMBER + choose(keys[1], NUMBERS),
-        noted=2 * choose(keys[2], part // 2),
-        asked=2 * choose(keys[3], part // 2),
+        names=BYTES + choose(keys[0], rows, NAMES, count),
+        numbers=FIRST_NUMBER + choose(keys[1], rows, NUMBERS, count),
+        noted=2 * choose(keys[2], rows, part // 2, count),
+        asked=2 * choose(keys[3], rows, part // 2, count),
     )
 
 
