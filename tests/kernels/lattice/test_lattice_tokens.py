@@ -48,7 +48,9 @@ def test_values_and_gradients_agree_with_xla(variant, sizes):
     # With other seeds a gradient of one head may be small, and its rounding large.
     arguments = draw(b, t, h, m, v, seed=6), state, reset, rows(3, b, h, m, v)
     expected = both(lattice_xla, variant, *arguments)
-    close(both(INTERPRETED, variant, *arguments), expected, 5e-6)
+    # The rule is one of equations: one of them shows that memory is written.
+    form = INTERPRETED if variant == "enc" else PLAINLY_INTERPRETED
+    close(both(form, variant, *arguments), expected, 5e-6)
     d_tokens, d_start, _, d_empty = expected[1]
     leaves = jax.tree.leaves((d_tokens, d_start, d_empty))
     assert all(np.abs(x).max() > 1e-3 for x in leaves)
@@ -91,16 +93,9 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("chip", "sizes"),
-    [
-        ("v5e:2x2", (8, 32, 12, 64, 64)),
-        ("v5p:2x2x1", (2, 20, 2, 128, 128)),
-        ("v6e:2x2", (2, 16, 4, 32, 64)),
-    ],
-)
-def test_gradients_compile_divided_along_the_batch(chip, sizes):
-    b, t, h, m, v = sizes
+def test_gradients_compile_divided_along_the_batch():
+    """Other chips, and several blocks, are in `test_lattice_tpu.py`."""
+    b, t, h, m, v = 2, 16, 4, 32, 64
     state = lattice_init_state(b, h, m, v, 1)
 
     def loss(q, k, v, gamma, start, reset):
@@ -111,7 +106,7 @@ def test_gradients_compile_divided_along_the_batch(chip, sizes):
 
     tokens = draw(b, t, h, m, v, jnp.bfloat16)
     given = (*tokens, state.start, jnp.zeros((b, t), bool))
-    text = compiled_for_two(chip, jax.grad(loss, range(5)), given)
+    text = compiled_for_two("v5p:2x2x1", jax.grad(loss, range(5)), given)
     assert "lattice_backward" in text and "all-gather" not in text
 
 

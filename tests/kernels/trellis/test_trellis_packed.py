@@ -182,7 +182,9 @@ def test_values_and_gradients_agree_with_xla(sizes, place, resets):
     reset = jax.nn.one_hot(jnp.array(resets), t, dtype=bool)
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, arguments, reset)
-    close(both(INTERPRETED, arguments, reset), expected, 3e-6)
+    # The kernels of single tokens are those of small chunks.
+    form = PLAINLY_INTERPRETED if c == 1 else INTERPRETED
+    close(both(form, arguments, reset), expected, 3e-6)
 
 
 @pytest.mark.slow

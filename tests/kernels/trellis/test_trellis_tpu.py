@@ -87,10 +87,8 @@ def test_vmap_compiles():
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    "names, runs", [((), 2), (("trellis_chunk_states", "trellis_reads"), 1)]
-)
-def test_remat_policy_saves_residuals(names, runs):
+def test_remat_policy_saves_residuals():
+    names = "trellis_chunk_states", "trellis_reads"
     tokens = draw(1, 4, 2, 64, 64, 64)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
@@ -100,7 +98,8 @@ def test_remat_policy_saves_residuals(names, runs):
         return jnp.sum(in_chunks(trellis_tpu, tokens, None, empty)[1] ** 2)
 
     text = for_one_device(jax.value_and_grad(loss, range(6)), tokens)
-    assert len(re.findall(r"custom-call\(.*trellis_forward", text)) == runs
+    # Without them it runs again for the gradient.
+    assert len(re.findall(r"custom-call\(.*trellis_forward", text)) == 1
     assert len(re.findall(r"custom-call\(.*trellis_backward", text)) == 1
 
 
@@ -175,7 +174,6 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
         ("v6e:2x2", (1, 40, 2, 64, 128, 64, 32), jnp.float32),
         # Chunks of fewer than 16 tokens. Seven packs fill what a program may take.
         ("v5e:2x2", (14, 16, 2, 128, 128, 128, 1), jnp.bfloat16),
-        ("v6e:2x2", (1, 32, 4, 64, 128, 64, 4), jnp.float32),
     ],
 )
 def test_the_gradient_compiles(name, sizes, dtype):
@@ -185,14 +183,14 @@ def test_the_gradient_compiles(name, sizes, dtype):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name, check_vma, size",
-    [("v5e:2x2", True, 16), ("v6e:2x2", False, 8)],
+    "name, check_vma, size, dtype",
+    [("v5e:2x2", True, 16, jnp.bfloat16), ("v6e:2x2", False, 4, jnp.float32)],
 )
-def test_the_gradient_compiles_over_a_mesh(name, check_vma, size):
+def test_the_gradient_compiles_over_a_mesh(name, check_vma, size, dtype):
     """Rows and heads are apart: nothing is exchanged."""
     specs = P("data"), P("data", None, "model"), P("data", "model")
     sizes = (2, 16, 4, 64, 64, 64, size)
-    text = compiled(name, (2, 2), specs, sizes, jnp.bfloat16, check_vma=check_vma)
+    text = compiled(name, (2, 2), specs, sizes, dtype, check_vma=check_vma)
     assert "trellis_backward" in text
     # The sum of the loss over devices is the one thing that is.
     assert "all-gather" not in text and "all-to-all" not in text
