@@ -26,9 +26,7 @@ ORDER, LEAST_BITS = 5, 1.0
 
 
 def answer(
-    model: LanguageModel,
-    streams: Mapping[int, task.Stream],
-    distances: Sequence[int],
+    model: LanguageModel, streams: Mapping[int, task.Stream], distances: Sequence[int]
 ) -> dict[int, np.ndarray]:
     """Right answers [distances, R, N] of each number of facts N.
 

@@ -168,7 +168,10 @@ def main(config: Config) -> None:
         study.show_plan(_missing(config, made))
         return
     study.use_compile_cache(config.run_dir)
-    streams = draw(config)
+    sizes = answers.LOG, config.distances[-1], mqar.TEST
+    streams = {
+        n: task.draw_streams("test", config.streams, n, *sizes) for n in config.counts
+    }
     asked = [config.budgets, *_asked(config)]
     file = config.run_dir / f"baselines-{study.digest(asked)}.json"
     parameters = small_models.parameters(model("DeltaNet", Config.budgets[0]))
@@ -293,14 +296,6 @@ def validation(trained: LanguageModel) -> float:
     key = jax.random.key(mqar.VALIDATION)
     batch = task.training_batch(text, rows, counts, scale.context_length, key)
     return mqar.accuracy(trained, batch)
-
-
-def draw(config: Config) -> dict[int, task.Stream]:
-    """The test streams by their number of facts."""
-    sizes = (answers.LOG, config.distances[-1], mqar.TEST)
-    return {
-        n: task.draw_streams("test", config.streams, n, *sizes) for n in config.counts
-    }
 
 
 def _shares(row: Mapping[str, Any], count: int, i: int) -> list[float]:

@@ -28,7 +28,7 @@ import tyro
 
 from experiments.lab import study
 from experiments.lab.intervals import check_seeds
-from experiments.lab.results import RESULTS, settings, write_report
+from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.memories import mqar, recall_tables, small_models, text
 from memjax.config_io import to_record
 from memjax.models import ModelConfig
@@ -313,7 +313,10 @@ def main(config: Config) -> None:
         say(f"{case.name}, equal {case.column}, {case.task}")
         results["rows"] += train_row(config, case)
         report = write_report(output, question, settings(config), results)
-    recall_tables.show_complete(report)
+    length, counts = task.scale.context_length, task.pairs
+    if config.of == "recall":
+        length, counts = task.lengths[1], task.tested[-3:]
+    show(question, recall_tables.complete(report, length, counts))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Tables of recall, and what a study prints of the rows that are complete."""
+"""Tables of recall, and the rows of a study that are complete."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lab.intervals import median_and_range
-from experiments.lab.results import Rows, number, show, spread, table
+from experiments.lab.results import Rows, number, spread, table
 
 #: Validation sequences of the fewest pairs that a model answers which has learned the
 #: task: twice as many as by guessing among the values shown.
@@ -90,13 +90,3 @@ def both_columns(result: Mapping[str, Any]) -> Rows:
     """Recall at equal width and in equal bytes, at a length with room for all pairs."""
     task = result["task"]
     return complete(result, task["lengths"][1], task["tested"][-3:])
-
-
-def show_complete(result: Mapping[str, Any]) -> None:
-    """Prints the complete rows of a study."""
-    if result["config"]["of"] == "recall":
-        found = both_columns.rows(result)
-    else:
-        task = result["task"]
-        found = complete(result, task["scale"]["context_length"], task["pairs"])
-    show(result["question"], found)
