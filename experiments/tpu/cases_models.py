@@ -19,6 +19,7 @@ from memjax.models import LanguageModel, preset
 from memjax.models.language_model.presets import RECURRENT, SIZES
 from memjax.training.optimizer import OptimizerConfig, make_optimizer
 from memjax.training.step import StepConfig, init_train_state, make_train_step
+from memjax_kernels import gated_delta_rule_step, step_at_slots
 
 ATTENTION = ("attention", "sliding_window", "elastic_memory")
 #: Batch elements and steps of decoding, and slots of attention's cache.
@@ -59,6 +60,15 @@ def decoded_tokens(config: MechanismConfig, reads_all: bool) -> Program:
     moved = tree_bytes(params) + (1 if reads_all else 2) * tree_bytes(state)
     moved = STEPS * moved + 2 * tree_bytes(x)
     return Program(decode, (params, state, x), donated=(1,), bytes=moved)
+
+
+def decoded_slots() -> Program:
+    """A token each of sequences whose states are at slots of a pool twice as large."""
+    token, gate = shape(DECODED, 16, 128), shape(DECODED, 16, dtype=jnp.float32)
+    pool = shape(2 * DECODED, 16, 128, 128, dtype=jnp.float32)
+    step = functools.partial(step_at_slots, gated_delta_rule_step)
+    given = shape(DECODED, dtype=jnp.int32), *(token,) * 3, gate, gate, pool
+    return Program(step, given, donated=(6,), bytes=tree_bytes((pool, token) * 2) / 2)
 
 
 def training_step(name: str, time: int, unrolled: bool = False) -> Program:
@@ -108,6 +118,7 @@ def table() -> dict[str, Case]:
         config = SIZES["125m"].mechanism(name, **options)
         build = functools.partial(decoded_tokens, config, name in ATTENTION)
         found[f"decode/{name}"] = Case(build, DECODED * STEPS, "token")
+    found["decode/slots"] = Case(decoded_slots, DECODED * 16, "token and head")
     for name, time in itertools.product(TRAINED, TIMES):
         build = functools.partial(training_step, name, time)
         found[f"train/{name}/t{time}"] = Case(build, TOKENS, "token")

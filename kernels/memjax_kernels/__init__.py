@@ -2,6 +2,7 @@
 
 from memjax_kernels._src.cached_attention import cached_attention
 from memjax_kernels._src.causal_attention import causal_attention
+from memjax_kernels._src.common.steps.slots import step_at_slots
 from memjax_kernels._src.documents import document_starts
 from memjax_kernels._src.gated_slots import (
     GatedSlotsState,
@@ -176,6 +177,7 @@ __all__ = [
     "ssd",
     "ssd_init_state",
     "ssd_step",
+    "step_at_slots",
     "trellis",
     "trellis_init_state",
     "trellis_state",

@@ -71,7 +71,32 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
         )
         return form(*given)
 
+    def at_slots(options, slots, *given):
+        plain = functools.partial(step, **options)
+        kernel = functools.partial(step_tpu, plain, slotted=True)
+        gathered = functools.partial(_gathered, plain)
+        return gradients.like(gathered, kernel)(*given, slots)
+
+    _AT_SLOTS[chosen] = at_slots
     return chosen
+
+
+# Of a step: (options, slots, *tokens, pool) -> (pool, y), by the kernel.
+_AT_SLOTS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def at_slots(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The kernel of a step (options, slots, *tokens, pool); None if it has none.
+
+    Every slot must be there, and no other sequence's.
+    """
+    return _AT_SLOTS.get(step)
+
+
+def _gathered(step, *given):
+    *tokens, pool, slots = given
+    state, y = step(*tokens, jax.tree.map(lambda x: x[slots], pool))
+    return jax.tree.map(lambda x, new: x.at[slots].set(new), pool, state), y
 
 
 def unsupported(*given: Any) -> str:
@@ -90,19 +115,32 @@ def unsupported(*given: Any) -> str:
     return ""
 
 
-def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> Any:
-    """As `step(*given)`, by the kernel; `interpret` runs where there is no TPU."""
+def step_tpu(
+    step: Callable[..., Any],
+    *given: Any,
+    slotted: bool = False,
+    interpret: Any = False,
+) -> Any:
+    """As `step(*given)`, by the kernel; `interpret` runs where there is no TPU.
+
+    `slotted`: the last argument has the places of the state's batch elements, which
+    then has more of them than there are tokens.
+    """
+    slots = given[-1] if slotted else None
+    given = given[:-1] if slotted else given
     leaves, tree = jax.tree.flatten(given)
     # Numbers of the next state take a few operations, and XLA leaves out all others.
-    state, y = step(*given)
+    state, y = _gathered(step, *given, slots) if slotted else step(*given)
     kinds = [_KINDS[x.ndim] for x in leaves]
     # Tokens as [B, 1, 1, H, ...], which `partition` divides.
     tokens = [x[:, None, None] for x in leaves if x.ndim < 4]
     memories = [x for x in leaves if x.ndim == 4]
     form = functools.partial(
-        _on_device, step=step, tree=tree, kinds=kinds, interpret=interpret
+        _on_device, step=step, tree=tree, kinds=kinds, slots=slots, interpret=interpret
     )
-    memories, (read, *rows) = partition.chunkwise(form)(tokens, memories)
+    # A pool is not divided.
+    share = form if slotted else partition.chunkwise(form)
+    memories, (read, *rows) = share(tokens, memories)
     found = {4: iter(memories), 3: (row[:, 0, 0] for row in rows)}
     after = jax.tree.map(lambda x: next(found[x.ndim]) if x.ndim > 2 else x, state)
     return after, read[:, 0, 0].astype(y.dtype)
@@ -112,7 +150,7 @@ def step_tpu(step: Callable[..., Any], *given: Any, interpret: Any = False) -> A
 _KINDS = {4: "memory", 3: "row", 2: "gate"}
 
 
-def _on_device(tokens, memories, *, step, tree, kinds, interpret):
+def _on_device(tokens, memories, *, step, tree, kinds, slots, interpret):
     """On a device's share: memories, and [y, *rows of the state], [B, 1, 1, H, V]."""
     batch, _, _, heads, _ = tokens[0].shape
     together = _heads_of_a_block(heads, memories)
@@ -133,23 +171,33 @@ def _on_device(tokens, memories, *, step, tree, kinds, interpret):
     written = [i for i, x in enumerate(after) if x.ndim > 2]
     # The state comes last, and is written where it was read.
     read = [len(kinds) - len(after) + i for i in written]
-    row = pl.BlockSpec((1, together, y.shape[-1]), lambda b, h: (b, h, 0))
+    row = pl.BlockSpec((1, together, y.shape[-1]), lambda b, h, *_: (b, h, 0))
+    # Before the blocks of a program are known, where there are slots.
+    first = () if slots is None else (slots,)
     shapes = [(batch, heads, y.shape[-1]), *(arguments[i].shape for i in read)]
     y, *after = pl.pallas_call(
         functools.partial(
-            _kernel, closed=closed, kinds=kinds, written=written, heads=heads
+            _kernel,
+            closed=closed,
+            kinds=kinds,
+            written=written,
+            heads=heads,
+            slotted=bool(first),
         ),
-        grid=(batch, heads // together),
-        in_specs=specs,
-        out_specs=[row, *(specs[i] for i in read)],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(first),
+            grid=(batch, heads // together),
+            in_specs=specs,
+            out_specs=[row, *(specs[i] for i in read)],
+        ),
         out_shape=[varying.like(tokens[0], shape, F32) for shape in shapes],
-        input_output_aliases={i: 1 + n for n, i in enumerate(read)},
+        input_output_aliases={len(first) + i: 1 + n for n, i in enumerate(read)},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel")
         ),
         interpret=interpret,
         name="step_in_one_pass",
-    )(*varying.vary_alike(arguments))
+    )(*first, *varying.vary_alike(arguments))
     return _apart([*after, y])
 
 
@@ -168,12 +216,16 @@ def _placed(kind, x, together):
         # One number after the other: more axes would be padded.
         return x.reshape(-1), pl.BlockSpec(memory_space=pltpu.SMEM), unit
     rest = (0,) * len(shape)
-    block = pl.BlockSpec((1, together, *shape), lambda b, h: (b, h, *rest))
-    return x, block, unit
+
+    def at(b, h, *slots):
+        return slots[0][b] if slots and kind == "memory" else b, h, *rest
+
+    return x, pl.BlockSpec((1, together, *shape), at), unit
 
 
-def _kernel(*refs, closed, kinds, written, heads):
+def _kernel(*refs, closed, kinds, written, heads, slotted):
     """The step of a block of heads of a batch element."""
+    refs = refs[slotted:]
     given, read, *outputs = refs[: len(kinds)], *refs[len(kinds) :]
     together = read.shape[1]
     first = pl.program_id(0) * heads + pl.program_id(1) * together
