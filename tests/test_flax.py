@@ -216,13 +216,18 @@ def test_a_layer_is_printed_by_its_config():
     assert " ".join(repr(layer).split()) == f"Memory(config={config!r})"
 
 
-@pytest.mark.parametrize("name", rows(MODELS, ("language model",)))
-def test_a_model_is_printed(name, tokens):
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_printed(name):
+    """With the configuration of what is around a backbone."""
     whole = model(name)
     printed = repr(whole)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(whole)))
-    # With the configuration of what is around a backbone.
     assert len(printed) < 600 and f"parameters={count}, size='" in printed
+
+
+@pytest.mark.parametrize("name", rows(("language model", "mplus"), ("language model",)))
+def test_a_model_has_a_table(name, tokens):
+    whole = model(name)
     table = tabulate(whole, whole.init_state(B), tokens)
     assert type(whole).__name__ in table and "embedding" in table
     assert "Total Parameters" in table

@@ -96,8 +96,9 @@ def _saved(model, state, tmp_path):
 
 
 @pytest.mark.slow
-def test_restored_memory_continues_bit_exactly(model, tmp_path):
-    read, saved = jax.jit(model), tmp_path / "memory"
+def test_restored_memory_continues_bit_exactly(tmp_path):
+    model, saved = build(num_layers=1), tmp_path / "memory"
+    read = jax.jit(model)
     # Entries in the store, an open chunk, and a cache of what was read last.
     state, _ = read(model.init_state(2, key=jax.random.key(5)), tokens(20))
     save_memory(saved, model, state)

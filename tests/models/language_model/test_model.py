@@ -209,8 +209,8 @@ def test_elastic_memory_adds_no_parameter(name):
 @pytest.mark.parametrize(
     "name,tolerance",
     [
-        *((f"transformer-{size}", 0.15) for size in ("100m", "200m", "400m")),
-        *((f"trellis-{size}", 0.12) for size in ("125m", "170m", "350m", "780m")),
+        *((f"transformer-{size}", 0.15) for size in ("100m", "400m")),
+        *((f"trellis-{size}", 0.12) for size in ("125m", "780m")),
         # Less than Trellis by its target, and by gate or projection.
         *((f"{n}-125m", 0.13) for n, f in FAMILIES.items() if "125m" in f.sizes),
     ],
@@ -242,9 +242,12 @@ def test_presets_have_the_mechanisms_of_their_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_runs_and_carries_its_memory(family):
-    """Shapes alone, of one period: the contract test runs every mechanism."""
+@pytest.mark.parametrize("family", ["elastic", "memorizing", "hybrid", "trellis"])
+def test_families_run_and_carry_their_memory(family):
+    """Shapes alone, of one period, of all with two mechanisms and one with one.
+
+    The contract test runs every mechanism, and all families are made above.
+    """
     config = preset(f"{family}-tiny", vocab_size=64)
     config = dataclasses.replace(config, num_layers=len(config.mechanisms))
     tokens = jax.ShapeDtypeStruct((1, 70), jnp.int32)

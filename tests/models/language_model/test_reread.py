@@ -9,7 +9,7 @@ from memjax.models.language_model.reread import ReReadWindow
 from tests import tiny
 
 N, S, T = 5, 4, 15
-TOKENS = tiny.tokens(1, 2, T)
+TOKENS = np.asarray(tiny.tokens(1, 2, T))
 
 
 @pytest.fixture(scope="module", name="backbone")
@@ -29,7 +29,7 @@ def by_hand(backbone, tokens, reread):
         first = max(0, start - reread)
         piece = tokens[:, first : start + S]
         # One length for all, as later tokens change nothing.
-        padded = jnp.pad(piece, ((0, 0), (0, N + S - piece.shape[1])))
+        padded = np.pad(piece, ((0, 0), (0, N + S - piece.shape[1])))
         logits = backbone(backbone.init_state(len(tokens), N + S), padded)[1]
         found.append(np.asarray(logits)[:, start - first : piece.shape[1]])
     return np.concatenate(found, axis=1)
@@ -51,14 +51,14 @@ def test_equals_backbone_on_last_tokens_and_segment(model, expected):
     assert not np.any(state.tokens[:, N + T % S :])
 
 
-@pytest.mark.parametrize("calls", [(4, 4, 7), (1, 6, 1, 1, 6), (7, 8)])
+@pytest.mark.parametrize("calls", [(4, 4, 7), (1, 7, 7)])
 def test_split_invariance(model, expected, calls):
     state, found = model.init_state(2), []
     for count in calls:
         at = sum(x.shape[1] for x in found)
         state, logits = model(state, TOKENS[:, at : at + count])
         found.append(logits)
-    tiny.assert_close(jnp.concatenate(found, axis=1), expected, 2e-5)
+    tiny.assert_close(np.concatenate(found, axis=1), expected, 2e-5)
     tiny.assert_equal(state, model(model.init_state(2), TOKENS)[0])
 
 
