@@ -78,6 +78,7 @@ def test_wrong_slots_are_refused_or_read_nan(slots, message, wrong):
     assert changed == sorted({*slots} - {slots[i] for i in wrong})
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_bad_arguments_are_named():
     tokens, pool = given_of("gated_delta_rule")
     step: Any = functools.partial(step_at_slots, gated_delta_rule_step)
