@@ -7,6 +7,7 @@ places of `SLOT` bytes. Questions have wordings of their own, and no content wor
 statements but the name.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -130,6 +131,7 @@ def _put(slots: Array, at: Array, text: Array, sizes: Array, offset: Array) -> A
     return slots.at[row, at].set(jnp.where(inside, moved, slots[row, at]))
 
 
+@functools.partial(jax.jit, static_argnames="count")
 def write_log(tokens: Int32[Array, "R T"], count: int, key: Array) -> Log:
     """Writes `count` facts, and a quarter of them anew, into places of the texts.
 
@@ -163,6 +165,7 @@ def write_log(tokens: Int32[Array, "R T"], count: int, key: Array) -> Log:
     return Log(slots.reshape(rows, length), names, last, ends * SLOT)
 
 
+@jax.jit
 def questions(names: Array, codes: Array, key: Array) -> Batch:
     """A question for each name [*S], its answer to be given: [*S, SLOT] of a batch.
 
