@@ -46,7 +46,7 @@ def drawn_params():
 
 @functools.cache
 def drawn_inputs():
-    return jax.random.normal(jax.random.key(1), (B, T, D))
+    return np.random.default_rng(1).standard_normal((B, T, D), np.float32)
 
 
 def apply_rope(x, positions):
@@ -90,6 +90,11 @@ def algorithm_1(x, sampling, positions, edges):
     return outputs, memory
 
 
+@jax.jit
+def flushed_of(state):
+    return flush(config_of(), state)
+
+
 def close(actual, expected, tolerance=1e-5):
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
@@ -112,7 +117,7 @@ def test_apply_is_algorithm_1(length, options):
         edges = list(range(L, length + L, L))
         expected = algorithm_1(x[row], sampling, positions, edges)
         close(y[row], expected[0])
-        close(jnp.stack([state.keys[row], state.values[row]]), expected[1])
+        close(np.stack([state.keys, state.values])[:, row], expected[1])
     assert state.length.tolist() == [12] * B
     assert state.open_length.tolist() == [length - 12] * B
 
@@ -122,7 +127,8 @@ def test_parameters_equal_those_of_attention():
     plain = AttentionConfig(**HEADS, capacity=L).build()
     weights = plain.init_params(jax.random.key(0))
     chex.assert_trees_all_equal(weights, drawn_params())
-    _, expected = plain.apply(weights, plain.init_state(B), drawn_inputs()[:, :L])
+    apply = jax.jit(plain.apply)
+    _, expected = apply(weights, plain.init_state(B), drawn_inputs()[:, :L])
     _, y = elastic().apply(weights, elastic().init_state(B), drawn_inputs()[:, :L])
     close(y, expected)
 
@@ -136,7 +142,7 @@ def test_sampling_is_chosen_at_call_time():
     chex.assert_trees_all_equal_shapes_and_dtypes(state, other.init_state(B))
     # What is remembered does not depend on where it is read; what is read does.
     chex.assert_trees_all_close(same, swapped, rtol=1e-6, atol=1e-6)
-    assert np.abs(y - z).max() > 1e-3
+    assert np.abs(np.subtract(y, z)).max() > 1e-3
 
 
 @pytest.mark.parametrize("positions", ["block", "stream"])
@@ -150,7 +156,7 @@ def test_the_open_block_is_compressed_without_scaled_rope(positions):
     for t in range(x.shape[1]):
         one, y = mechanism.step(drawn_params(), one, x[:, t])
         found.append(y)
-    close(jnp.stack(found, axis=1), expected)
+    close(np.stack(found, axis=1), expected)
     jax.tree.map(close, one, state)
 
 
@@ -168,7 +174,7 @@ def test_memory_is_invisible_before_the_first_block_is_compressed(call):
     seen = jnp.full(B, L, jnp.int32)
     later = garbage._replace(length=seen), empty._replace(length=seen)
     y, z = (run(drawn_params(), state, x)[1] for state in later)
-    assert np.abs(y - z).max() > 0.1
+    assert np.abs(np.subtract(y, z)).max() > 0.1
 
 
 @pytest.mark.slow
@@ -185,7 +191,7 @@ def test_block_positions_do_not_depend_on_stream_length(positions):
     if positions == "block":
         np.testing.assert_array_equal(y, z)
     else:
-        assert np.abs(y - z).max() > 1e-3
+        assert np.abs(np.subtract(y, z)).max() > 1e-3
 
 
 def test_past_blocks_are_visible_only_through_the_memory():
@@ -201,7 +207,7 @@ def test_past_blocks_are_visible_only_through_the_memory():
     _, z = mechanism.apply(drawn_params(), moved, drawn_inputs()[:, 8:12])
     _, other = mechanism.apply(drawn_params(), b, drawn_inputs()[:, 8:12])
     np.testing.assert_array_equal(y, z)
-    assert np.abs(y - other).max() > 1e-3
+    assert np.abs(np.subtract(y, other)).max() > 1e-3
 
 
 def test_flush_compresses_a_short_block():
@@ -209,19 +215,21 @@ def test_flush_compresses_a_short_block():
     state, first = mechanism.apply(
         drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :3]
     )
-    flushed = flush(config_of(), state)
+    flushed = flushed_of(state)
     assert (
         flushed.length.tolist() == [3] * B and flushed.open_length.tolist() == [0] * B
     )
-    assert np.all(flushed.open_keys == 0) and np.all(flushed.open_values == 0)
+    assert not any(
+        map(np.any, jax.device_get((flushed.open_keys, flushed.open_values)))
+    )
     state, second = mechanism.apply(drawn_params(), flushed, drawn_inputs()[:, 3:13])
-    y = jnp.concatenate([first, second], axis=1)
+    y = np.concatenate([first, second], axis=1)
     for row in range(B):
         expected = algorithm_1(
             drawn_inputs()[row, :13], "uniform", "block", [3, 7, 11, 15]
         )
         close(y[row], expected[0])
-        close(jnp.stack([state.keys[row], state.values[row]]), expected[1])
+        close(np.stack([state.keys, state.values])[:, row], expected[1])
 
 
 def test_flush_of_no_open_block_changes_nothing():
@@ -230,7 +238,7 @@ def test_flush_of_no_open_block_changes_nothing():
         drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
     )
     mixed = mechanism.reset(state, jnp.array([True, False]))
-    chex.assert_trees_all_equal(flush(config_of(), mixed), mixed)
+    chex.assert_trees_all_equal(flushed_of(mixed), mixed)
 
 
 @pytest.mark.slow
@@ -299,4 +307,4 @@ def test_apply_is_step_far_on_in_a_stream(tokens_before: int):
     for t in range(T):
         state, y = mechanism.step(drawn_params(), state, drawn_inputs()[:, t])
         rows.append(y)
-    np.testing.assert_allclose(whole, jnp.stack(rows, axis=1), atol=2e-6)
+    np.testing.assert_allclose(whole, np.stack(rows, axis=1), atol=2e-6)

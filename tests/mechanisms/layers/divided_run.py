@@ -92,7 +92,8 @@ def in_block(config, mesh):
     gradients = jax.grad(functools.partial(loss, mechanism), (0, 1, 2), has_aux=True)
     programs["segment"] = (gradients, [(params, before, x)])
     if config == ENDS:
-        programs["short"] = (mechanism.apply, [(params, before, short)])
+        for name, part in (("short", short), ("odd", x[:, : T - 1])):
+            programs[name] = (mechanism.apply, [(params, before, part)])
     return differences(programs, mesh)
 
 

@@ -69,9 +69,11 @@ def with_gradients(attention, weight, *tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 130])
-@pytest.mark.parametrize("groups", [G, H])
-@pytest.mark.parametrize("time", [T, 300])
+# Whole and broken blocks and windows, by the kernels of either kind of heads.
+@pytest.mark.parametrize(
+    ("time", "groups", "window"),
+    [(T, H, None), (300, G, None), (300, H, 130), (T, G, 130)],
+)
 def test_outputs_and_gradients_are_those_of_softmax_attention(
     monkeypatch, time, groups, window
 ):
@@ -86,7 +88,7 @@ def test_outputs_and_gradients_are_those_of_softmax_attention(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("time", "samples"), [(T, 100), (T, 256), (300, 40)])
+@pytest.mark.parametrize(("time", "samples"), [(T, 256), (300, 40)])
 def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, time, samples):
     sizes = [(time, H), (time, G), (time, G), (samples, G), (samples, G)]
     tokens = [draw(seed, B, 2, t, h, K) for seed, (t, h) in enumerate(sizes)]
@@ -104,7 +106,7 @@ def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, time, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("time", "slots"), [(128, 384), (128, 300), (260, 512)])
+@pytest.mark.parametrize(("time", "slots"), [(128, 300), (260, 512)])
 def test_queries_behind_a_cache_see_its_slots_and_each_other(monkeypatch, time, slots):
     """In the order of their places, but for what is hidden, or did not fit."""
     query = draw(0, B, time, H, K)
@@ -240,8 +242,9 @@ def test_behind_a_cache_it_compiles_on_a_mesh():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("config", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("heads", [H, 2 * H])
+@pytest.mark.parametrize(
+    ("config", "heads"), [("v5e:2x2", H), ("v5p:2x2x1", 2 * H), ("v6e:2x2", 2 * H)]
+)
 def test_it_compiles_on_a_mesh(config, heads):
     # A device has one head of 64, which takes splash, or two, which take our kernel.
     mesh = four(config)
