@@ -84,19 +84,14 @@ def main(jobs: int = 4, case: str = "", output: Path = OUTPUT) -> int:
 
 
 def check_all(jobs: int, output: Path) -> list[dict[str, Any]]:
-    """The rows of all cases, each printed and written as soon as it is there."""
-    found: dict[str, dict[str, Any]] = {}
+    """The rows of all cases in their order, each printed and written at its turn."""
     rows: list[dict[str, Any]] = []
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(in_process, name) for name in all_cases()]
-        for future in concurrent.futures.as_completed(running):
-            row = future.result()
-            found[row["case"]] = row
+        for row in pool.map(in_process, all_cases()):
             numbers = (f"{k} {row[k]:.1e}" for k in MEASURED if row[k] is not None)
             said = row["error"] or ("agrees" if row["agrees"] else "DISAGREES")
             print(f"{row['case']}: {said}", *numbers, f"{row['seconds']:.0f} s")
-            # In the order of the cases, whichever was first.
-            rows = [found[name] for name in all_cases() if name in found]
+            rows.append(row)
             question = "Do the GPU kernels compute what the token loop does?"
             write_report(output, question, {"tolerance": TOLERANCE}, {"cases": rows})
     return rows

@@ -114,15 +114,14 @@ class Tuning:
 
     @property
     def stage(self) -> MPlusStage:
-        """M+'s stage, whose tasks and schedule they are, with this seed."""
-        return dataclasses.replace(models.stage(3), seed=self.seed)
+        """M+'s stage, whose tasks and schedule they are, with this rate and seed."""
+        own = models.stage(3)
+        optimizer = dataclasses.replace(own.optimizer, learning_rate=self.learning_rate)
+        return dataclasses.replace(own, optimizer=optimizer, seed=self.seed)
 
     def transform(self) -> optax.GradientTransformation:
         """M+'s optimizer with the learning rate of this training."""
-        config = dataclasses.replace(
-            self.stage.optimizer, learning_rate=self.learning_rate
-        )
-        return make_optimizer(config, self.updates)
+        return make_optimizer(self.stage.optimizer, self.updates)
 
     def wrap(self, backbone: LanguageModel) -> LanguageModel:
         """The backbone with new adapters, which change nothing yet."""
@@ -169,14 +168,5 @@ def load(folder: Path, backbone: LanguageModel) -> LanguageModel:
 def recipe(folder: Path) -> list[dict[str, Any]]:
     """The training as JSON, as `models.recipe`."""
     tuning: Tuning = read_config(Tuning, folder)
-    return [
-        {
-            "trained": "backbone",
-            "stage": f"on the tasks of {models.PRESET}-stage3",
-            "updates": models.num_updates(folder),
-            "texts_an_update": tuning.stage.data.batch_size,
-            "learning_rate": tuning.learning_rate,
-            "lora_rank": tuning.lora.rank,
-            "seed": tuning.seed,
-        }
-    ]
+    trained = "backbone", f"on the tasks of {models.PRESET}-stage3"
+    return models.described(*trained, folder, tuning.stage, tuning.lora.rank)

@@ -125,22 +125,27 @@ def recipe(folder: Path) -> list[dict[str, Any]]:
     """The training of a run of M+ or MemoryLLM as JSON."""
     run, last = read_run(folder), later_stage(folder) or folder
     stage = cast(MPlusStage, run.config)
+    trained = "M+" if stage.memory.num_retrieved else "MemoryLLM"
+    name = last.name if run.start_digest else ""
+    return described(trained, name, Path(last), stage, stage.memory.rank)
+
+
+def described(
+    trained: str, name: str, folder: Path, stage: MPlusStage, rank: int
+) -> list[dict[str, Any]]:
+    """A training as JSON: what was trained, and on which stage."""
     return [
         {
-            "trained": "M+" if stage.memory.num_retrieved else "MemoryLLM",
-            "stage": last.name if run.start_digest else "",
-            "updates": num_updates(Path(last)),
+            "trained": trained,
+            "stage": name,
+            # Of the newest checkpoint.
+            "updates": max(open_folder(folder / CHECKPOINTS).steps()),
             "texts_an_update": stage.data.batch_size,
             "learning_rate": stage.optimizer.learning_rate,
-            "lora_rank": stage.memory.rank,
+            "lora_rank": rank,
             "seed": stage.seed,
         }
     ]
-
-
-def num_updates(folder: Path) -> int:
-    """Updates of the newest checkpoint."""
-    return max(open_folder(folder / CHECKPOINTS).steps())
 
 
 def recipe_text(stages: Sequence[dict[str, Any]]) -> str:

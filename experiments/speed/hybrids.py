@@ -16,10 +16,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 import memjax
+from experiments.lab import measure
 from experiments.lab.results import RESULTS, Rows, number, table, write_report
 from experiments.lab.timing import (
     ENVIRONMENT,
@@ -62,12 +62,7 @@ def folder_of(name: str) -> Path:
 def state_bytes(folder: Path) -> list[int]:
     """Bytes of a state that has read the tokens of `LENGTHS`."""
     model = memjax.load(folder, with_tokenizer=False).model
-
-    def count(length):
-        state = jax.eval_shape(lambda: model.init_state(1, length))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-
-    return list(map(count, LENGTHS))
+    return [measure.state_bytes(model, length) for length in LENGTHS]
 
 
 def time_row(name: str, folder: Path) -> dict[str, Any]:
