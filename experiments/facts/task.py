@@ -9,6 +9,7 @@ statements but the name.
 
 import functools
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -25,33 +26,10 @@ SLOT = 32
 DIGITS, CODES, VOCAB_SIZE = 3, 1000, 256
 #: A fact in this many is stated again.
 OVERWRITTEN = 4
-NAMES = (
-    "ADAM AGNES ALMA ANNA ARNO BELA BERT CARL CLARA DORA EDGAR ELSA EMIL ERNA EVA "
-    "FELIX FRIDA GRETA GUIDO HANNA HUGO IDA INGA IRIS IVAN JAKOB JONAS JULIA KARIN "
-    "KURT LARS LEO LIDIA LOTTE LUKAS MARIA MIRA NILS NORA OLGA OSKAR OTTO PAULA PETER "
-    "QUINN RALF ROSA RUTH SARA SIMON SVEN TESSA TIMO UDO ULLA URSEL VERA VIKTOR WANDA "
-    "WILMA XAVER YVES ZITA ZORA"
-).split()
-STATEMENTS = (
-    "the code of {} is {}",
-    "{} has the code {}",
-    "{} got code {}",
-    "code for {}: {}",
-    "{} now uses code {}",
-    "we gave {} code {}",
-    "{}'s code is {}",
-    "set {}'s code to {}",
-    "the code {} has is {}",
-    "note: {}, code {}",
-    "{} signs with code {}",
-    "let {} have code {}",
-)
-QUESTIONS = (
-    "which number opens {}? {}",
-    "dial {} at {}",
-    "{} answers to {}",
-    "to reach {} enter {}",
-)
+_LISTS = Path(__file__).with_name("wordings.txt").read_text("utf-8").split("\n\n")
+#: Names, and wordings of statements and of questions with a name and its code.
+NAMES = _LISTS[0].split()
+STATEMENTS, QUESTIONS = (tuple(x.splitlines()) for x in _LISTS[1:])
 
 
 class Texts(NamedTuple):
