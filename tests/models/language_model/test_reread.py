@@ -64,7 +64,7 @@ def test_split_invariance(model, expected, calls):
 
 def test_zero_reread_has_independent_segments(backbone):
     apart = ReReadWindow(backbone, reread=0, segment=S)
-    found = apart(apart.init_state(2), TOKENS)[1]
+    found = apart(apart.init_state(2), jnp.asarray(TOKENS))[1]
     tiny.assert_close(found, by_hand(backbone, TOKENS, 0), 2e-5)
 
 
