@@ -11,11 +11,17 @@ IDS = np.array([[0, 0, 1, 1, 1], [4, 5, 5, 9, 9]])
 
 
 def test_each_document_is_read_as_if_alone():
-    keys = jax.random.split(jax.random.key(0), 5)
-    q, k, v = (jax.random.normal(key, (2, 5, 1, 3)) for key in keys[:3])
-    g = -jax.random.uniform(keys[3], (2, 5, 1))
-    memory = jax.random.normal(keys[4], (2, 1, 3, 3))
-    state, y = ssd(q, k, v, g, memory, reset=jax.jit(document_starts)(IDS))
+    draws = np.random.default_rng(0)
+    q, k, v = draws.standard_normal((3, 2, 5, 1, 3), np.float32)
+    g = -draws.random((2, 5, 1), np.float32)
+    memory = draws.standard_normal((2, 1, 3, 3), np.float32)
+
+    @jax.jit
+    def packed(ids, *given):
+        return ssd(*given, reset=document_starts(ids))
+
+    read = jax.jit(ssd)
+    state, y = jax.device_get(packed(IDS, q, k, v, g, memory))
     starts = [[0, 0, 1, 0, 0], [0, 1, 0, 1, 0]]
     np.testing.assert_array_equal(document_starts(jnp.asarray(IDS)), starts)
     for row, ids in enumerate(IDS):
@@ -23,8 +29,8 @@ def test_each_document_is_read_as_if_alone():
         for number in np.unique(ids):
             one = (slice(row, row + 1), np.flatnonzero(ids == number))
             # The first of a row goes on with the memory that is given.
-            before = memory[row : row + 1] if number == ids[0] else None
-            after, alone = ssd(q[one], k[one], v[one], g[one], before)
+            before = memory[row : row + 1] * np.float32(number == ids[0])
+            after, alone = read(q[one], k[one], v[one], g[one], before)
             np.testing.assert_allclose(y[one], alone, atol=1e-6)
         np.testing.assert_allclose(state[row], after[0], atol=1e-6)
 
