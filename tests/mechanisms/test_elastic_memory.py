@@ -45,7 +45,7 @@ def drawn_params():
 
 
 @functools.cache
-def drawn_inputs():
+def drawn_inputs() -> Any:
     return np.random.default_rng(1).standard_normal((B, T, D), np.float32)
 
 

@@ -382,7 +382,7 @@ def test_revisits_of_the_papers_stages_are_as_far_as_its_appendix_says(stage, di
     texts = [TokenisedDocument("d", "text", np.zeros(400_000, np.int32))]
     batches = TaskBatches(texts, tasks, 1, 1, 0, np.zeros(1, np.int32))
     since, distances = 0, []
-    for assignment, _ in zip(batches, range(1000), strict=False):
+    for assignment, _ in zip(batches, range(2000), strict=False):
         if assignment.task == "revisit":
             distances.append(since)
         elif assignment.batch.keep[0]:
