@@ -1,9 +1,9 @@
 """Gates, scales and options of the papers, against their formulas in numpy."""
 
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,15 +21,26 @@ B, D, H, K = 2, 8, 2, 4
 SIZES: dict[str, Any] = dict(model_dim=D, num_heads=H, key_dim=K, value_dim=K)
 
 
-def build(config):
+def build(config) -> Any:
     """A mechanism, its parameters, its empty state and two tokens."""
     mechanism = config.build()
     mechanism = mechanism._replace(
         step=jax.jit(mechanism.step), apply=jax.jit(mechanism.apply)
     )
-    params = mechanism.init_params(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (B, 2, D))
+    params = jax.device_get(mechanism.init_params(jax.random.key(0)))
+    x = np.random.default_rng(1).standard_normal((B, 2, D), np.float32)
     return mechanism, params, mechanism.init_state(B), x
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def project(config, params, state, x):
+    """Queries, keys and values of a block."""
+    return recurrent_block.qkv_projection(config, params, state, x)[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def output(config, params, x, y):
+    return recurrent_block.output_projection(config, params, x, y)
 
 
 def sigmoid(x):
@@ -52,7 +63,7 @@ def test_gla_keeps_the_sixteenth_root_of_its_sigmoid():
     mechanism, params, state, x = build(GLAConfig(**SIZES))
     before, _ = mechanism.step(params, state, x[:, 0])
     # Values of zero write nothing: what is left of the first token is the gate's.
-    silent = params._replace(value=jnp.zeros_like(params.value))
+    silent = params._replace(value=np.zeros_like(params.value))
     after, _ = mechanism.step(silent, before, x[:, 1])
     logits = np.einsum("bd,dr,rhk->bhk", x[:, 1], params.cell.narrow, params.cell.widen)
     kept = sigmoid(logits)[..., None] ** (1 / 16)
@@ -63,15 +74,15 @@ def test_gla_keeps_the_sixteenth_root_of_its_sigmoid():
 def test_mamba2_reads_by_the_root_of_its_width_and_adds_its_skip(skip):
     config = Mamba2Config(**SIZES)
     mechanism, params, state, x = build(config)
-    cell = params.cell._replace(skip=jnp.full(H, skip))
+    cell = params.cell._replace(skip=np.full(H, skip, np.float32))
     # Paces near 1, so that the memory weighs as much as the skip, and a rate that
     # keeps half of it.
-    bias = jnp.ones_like(cell.decay.pace.bias)
+    bias = np.ones_like(cell.decay.pace.bias)
     pace_gate = cell.decay.pace._replace(bias=bias)
-    rate = jnp.full(H, jnp.log(0.5))
+    rate = np.full(H, np.log(0.5), np.float32)
     cell = cell._replace(decay=cell.decay._replace(pace=pace_gate, log_rate=rate))
     params = params._replace(cell=cell)
-    _, (q, k, v) = recurrent_block.qkv_projection(config, params, state, x)
+    q, k, v = jax.device_get(project(config, params, state, x))
 
     logits = np.einsum("btd,dh->bth", x, cell.decay.pace.weight) + bias[None, None]
     pace = np.log1p(np.exp(logits))
@@ -79,11 +90,9 @@ def test_mamba2_reads_by_the_root_of_its_width_and_adds_its_skip(skip):
     written = np.einsum("bthk,bthv->bthkv", k, v * pace[..., None])
     memory = kept[..., None, None] * written[:, 0] + written[:, 1]
     y = np.einsum("bhk,bhkv->bhv", q[:, 1], memory) / np.sqrt(K) + skip * v[:, 1]
-    expected = recurrent_block.output_projection(
-        config, params, x[:, 1], jnp.asarray(y, jnp.float32)
-    )
+    expected = output(config, params, x[:, 1], y.astype(np.float32))
     _, found = mechanism.apply(params, state, x)
-    np.testing.assert_allclose(found[:, 1], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(found)[:, 1], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [GSAConfig, ABCConfig])
@@ -91,7 +100,7 @@ def test_slots_are_read_with_the_scale_of_the_query(config):
     """GSA: √K, gates of the eighth root; ABC: 1/√K, shares of a token among slots."""
     config = config(**SIZES, slots=3)
     mechanism, params, state, x = build(config)
-    _, (q, k, v) = recurrent_block.qkv_projection(config, params, state, x)
+    q, k, v = jax.device_get(project(config, params, state, x))
     logits = np.einsum("btd,dhm->bthm", x, params.cell[0])
     if isinstance(config, GSAConfig):
         kept = sigmoid(logits) ** (1 / GSAConfig.damping)
@@ -104,11 +113,9 @@ def test_slots_are_read_with_the_scale_of_the_query(config):
     scores = scale * np.einsum("bhk,bhmk->bhm", q[:, 1], keys)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     y = np.einsum("bhm,bhmv->bhv", weights, values)
-    expected = recurrent_block.output_projection(
-        config, params, x[:, 1], jnp.asarray(y, jnp.float32)
-    )
+    expected = output(config, params, x[:, 1], y.astype(np.float32))
     _, found = mechanism.apply(params, state, x)
-    np.testing.assert_allclose(found[:, 1], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(found)[:, 1], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant,changes", [("enc", False), ("dec", True)])
@@ -116,9 +123,9 @@ def test_lattice_enc_takes_values_of_unit_norm(variant, changes):
     mechanism, params, state, x = build(
         LatticeConfig(D, H, slots=K, value_dim=K, variant=variant, chunk_size=2)
     )
-    larger = params._replace(value=5.0 * params.value)
+    larger = params._replace(value=np.float32(5.0) * params.value)
     (once, _), (scaled, _) = (mechanism.apply(p, state, x) for p in (params, larger))
     slots = [after.memory.memory.start for after in (once, scaled)]
     assert np.abs(slots[0]).max() > 1e-3
-    difference = np.abs(slots[1] - slots[0]).max()
+    difference = np.abs(np.subtract(*slots)).max()
     assert difference > 1e-2 if changes else difference < 1e-4

@@ -1,6 +1,7 @@
 """Hybrid of a sliding window and a memory."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -28,7 +29,24 @@ B, T, D, W = 2, 11, 8, 4
 HEADS: dict[str, Any] = dict(model_dim=D, num_heads=4, num_kv_heads=2, head_dim=4)
 WINDOW = SlidingWindowConfig(**HEADS, window=W, sinks=1)
 CONFIG = HybridConfig(WINDOW, DeltaNetConfig(16, 4, 4, 4))
-X = jax.random.normal(jax.random.key(1), (B, T, D))
+X = np.random.default_rng(1).standard_normal((B, T, D), np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(config, params, x):
+    """The state after x and its outputs."""
+    return apply(config, params, init_state(config, B), x)
+
+
+@jax.jit
+def read_window(params, x):
+    window = WINDOW.build()
+    return window.apply(params.attention, window.init_state(B), x)[1]
+
+
+@functools.cache
+def drawn(config):
+    return jax.jit(functools.partial(init_params, config))(jax.random.key(0))
 
 
 def opened(params):
@@ -38,14 +56,13 @@ def opened(params):
 
 @pytest.mark.slow
 def test_initialised_layer_equals_its_window_and_learns():
-    params = init_params(CONFIG, jax.random.key(0))
-    window = WINDOW.build()
-    _, expected = window.apply(params.attention, window.init_state(B), X)
+    params = drawn(CONFIG)
+    expected = read_window(params, X)
 
     def loss(amount):
         balance = params.balance._replace(amount=amount)
         new = params._replace(balance=balance)
-        y = apply(CONFIG, new, init_state(CONFIG, B), X)[1]
+        y = read(CONFIG, new, X)[1]
         return (y**2).sum(), y
 
     learn = jax.jit(jax.grad(loss, has_aux=True))
@@ -56,29 +73,27 @@ def test_initialised_layer_equals_its_window_and_learns():
 
 @pytest.mark.slow
 def test_memory_has_only_tokens_that_left_the_window():
-    params = opened(init_params(CONFIG, jax.random.key(0)))
+    def memory_of(x):
+        return np.asarray(read(CONFIG, opened(drawn(CONFIG)), x)[0].memory)
 
-    def read(x):
-        return apply(CONFIG, params, init_state(CONFIG, B), x)[0].memory
-
-    memory, inside = read(X), read(X.at[:, T - W :].add(1.0))
-    np.testing.assert_array_equal(memory, inside)
-    outside = read(X.at[:, T - W - 1].add(1.0))
-    assert np.abs(memory - outside).max() > 1e-3
+    inside, outside = X.copy(), X.copy()
+    inside[:, T - W :] += 1.0
+    outside[:, T - W - 1] += 1.0
+    np.testing.assert_array_equal(memory_of(X), memory_of(inside))
+    assert np.abs(memory_of(X) - memory_of(outside)).max() > 1e-3
 
 
 def test_the_first_tokens_are_those_of_the_window():
     """Nothing has left it yet, and an empty memory has no part in the output."""
-    params = opened(init_params(CONFIG, jax.random.key(0)))
-    window = WINDOW.build()
-    _, expected = window.apply(params.attention, window.init_state(B), X)
-    _, y = apply(CONFIG, params, init_state(CONFIG, B), X)
+    params = opened(drawn(CONFIG))
+    expected = np.asarray(read_window(params, X))
+    y = np.asarray(read(CONFIG, params, X)[1])
     np.testing.assert_allclose(y[:, :W], expected[:, :W], atol=1e-6)
     assert np.abs(y[:, W:] - expected[:, W:]).max() > 1e-2
 
 
 def test_bias_makes_no_key_before_a_token_has_left_the_window():
-    params = init_params(CONFIG, jax.random.key(0))
+    params = drawn(CONFIG)
     assert params.features is not None
     biased = params.features._replace(key_bias=jnp.ones(16))
     nothing = jnp.zeros((B, T, 2, 4))
@@ -96,21 +111,18 @@ def test_shared_memory_equals_equal_memories_of_each_head(memory):
     """Queries of a group read what heads of their own would hold, written alike."""
     shared = HybridConfig(WINDOW, dataclasses.replace(memory, num_heads=2))
     apart = HybridConfig(WINDOW, memory)
-    params = opened(init_params(shared, jax.random.key(0)))
+    params = jax.device_get(opened(drawn(shared)))
     assert params.features is not None
-    maps = jax.random.split(jax.random.key(2), len(params.features))
+    draws = np.random.default_rng(2)
     features = FeatureParams(
-        *(
-            jax.random.normal(key, leaf.shape)
-            for key, leaf in zip(maps, params.features, strict=True)
-        )
+        *(draws.standard_normal(leaf.shape, np.float32) for leaf in params.features)
     )
 
     def twice(leaf):
-        return jnp.repeat(leaf, 2, axis=0)
+        return np.repeat(leaf, 2, axis=0)
 
     def of_pairs(flat):
-        return jnp.repeat(flat.reshape(2, 4), 2, axis=0).reshape(-1)
+        return np.repeat(flat.reshape(2, 4), 2, axis=0).reshape(-1)
 
     same = params._replace(
         features=features._replace(
@@ -120,20 +132,18 @@ def test_shared_memory_equals_equal_memories_of_each_head(memory):
         ),
         memory=jax.tree.map(
             # Weights of gates are [X, M], biases [M], starts [M, ...].
-            lambda leaf: jnp.repeat(leaf, 2, axis=1 if leaf.shape[0] == 16 else 0),
+            lambda leaf: np.repeat(leaf, 2, axis=1 if leaf.shape[0] == 16 else 0),
             params.memory,
         ),
     )
     params = params._replace(features=features)
-    state, y = apply(shared, params, init_state(shared, B), X)
-    others, expected = apply(apart, same, init_state(apart, B), X)
+    state, y = read(shared, params, X)
+    others, expected = read(apart, same, X)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     found, whole = jax.tree.leaves(state.memory), jax.tree.leaves(others.memory)
     assert sum(leaf.size for leaf in found) <= sum(leaf.size for leaf in whole) / 2 + B
-    window = apply(
-        shared, init_params(shared, jax.random.key(0)), init_state(shared, B), X
-    )
-    assert np.abs(y - window[1]).max() > 1e-2
+    _, window = read(shared, drawn(shared), X)
+    assert np.abs(np.subtract(y, window)).max() > 1e-2
 
 
 @pytest.mark.parametrize(
