@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from memjax_kernels import cached_attention
 from memjax_kernels._src.cached_attention import attend, pallas_tpu
@@ -30,7 +28,7 @@ def draw(seed, slots, heads, groups, width, dtype=jnp.float32, queries=2):
 
 def test_equals_grouped_softmax_attention():
     q, k, v, seen = draw(0, 9, 6, 2, 4)
-    found, mass = cached_attention(q, k, v, seen)
+    found, mass = jax.jit(cached_attention)(q, k, v, seen)
     q, k, v, seen = (np.asarray(x, np.float64) for x in (q, k, v, seen))
     for b, n, h in np.ndindex(2, 2, 6):
         own = slice(4 * (h // 3), 4 * (h // 3) + 4)
@@ -41,11 +39,10 @@ def test_equals_grouped_softmax_attention():
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(
-    slots=st.sampled_from([128, 700, 1024, 2100]),
-    sizes=st.sampled_from([(4, 2, 64), (2, 2, 128), (20, 4, 32), (9, 3, 64)]),
-    queries=st.integers(1, 3),
+@pytest.mark.parametrize(
+    ("slots", "sizes", "queries"),
+    # A block, a part of one, and several with a part.
+    [(128, (2, 2, 128), 1), (700, (9, 3, 64), 3), (2100, (20, 4, 32), 2)],
 )
 def test_kernel_equals_xla(slots, sizes, queries):
     q, k, v, seen = draw(slots, slots, *sizes, queries=queries)
@@ -135,7 +132,7 @@ def test_unsupported_reasons(sizes, dtype, reason):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
 def test_it_compiles_divided_along_the_batch(chip):
     text = compiled_for_two(
         chip, cached_attention, draw(0, 1024, 12, 4, 64, jnp.bfloat16)

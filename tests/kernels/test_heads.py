@@ -50,7 +50,7 @@ def test_rotation_multiplies_complex_pairs():
     x = np.asarray(x, np.float32)
     turned = (x[..., :3] + 1j * x[..., 3:]) * np.asarray(cos + 1j * sin)[:, None]
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    found = rotate(jnp.asarray(x), cos, sin)
+    found = jax.jit(rotate)(x, cos, sin)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -65,9 +65,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(
-    ("sizes", "rows"), [((32, 4, 64), None), ((128, 16, 32), 1), ((48, 3, 128), 2)]
-)
+@pytest.mark.parametrize(("sizes", "rows"), [((128, 16, 32), 1), ((48, 3, 128), 2)])
 def test_rotation_kernel_equals_xla(sizes, rows):
     x, cos, sin = heads_and_angles(1, *sizes, rows=rows)
     assert rotate_tpu.unsupported(x, cos) == ""

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -44,20 +42,20 @@ def with_gradients(form, chunk_size, k, gamma):
 def test_overlap_equals_product_over_chunk():
     k, gamma = draw(0, 7, 2, 3)
     found = overlap(k, gamma, chunk_size=3)
+    k, gamma = map(np.asarray, (k, gamma))
     expected = np.ones(gamma.shape)
     for t in range(7):
         for s in range(t - t % 3, t):
-            alike = (np.asarray(k[:, s]) * np.asarray(k[:, t])).sum(axis=-1) ** 2
-            expected[:, t] *= 1 - np.asarray(gamma[:, s]) * alike
+            alike = (k[:, s] * k[:, t]).sum(axis=-1) ** 2
+            expected[:, t] *= 1 - gamma[:, s] * alike
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(
-    time=st.integers(64, 150),
-    heads=st.sampled_from([(2, 64), (4, 32), (2, 128)]),
-    chunk_size=st.sampled_from([2, 4, 16, 64]),
+@pytest.mark.parametrize(
+    ("time", "heads", "chunk_size"),
+    # A block, and parts of others.
+    [(64, (2, 64), 2), (150, (4, 32), 16), (101, (2, 128), 64)],
 )
 def test_kernels_equal_xla(time, heads, chunk_size):
     tokens = draw(time, time, *heads)
@@ -125,7 +123,7 @@ def test_unsupported_reasons(sizes, dtype, chunk_size, reason):
 @needs_libtpu
 @pytest.mark.parametrize(
     ("chip", "mesh_shape"),
-    [("v5e:2x2", (2, 2)), ("v5p:2x2x1", (1, 1)), ("v6e:2x2", (1, 1))],
+    [("v5e:2x2", (2, 2)), ("v5p:2x2x1", (1, 1))],
 )
 def test_the_gradient_compiles(chip, mesh_shape):
     devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import sigmoid_scores
@@ -26,23 +24,20 @@ def draw(seed, queries, keys, width, dtype=jnp.float32):
     return jnp.asarray(q, dtype), jnp.asarray(mask), jnp.asarray(k, dtype)
 
 
-@pytest.mark.parametrize("keys", [5, 1024, 1500])
+@pytest.mark.parametrize("keys", [5, 1500])
 def test_mean_of_sigmoids_over_masked_queries(keys):
-    q, mask, k = draw(0, 7, keys, 3)
-    mask = mask.at[1].set(False)
+    q, mask, k = map(np.array, draw(0, 7, keys, 3))
+    mask[1] = False
     found = np.asarray(jax.jit(sigmoid_scores)(q, mask, k))
-    products = np.asarray(q[0])[np.asarray(mask[0])] @ np.asarray(k[0]).T
+    products = q[0][mask[0]] @ k[0].T
     expected = (1 / (1 + np.exp(-products))).mean(axis=0)
     np.testing.assert_allclose(found[0], expected, atol=1e-6)
     assert not found[1].any()
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
-@given(
-    queries=st.sampled_from([1, 70, 512, 2100]),
-    keys=st.sampled_from([1, 300, 2049]),
-    width=st.sampled_from([16, 256]),
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"), [(1, 2049, 16), (70, 1, 256), (2100, 300, 256)]
 )
 def test_kernel_equals_xla(queries, keys, width):
     q, _, k = draw(queries, queries, keys, width)
@@ -85,7 +80,7 @@ def test_unsupported_reasons():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("chip", ["v5p:2x2x1", "v6e:2x2"])
 def test_it_compiles_divided_along_the_batch(chip):
     text = compiled_for_two(chip, sigmoid_scores, draw(0, 600, 3000, 256))
     assert "sum_tanh" in text and "all-gather" not in text
