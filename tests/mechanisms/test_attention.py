@@ -85,7 +85,7 @@ def test_full_attention_is_softmax_over_the_past(capacity):
     close(y, oracle(drawn_params(), drawn_inputs(), T))
 
 
-@pytest.mark.parametrize("window", [1, 4, T, T + 5])
+@pytest.mark.parametrize("window", [1, 4, T + 5])
 def test_a_window_is_a_band_of_full_attention(window):
     mechanism = window_of(window)
     _, y = mechanism.apply(drawn_params(), mechanism.init_state(B), drawn_inputs())
@@ -216,8 +216,12 @@ def test_attention_in_pieces_is_attention(monkeypatch, name):
         def call(x):
             return inspect.unwrap(mechanism.apply)(drawn_params(), state, x)[1]
 
-        y, pull = jax.jit(lambda x: jax.vjp(call, x))(drawn_inputs())
-        return y, jax.jit(pull)(drawn_inputs())[0]
+        @jax.jit
+        def both(x):
+            y, pull = jax.vjp(call, x)
+            return y, pull(x)[0]
+
+        return both(drawn_inputs())
 
     state = mechanism.init_state(B)
     _, gradient = run()
@@ -255,7 +259,7 @@ def test_invalid_sizes_are_refused(wrong, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "at_once,joined", [(1, False), (4, False), (4, True), (6, True), (11, True)]
+    "at_once,joined", [(1, False), (4, False), (4, True), (11, True)]
 )
 def test_keys_in_parts_are_one_softmax(monkeypatch, at_once, joined):
     """Values and all gradients; 11 keys in parts of 4 overlap by one.
@@ -263,6 +267,28 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once, joined):
     Heads that take one product together get the same from it.
     """
     monkeypatch.setattr(attend, "MOST_JOINED", 0)
+    whole, gradients = in_one_part()
+    monkeypatch.setattr(attend, "CACHED_SCORES", 0)
+    monkeypatch.setattr(attend, "LEAST_KEYS", at_once)
+    monkeypatch.setattr(attend, "MOST_JOINED", 3 * H if joined else 0)
+    tokens = drawn_cache()[:3]
+    # Or the comparison would be of one program with itself.
+    program = str(jax.make_jaxpr(lambda *x: read_cache(*x))(*tokens))
+    assert ("scan" in program) == (at_once < 11)
+    assert (f",{G * K}]" in program) == joined
+    parts, gradients_in_parts = pulled()
+    close(parts, whole)
+    jax.tree.map(close, gradients_in_parts, gradients)
+    if at_once != 4:
+        return
+    half = (x.astype(jnp.bfloat16) for x in tokens)
+    y = np.asarray(jax.jit(lambda *x: read_cache(*x))(*half), np.float32)
+    np.testing.assert_allclose(y, whole, atol=0.1)
+
+
+@functools.cache
+def drawn_cache():
+    """Queries, keys, values and a cotangent."""
     random = np.random.default_rng(0)
     q, k, v, ct = (
         random.standard_normal((B, t, heads, K)).astype(np.float32)
@@ -270,37 +296,28 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once, joined):
     )
     # Large scores in one part alone: the others' weights vanish beside them.
     k[:, 5] *= 30
-    before = jnp.array([8, 5], jnp.int32)
+    return q, k, v, ct
+
+
+def read_cache(q, k, v):
     # The first part of a row may be hidden whole.
     visible = np.ones((B, 11), bool)
     visible[0, :6] = False
+    before = jnp.array([8, 5], jnp.int32)
+    return cached.from_cache(q, k, v, before, jnp.asarray(visible))
 
-    def run(q, k, v):
-        return cached.from_cache(q, k, v, before, jnp.asarray(visible))
 
-    def pulled():
-        """Values and gradients; the bounds are read when this is traced."""
+def pulled():
+    """Values and gradients; the bounds are read when this is traced."""
 
-        def both(q, k, v, ct):
-            y, pull = jax.vjp(lambda *x: run(*x), q, k, v)
-            return y, pull(ct)
+    def both(q, k, v, ct):
+        y, pull = jax.vjp(lambda *x: read_cache(*x), q, k, v)
+        return y, pull(ct)
 
-        return jax.jit(both)(q, k, v, ct)
+    return jax.jit(both)(*drawn_cache())
 
-    whole, gradients = pulled()
-    monkeypatch.setattr(attend, "CACHED_SCORES", 0)
-    monkeypatch.setattr(attend, "LEAST_KEYS", at_once)
-    monkeypatch.setattr(attend, "MOST_JOINED", 3 * H if joined else 0)
-    # Or the comparison would be of one program with itself.
-    program = str(jax.make_jaxpr(run)(q, k, v))
-    assert ("scan" in program) == (at_once < 11)
-    assert (f",{G * K}]" in program) == joined
-    parts, gradients_in_parts = pulled()
-    close(parts, whole)
-    jax.tree.map(close, gradients_in_parts, gradients)
-    half = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    y = np.asarray(jax.jit(run)(*half), np.float32)
-    np.testing.assert_allclose(y, whole, atol=0.1)
+
+in_one_part = functools.cache(pulled)
 
 
 @pytest.mark.slow
