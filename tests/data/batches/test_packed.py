@@ -29,7 +29,7 @@ def _epoch(batches, targets):
     return seen
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=9),
     units=st.integers(1, 6),

@@ -57,7 +57,7 @@ def test_shapes_and_dtypes(make):
     assert [a.dtype for a in batch] == [np.int32, np.int32, np.float32, np.bool_]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     context=st.integers(1, 20),

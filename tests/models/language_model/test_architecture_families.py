@@ -138,27 +138,3 @@ def test_export_is_what_was_imported(name):
     rounding = 2e-7 if name == "gemma3" else 0
     for key, value in tensors.items():
         np.testing.assert_allclose(exported[key], value, 0, rounding, err_msg=key)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_linear", "llama_yarn", "opt_350m", "qwen2"])
-def test_transformers_takes_the_export(name):
-    torch = pytest.importorskip("torch", reason="needs the optional package torch")
-    transformers = pytest.importorskip(
-        "transformers", reason="needs the optional package transformers"
-    )
-    # Its threads would wait for each other most of the time.
-    torch.set_num_threads(1)
-    model, golden = family(name)
-    record = to_hf_config(model.config)
-    config = transformers.AutoConfig.for_model(**record)
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    tensors = {
-        key: torch.tensor(np.array(value))
-        for key, value in tensors_from_parameters(model.config, model)
-    }
-    lacking, unknown = theirs.load_state_dict(tensors, strict=False)
-    assert not unknown and set(lacking) <= {"lm_head.weight"}
-    with torch.no_grad():
-        ids = torch.tensor(golden["tokens"], dtype=torch.long)
-        close(theirs(ids).logits.numpy(), golden["logits"])
