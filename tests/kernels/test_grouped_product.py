@@ -48,7 +48,8 @@ def test_a_matrix_without_rows_is_not_read():
     # The program of the test above.
     x, weights, cotangent = draw(12, 4)
     weights[[1, 3]] = np.nan
-    found = values_and_gradients(x, weights, np.array([8, 0, 4, 0], np.int32), cotangent)
+    sizes = np.array([8, 0, 4, 0], np.int32)
+    found = values_and_gradients(x, weights, sizes, cotangent)
     assert all(np.isfinite(x).all() for x in found)
 
 

@@ -94,16 +94,14 @@ def trellis_loss(q, k, v, gamma):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [lattice_loss, trellis_loss])
-def test_program_for_a_pod_contains_kernels(loss, pod, uncached):
+def test_program_for_a_pod_contains_kernels(pod, uncached):
     """Compiled from here for four chips, gradient and all."""
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    gradient = jax.jit(jax.grad(trellis_loss, argnums=(0, 1, 2, 3)))
     place = NamedSharding(pod, P("data", None, "tensor"))
     with jax.set_mesh(pod):
         compiled = gradient.lower(*shapes(place)).compile()
     text = str(compiled.as_text())
-    op = loss.__name__.removesuffix("_loss")
-    kernels = re.findall(rf"custom-call\(.*{op}_(?:chunk_)?(forward|backward)", text)
+    kernels = re.findall(r"custom-call\(.*trellis_(forward|backward)", text)
     assert sorted(kernels) == ["backward", "forward"]
     assert compiled.output_shardings[0].shard_shape((4, 128, 4, 64)) == (2, 128, 2, 64)
 

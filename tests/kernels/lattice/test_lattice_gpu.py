@@ -84,7 +84,7 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
     b, t, h, size = 2, 20, 1, 8
     state, empty = (lattice_state(rows(i, b, h, SLOTS, WIDTH), size) for i in (3, 4))
-    reset = jax.nn.one_hot(jnp.array([16, t]), t, dtype=bool)
+    reset = np.arange(t) == np.array([16, t])[:, None]
     given = draw(b, t, h, jnp.float32), state, empty
     monkeypatch.setattr(entry, "_chunks", entry._in_xla)
 
@@ -102,7 +102,7 @@ def test_open_chunks_and_resets_agree_with_the_token_loop(interpreted, variant):
     tokens = draw(b, t, h, jnp.float32)
     start, fresh = (rows(seed, b, h, SLOTS, WIDTH) for seed in (3, 4))
     state, empty = open_state(start, [10, 0], c), lattice_state(fresh, c)
-    reset = jax.nn.one_hot(jnp.array([22, 16]), t, dtype=bool)
+    reset = np.arange(t) == np.array([22, 16])[:, None]
     arguments = (tokens, state, empty)
     rule = Rule(variant)
     expected = both(by_token, rule, reset, arguments)

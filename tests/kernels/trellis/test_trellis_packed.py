@@ -179,7 +179,7 @@ def test_values_and_gradients_agree_with_xla(sizes, place, resets):
     tokens = draw(b, t, h, k, v, m)
     state = open_state((b, h, m, k, v, c), place)
     empty = perturbed(trellis_init_state(b, h, m, k, v, c), 2)
-    reset = jax.nn.one_hot(jnp.array(resets), t, dtype=bool)
+    reset = np.arange(t) == np.array(resets)[:, None]
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, arguments, reset)
     # The kernels of single tokens are those of small chunks.
