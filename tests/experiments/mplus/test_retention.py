@@ -48,6 +48,7 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
         (retention, "RATES", (retention.FIRST,)),
         (adapters, "load", lambda folder, model: model),
         (adapters, "recipe", lambda folder: []),
+        (retention.jax, "clear_caches", lambda: None),
     ):
         monkeypatch.setattr(module, name, value)
     only = ("M+", f"M+, {retention.FITTED}", "closed book", "closed book, tuned")
