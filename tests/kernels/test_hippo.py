@@ -166,9 +166,9 @@ def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements(form):
 def test_in_step_shares_matrices_at_trace_time(in_step, names):
     def call(start, count, in_step=in_step):
         return op.hippo(
-            FEATURES,
+            jnp.asarray(FEATURES),
             jnp.asarray(READ, jnp.float32),
-            STATE,
+            jnp.asarray(STATE),
             start=start,
             count=count,
             in_step=in_step,

@@ -184,7 +184,7 @@ def test_gradients_of_chunks_are_those_of_the_token_loop(case):
     tokens, state = draw(7, forget=case[3]), memory(case)
     if size > 1:
         state = open_state(state.start, [0, 3], size)
-    reset = np.eye(7, dtype=bool)[[4, 1]]
+    reset = jnp.asarray(np.eye(7, dtype=bool)[[4, 1]])
     arguments = tokens, state, memory(case, seed=3)
     expected = pulled(case, "reference", arguments, reset)
     close(pulled(case, "xla", arguments, reset), expected, 2e-5)
