@@ -102,9 +102,14 @@ def test_bucket_that_refuses_for_a_while_costs_only_time(
     assert Bucket(url).read("final.bin") == (whole / "final.bin").read_bytes()
 
 
+in_gs, in_s3 = (
+    pytest.mark.parametrize("store", [name], indirect=True) for name in ("gs", "s3")
+)
+
+
+# A lock is an object that only one can write: `test_buckets.py` has both stores.
 @pytest.mark.slow
-# Locks of both stores are below.
-@pytest.mark.parametrize("store", ["s3"], indirect=True)
+@in_s3
 def test_second_process_is_refused_and_a_signal_saves(store: Store, url: str) -> None:
     slow = LOOP | {"steps": 4000, "sleep": 0.02, "save_every": 10_000}
     first = Process(toy_program, Path(url), slow, environment=store.environment)
@@ -143,6 +148,7 @@ def leave(url: str, **owner: Any) -> None:
     Bucket(url).write(".lock", json.dumps(record).encode())
 
 
+@in_gs
 def test_dead_lock_is_taken_over_and_its_holder_notices(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +171,7 @@ def test_dead_lock_is_taken_over_and_its_holder_notices(
     assert ".lock" not in Bucket(url).entries()
 
 
+@in_s3
 def test_live_lock_of_another_host_is_respected(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +182,7 @@ def test_live_lock_of_another_host_is_respected(
         FolderLock(Path(url))
 
 
+@in_gs
 def test_of_two_simultaneous_locks_the_last_wins(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import scipy.special
 from memjax_kernels._src.hippo import bank
 from tests.kernels import hippo_recurrence
 
-ORDERS = [32, 128]
+ORDERS = [32, 64]
 BOUND = 1e-10
 quick = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
 
