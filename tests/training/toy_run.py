@@ -113,6 +113,7 @@ def main(run_dir: Path, options: dict[str, Any]) -> int:
         jax.distributed.initialize(address, options["processes"], options["process"])
     if "room_seconds" in options:
         training_loop.ROOM_SECONDS = options["room_seconds"]
+        training_loop.RETRY_SECONDS = options["room_seconds"] / 5
     rate, size = options.get("rate", 0.05), options.get("size", 16)
     loop = {name: options[name] for name in LOOP_FIELDS if name in options}
     for name in {"profile", "writers"} & {*loop}:

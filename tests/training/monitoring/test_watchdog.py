@@ -36,7 +36,7 @@ def test_watchdog_warns_once_of_a_missing_batch(
 def test_watchdog_ignores_compilation_and_evaluation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, long: str
 ) -> None:
-    options = {"steps": 2, "evaluate_every": 1, "watchdog_minutes": 0.4 / 60, long: 0.9}
+    options = {"steps": 2, "evaluate_every": 2, "watchdog_minutes": 0.4 / 60, long: 0.9}
     with caplog.at_level(logging.WARNING, watchdog.__name__):
         assert toy_run.main(tmp_path, options) == 0
     assert not [r for r in caplog.records if r.name == watchdog.__name__]
