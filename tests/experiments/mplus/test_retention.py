@@ -30,6 +30,17 @@ def test_stages_share_the_updates_and_revisit_at_the_papers_distances():
         models.stages(2, 1e-3, 5, store=True)
 
 
+def test_the_plan_has_each_training_once():
+    names = ("M+", "M+, 60 updates", "MemoryLLM", "BM25", "BM25, tuned")
+    found = retention.plan(names, (1, 2, 3))
+    # Two more rates with the first seed.
+    trained = ("mplus", "memoryllm", "backbone")
+    assert all(found[f"training {x}"] == 5 * retention.MINUTES for x in trained)
+    assert found["training M+, 60 updates"] == retention.MINUTES / 4
+    asked = [found[f"asking {name}"] / retention.ASKING for name in names]
+    assert asked == [3, 1, 3, 1, 3] and len(found) == 4 + len(names)
+
+
 @pytest.mark.slow
 def test_study_continues_a_row(monkeypatch, tmp_path):
     """Trainings do nothing; the models are tiny and facts are few."""
