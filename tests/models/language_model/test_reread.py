@@ -9,7 +9,7 @@ from memjax.models.language_model.reread import ReReadWindow
 from tests import tiny
 
 N, S, T = 5, 4, 15
-TOKENS = np.asarray(tiny.tokens(1, 2, T))
+TOKENS = tiny.tokens(1, 2, T)
 
 
 @pytest.fixture(scope="module", name="backbone")
@@ -30,6 +30,7 @@ def by_hand(backbone, tokens, reread):
         piece = tokens[:, first : start + S]
         # One length for all, as later tokens change nothing.
         padded = np.pad(piece, ((0, 0), (0, N + S - piece.shape[1])))
+        padded = jnp.asarray(padded)
         logits = backbone(backbone.init_state(len(tokens), N + S), padded)[1]
         found.append(np.asarray(logits)[:, start - first : piece.shape[1]])
     return np.concatenate(found, axis=1)
@@ -64,7 +65,7 @@ def test_split_invariance(model, expected, calls):
 
 def test_zero_reread_has_independent_segments(backbone):
     apart = ReReadWindow(backbone, reread=0, segment=S)
-    found = apart(apart.init_state(2), jnp.asarray(TOKENS))[1]
+    found = apart(apart.init_state(2), TOKENS)[1]
     tiny.assert_close(found, by_hand(backbone, TOKENS, 0), 2e-5)
 
 
