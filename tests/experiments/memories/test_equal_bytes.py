@@ -206,6 +206,7 @@ def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
         equal_bytes.main(config)
     found = json.loads((tmp_path / "results.json").read_text())
     assert [row["row"] for row in found["rows"]] == list(config.rows)
+    assert found["edges"] == config.edges
     memory = found["rows"][2]
     assert memory["training"]["tokens"] == 4 * 20
     assert memory["training"]["skipped_updates"] == 0
