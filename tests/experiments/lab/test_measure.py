@@ -57,6 +57,7 @@ def test_texts_are_scored_once_each_at_their_own_length(model, tmp_path):
     again = measure.score_once(prepare, texts, tmp_path)
     assert calls == ["prepared"] * 2
     np.testing.assert_array_equal(found.losses.nll, again.losses.nll)
+    assert again.seconds == found.seconds > 0
     assert found.losses.mask.sum(axis=1).tolist() == [10, 20]
     short, long = measure.bin_losses(found.losses, EDGES)
     assert short["targets"] == [5, 5, 0] and long["targets"] == [5, 5, 10]
