@@ -364,9 +364,15 @@ def test_only_the_first_tokens_of_a_target_are_queries(told):
 
 
 @pytest.mark.slow
-def test_a_single_chunk_has_a_gradient():
-    """Several have none, as the test with a store holds."""
-    model, batch = small(0), small_batch(0, 1)
+@pytest.mark.parametrize(
+    ("chunks", "reached"),
+    [
+        (1, {"write_adapter", "position", "bos", "read_adapter"}),
+        (2, {"read_adapter", "bos"}),
+    ],
+)
+def test_without_a_store_only_one_chunk_has_a_gradient(chunks, reached):
+    model, batch = small(0), small_batch(0, chunks)
     key = jax.random.key(0)
     memory = jax.jit(lambda: mplus_tasks.first_memory(model, 2, 12, key))()
     loss = functools.partial(
@@ -377,11 +383,10 @@ def test_a_single_chunk_has_a_gradient():
         prompt=PROMPT,
     )
     (_, (after, losses)), grads = gradients(model, loss)
-    assert groups(grads) == {"write_adapter", "position", "bos", "read_adapter"}
-    assert losses.retriever is None
-    np.testing.assert_array_equal(after.state.clock, 4)
+    assert groups(grads) == reached and losses.retriever is None
+    np.testing.assert_array_equal(after.state.clock, 4 * chunks)
     # What is kept is kept row by row.
-    np.testing.assert_array_equal(after.cached.last, [4, 0])
+    np.testing.assert_array_equal(after.cached.last, [4 * chunks, 0])
     kept = after.cached.target.tokens
     np.testing.assert_array_equal(kept[0], batch.target.tokens[0])
     assert not np.any(kept[1])
