@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from memjax_kernels import trellis_init_state
 from memjax_kernels._src.common import gate_sums, packs, products
 from memjax_kernels._src.common.packs import decays as pack_decays
+from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.trellis import chunk as one_chunk
 from memjax_kernels._src.trellis import functions, packed, packed_gradient
 from memjax_kernels._src.trellis.state import TrellisTokens
@@ -117,17 +118,15 @@ def test_packed_chunk_and_gradient_equal_unpacked(drawn):
         gates = first, (first if shared else gates_of(heads, gamma[1], g[1]))
         keys, values = map(paired, memory)
         ready = packed.prepare(x, gates, options)
-        new, read = packed.advance(x, ready, gates, keys, values, options)
-        found = packed_gradient.vjp(
-            x,
-            ready,
-            gates,
-            keys,
-            values,
-            (paired(d_after[0]), paired(d_after[1])),
-            paired(d_y),
-            options,
+        given = x, ready, gates, keys, values
+        d = (paired(d_after[0]), paired(d_after[1])), paired(d_y)
+        # Packs one behind the other, as groups of them are in the kernels.
+        advance, vjp = (
+            functools.partial(function, options=options)
+            for function in (packed.advance, packed_gradient.vjp)
         )
+        new, read = staggered(advance, given, sizes["P"], lag=2)
+        found = staggered(vjp, (*given, *d), sizes["P"], lag=2)
         return jax.tree.map(split, (new, read)), (
             *map(split, found.x),
             tokens(found.gamma),

@@ -14,6 +14,7 @@ where t = alpha^T, E is `functions.error_gradient`, decay, until and last are th
 since the chunk's start, until its end, and over all of it.
 """
 
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax
@@ -112,22 +113,32 @@ def advance(
     keys: Float[Array, "P M KK"],
     values: Float[Array, "P M VV"],
     options: Options,
-) -> tuple[tuple[Array, Array], Float[Array, "P C VV"]]:
-    """The memories after a chunk, and its reads."""
+) -> Generator[None, None, tuple[tuple[Array, Array], Float[Array, "P C VV"]]]:
+    """The memories after a chunk, and its reads.
+
+    Yields between its phases; see `common.packs.staggered`.
+    """
     dot, heads = options.multiply, len(gates[0].total.column)
     target, dq, dk, dv, scores, (first, second) = ready
     u = gates[0].gamma * error_gradient(options, dot(keys, dk, "nt"), target)
+    yield
     reads = first.decay * dot(keys, dq, "nt") - dot(u, scores, "nt")
+    yield
     after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
     after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
 
+    yield
     f = activate(options, reads)
     by_token = dot(eye(f, f.shape[-1]), f, "nt")
+    yield
     u = gates[1].gamma * error_gradient(options, dot(values, dv, "nt"), target)
+    yield
     scores = diagonal_blocks(dot(by_token, u, "nn"), heads) * second.between
     parts = [scores, u * until_end(gates[1].total)]
+    yield
     written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
     size, width = x.v.shape[1:]
+    yield
     past = diagonal_blocks(dot(by_token, values, "nn"), heads)
     y = decay_by_token(gates[1].total, width) * past - written[:, :size]
     after_values = decay_at_end(gates[1].total, width) * values - written[:, size:]

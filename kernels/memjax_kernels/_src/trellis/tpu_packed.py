@@ -19,9 +19,9 @@ from memjax_kernels._src.trellis import tpu_packed_kernels
 from memjax_kernels._src.trellis.segment import Tokens
 from memjax_kernels._src.trellis.tpu_op import op_of, run
 
-# Limits up to which a program takes further batch elements, in tokens and bytes:
-# a small one waits for its products.
-TOKENS, ROWS_BYTES = 768, 48 << 20
+# Limits up to which a program takes further batch elements, in tokens and bytes by the
+# estimate, of which Mosaic takes about half: packs of one hide the latency of another.
+TOKENS, ROWS_BYTES = 1536, 96 << 20
 
 
 def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
@@ -51,14 +51,18 @@ def in_chunks(
     each = heads * _block_bytes(size, *widths)
     group = group_size(number // heads, each)
     rows = min(TOKENS // (group * heads * size), ROWS_BYTES // (group * each))
+    rows = divisor(b, rows)
+    # Packs go through a chunk's phases in pairs.
+    pairs = rows * group // divisor(rows * group, 2)
     layout = Layout(
-        divisor(b, rows),
+        rows,
         group,
         heads,
         size,
         passes=(tokens.gamma.shape[-1], tokens.g.shape[-1]),
         opens=tokens.full is not None,
         resets=tokens.reset is not None,
+        phased=pairs,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
     return run(_op, layout, tokens, memory, empty, **options)

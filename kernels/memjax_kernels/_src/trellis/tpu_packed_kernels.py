@@ -14,11 +14,14 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs.chunkwise import Layout
+from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.trellis import packed, packed_gradient
 from memjax_kernels._src.trellis import tpu_packed_blocks as blocks
 from memjax_kernels._src.trellis.chunk import Options
 
 F32 = jnp.float32
+# Phases by which a group of packs is behind the one before it, counted for a v5e.
+FORWARD_LAG, BACKWARD_LAG = 1, 4
 # Of gates, which tokens in bfloat16 do not round.
 _exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
 
@@ -47,8 +50,9 @@ def forward_kernel(
         start = choose(reset, blocks.load(empty), start)
     if residuals is not None:
         blocks.store(residuals, start)
-    given: Any = (block.gates, *start, options)
-    new, read = packed.advance(block.tokens, block.ready, *given)
+    given: Any = (block.tokens, block.ready, block.gates, *start)
+    advance = functools.partial(packed.advance, options=options)
+    new, read = staggered(advance, given, layout.phased, FORWARD_LAG)
     # A chunk that stays open leaves the memories at its start.
     blocks.store(after, choose(full, new, start))
     packs.store_rows(y, read)
@@ -82,8 +86,12 @@ def backward_kernel(
     d = blocks.load(d_before)
     zeros = jax.tree.map(jnp.zeros_like, d)
     given_y = packs.load_rows(d_y, layout.group)
-    given: Any = (*blocks.load(residuals), choose(full, d, zeros), given_y, options)
-    found = packed_gradient.vjp(block.tokens, block.ready, block.gates, *given)
+    given: Any = (
+        *(block.tokens, block.ready, block.gates, *blocks.load(residuals)),
+        *(choose(full, d, zeros), given_y),
+    )
+    vjp = functools.partial(packed_gradient.vjp, options=options)
+    found = staggered(vjp, given, layout.phased, BACKWARD_LAG)
     d_start = add_unless(full, (found.keys, found.values), d)
     if reset is not None:
         # Every reset reads `empty`, so that its gradient is a sum over chunks.

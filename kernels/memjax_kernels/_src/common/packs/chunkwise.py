@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         passes: of each gate, the columns of a head.
         opens: whether there is a flag of chunks that are full; else all are.
         resets: whether there is a flag of chunks that start from `empty`.
-        phased: groups of rows that go through a chunk's phases one behind the other.
+        phased: groups of packs that go through a chunk's phases one behind the other.
     """
 
     rows: int
