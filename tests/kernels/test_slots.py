@@ -89,6 +89,14 @@ def test_bad_arguments_are_named():
         step(SLOTS, *tokens, None)
     with pytest.raises(ValueError, match="state must"):
         step(SLOTS[:2], *tokens, pool)
+    with pytest.raises(ValueError, match="given must be q, k, v, beta, g, state of"):
+        step(SLOTS, *tokens[1:], pool)
+    with pytest.raises(ValueError, match=r"a pool must be float32, got \['bfloat16'\]"):
+        step(SLOTS, *tokens, pool.astype(jnp.bfloat16))
+    *slotted, slots = given_of("gated_slots")[0], given_of("gated_slots")[1]
+    uneven = slots._replace(values=slots.values[:2])
+    with pytest.raises(ValueError, match=r"must have one S, got \[2, 7\]"):
+        step_at_slots(memjax_kernels.gated_slots_step, SLOTS, *slotted[0], uneven)
     with pytest.raises(ValueError, match="beta must lie"):
         step(SLOTS, *tokens[:3], tokens[3] + 9, tokens[4], pool)
 

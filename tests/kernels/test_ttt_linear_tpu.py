@@ -166,5 +166,5 @@ def test_unsupported_reasons():
     assert why("float32", 2, 64) == "" and why("float32", 1, 128) == ""
     assert "all be float32 or all bfloat16" in why("bfloat16", 2, 64)
     assert "a multiple of 16, got 24" in why("float32", 2, 64, 24)
-    assert "some of 3 heads of 64 channels" in why("float32", 3, 64)
-    assert "blocks that fit in VMEM" in why("float32", 2, 1024)
+    assert "no number of 3 heads of 64 channels" in why("float32", 3, 64)
+    assert "fits in VMEM" in why("float32", 2, 1024)

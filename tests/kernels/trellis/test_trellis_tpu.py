@@ -114,8 +114,10 @@ def test_unsupported_reasons():
     assert "all be float32 or all bfloat16" in why("bfloat16", "float32", 64)
     assert "alpha must be float32 or bfloat16" in why("float32", "float16", 64)
     assert "divide 16 or be a multiple of it, got 24" in why(f32, f32, 64, size=24)
-    assert "some of 3 heads of 64 slots and 64 and 64" in why(f32, f32, 64, heads=3)
-    assert "in blocks that fit in VMEM" in why(f32, f32, 512)
+    assert "no number of 3 heads, from 2 on, of 64 slots and 64" in why(
+        f32, f32, 64, heads=3
+    )
+    assert "and fits in VMEM" in why(f32, f32, 512)
 
 
 def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):

@@ -212,6 +212,11 @@ def _undivided(mesh: AbstractMesh) -> list[str]:
     return [name for name, kind in kinds if kind != AxisType.Manual]
 
 
+def divides(*arrays: Any) -> bool:
+    """Whether the mesh of these arrays has axes that are not divided already."""
+    return bool(_undivided(mesh_of(*arrays)))
+
+
 def along_batch(x: Any) -> Any:
     """The same [B, T, ...], divided along the batch and the sequence, and nothing else.
 

@@ -23,16 +23,16 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
     if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
         return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
     if not rule.normalize:
-        return "it is written for normalize=True"
+        return f"normalize must be True, got {rule.normalize}"
     if rule.forget is not None:
-        return f"it is written for forget=None, got {rule.forget!r}"
+        return f"forget must be None, got {rule.forget!r}"
     if chunk_size > 1 and chunk_size % ROWS:
         return f"chunk_size must be 1 or a multiple of {ROWS}, got {chunk_size}"
     (_, _, heads, slots), width = q.shape, v.shape[-1]
     if not _form(chunk_size, heads, slots, width):
         return (
-            f"some of {heads} heads of {slots} slots and {width} channels must fill "
-            "rows of 128 each, in blocks that fit in VMEM"
+            f"no number of {heads} heads of {slots} slots and {width} channels fills "
+            "rows of 128 each and fits in VMEM"
         )
     return ""
 

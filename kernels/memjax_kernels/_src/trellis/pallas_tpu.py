@@ -34,9 +34,11 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
     heads, widths = q.shape[2], (q.shape[-1], v.shape[-1], alpha.shape[-1])
     if not _form(chunk_size, heads, widths):
         key_dim, value_dim, slots = widths
+        fewest = 2 if chunk_size >= ROWS else 1
         return (
-            f"some of {heads} heads of {slots} slots and {key_dim} and {value_dim} "
-            "channels must fill rows of 128 each, in blocks that fit in VMEM"
+            f"no number of {heads} heads, from {fewest} on, of {slots} slots and "
+            f"{key_dim} and {value_dim} channels fills rows of 128 each and fits in "
+            "VMEM"
         )
     return ""
 

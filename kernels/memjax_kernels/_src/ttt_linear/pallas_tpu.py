@@ -30,8 +30,8 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int) -> str:
     heads, width = v.shape[2:]
     if not _heads(heads, width, chunk_size):
         return (
-            f"some of {heads} heads of {width} channels must fill rows of 128, in "
-            "blocks that fit in VMEM"
+            f"no number of {heads} heads of {width} channels fills rows of 128 and "
+            "fits in VMEM"
         )
     return ""
 

@@ -69,7 +69,10 @@ def in_chunks(
     def split(x):
         return chunks.split(x, size, position)
 
-    tokens = TTTLinearTokens(split(k), split(v), split(eta))
+    # Open tokens are float32, and stay so.
+    exact = position is not None and before.tokens is not None
+    written = [x.astype(jnp.float32) if exact else x for x in (k, v, eta)]
+    tokens = TTTLinearTokens(*map(split, written))
     tokens = open_chunk.put_in_front(tokens, before.tokens, position)
     count = chunks.count_chunks(time, size, position is None)
     full = chunks.completed(count, size, time, position, batch)
@@ -85,4 +88,5 @@ def in_chunks(
     left = open_chunk.last(tokens, time, position)
     position = (before.position + time) % size
     after = TTTLinearState(weights, bias, left, position, size)
-    return after, chunks.join(y, time, state and state.position)
+    y = chunks.join(y, time, state and state.position)
+    return after, y.astype(v.dtype)

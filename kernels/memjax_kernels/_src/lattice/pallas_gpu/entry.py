@@ -33,9 +33,9 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
         if array.dtype.name != "bfloat16":
             return f"{name} must be bfloat16, got {array.dtype}"
     if not rule.normalize:
-        return "it is written for normalize=True"
+        return f"normalize must be True, got {rule.normalize}"
     if rule.forget is not None:
-        return f"it is written for forget=None, got {rule.forget!r}"
+        return f"forget must be None, got {rule.forget!r}"
     if chunk_size % 8 or chunk_size > ROWS:
         return f"chunk_size must be a multiple of 8 up to {ROWS}, got {chunk_size}"
     if (q.shape[-1], v.shape[-1]) != (64, 64):
