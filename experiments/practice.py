@@ -72,7 +72,7 @@ def practice(*results: Result) -> Rows:
 
 
 def _evidence(*results: Result) -> dict[str, Any]:
-    """What the cells of the table name."""
+    """The figures that the table's cells name."""
     equal, facts, length, recall, notes, books, cycles, hybrids = results
     methods, published = by_method(facts), hybrids["rows"][1]
 

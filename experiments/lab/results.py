@@ -93,7 +93,7 @@ def figure(
 
 
 class Lookup:
-    """What `{name[key]}` stands for in a text: a function of the key."""
+    """Values of `{name[key]}` in a text, by a function of the key."""
 
     def __init__(self, find: Callable[[str], str]):
         self._find = find

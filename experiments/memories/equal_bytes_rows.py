@@ -78,7 +78,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup(Sizes):
-    """What a row is made of.
+    """The model and the training of a row.
 
     Attributes:
         backbone: the pretrained model.

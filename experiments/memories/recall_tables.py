@@ -6,8 +6,8 @@ from typing import Any
 from experiments.lab.intervals import median_and_range
 from experiments.lab.results import Rows, number, spread, table
 
-#: Validation sequences of the fewest pairs that a model answers which has learned the
-#: task: twice as many as by guessing among the values shown.
+#: Accuracy on the fewest pairs from which on a model has learned the task: twice the
+#: rate of a guess among the values shown.
 LEARNED = 0.5
 
 

@@ -115,7 +115,7 @@ def main(config: Config) -> None:
 
 
 def trained(name: str) -> str:
-    """What is trained for a row, "" for nothing."""
+    """The training of a row; "" for none."""
     if name in MEMORIES:
         return "memoryllm" if name == "MemoryLLM" else "mplus"
     return "backbone" if name.endswith(TUNED) else ""

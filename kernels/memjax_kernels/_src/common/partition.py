@@ -213,7 +213,7 @@ def _undivided(mesh: AbstractMesh) -> list[str]:
 
 
 def divides(*arrays: Any) -> bool:
-    """Whether the mesh of these arrays has axes that are not divided already."""
+    """Whether the arrays' mesh has axes other than those of a `shard_map`."""
     return bool(_undivided(mesh_of(*arrays)))
 
 

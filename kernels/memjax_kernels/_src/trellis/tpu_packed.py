@@ -25,7 +25,7 @@ TOKENS, ROWS_BYTES = 1536, 96 << 20
 
 
 def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
-    """Heads of a pack, as many as the lanes hold tokens of; 0 is none.
+    """Heads of a pack: the most whose chunks fit in 128 lanes; 0 is none.
 
     Widths are those of keys and values, and the slots.
     """

@@ -83,17 +83,3 @@ def _gates_of_row(block: Array, layout: Layout):
         for index in range(of_gamma)
     ]
     return steps, [total(index) for index in range(of_g)]
-
-
-def load(refs):
-    """Memories in float32, [P, M, DD]."""
-    return jax.tree.map(lambda ref: packs.each_pack(ref[...]).astype(F32), refs)
-
-
-def store(refs, values):
-    """Undoes `load`."""
-
-    def write(ref, x):
-        ref[...] = x.reshape(ref.shape).astype(ref.dtype)
-
-    jax.tree.map(write, refs, values)

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from memjax_kernels._src.common import packs, products
+from memjax_kernels._src.common.packs.chunk_kernels import choose, load, store
 from memjax_kernels._src.common.packs.chunkwise import Layout
 from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.trellis import packed, packed_gradient
@@ -26,13 +27,6 @@ FORWARD_LAG, BACKWARD_LAG = 1, 4
 _exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
 
 
-def choose(flag, new, old):
-    """`new` where the flag is 1, and where there is none."""
-    if flag is None:
-        return new
-    return jax.tree.map(lambda a, b: jnp.where(flag > 0.5, a, b), new, old)
-
-
 def forward_kernel(
     x, before, empty, after, y, residuals, *, layout: Layout, options: Options
 ):
@@ -41,20 +35,20 @@ def forward_kernel(
     @pl.when(pl.program_id(2) == 0)
     def _():
         # Chunks of a head share this output block.
-        blocks.store(after, blocks.load(before))
+        store(after, load(before))
 
     block = blocks.read(x, layout, options)
     full, reset = blocks.flags(x, layout)
-    start = blocks.load(after)
+    start = load(after)
     if reset is not None:
-        start = choose(reset, blocks.load(empty), start)
+        start = choose(reset, load(empty), start)
     if residuals is not None:
-        blocks.store(residuals, start)
+        store(residuals, start)
     given: Any = (block.tokens, block.ready, block.gates, *start)
     advance = functools.partial(packed.advance, options=options)
     new, read = staggered(advance, given, layout.phased, FORWARD_LAG)
     # A chunk that stays open leaves the memories at its start.
-    blocks.store(after, choose(full, new, start))
+    store(after, choose(full, new, start))
     packs.store_rows(y, read)
 
 
@@ -76,18 +70,16 @@ def backward_kernel(
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        blocks.store(d_before, blocks.load(d_after))
-        blocks.store(
-            d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty)
-        )
+        store(d_before, load(d_after))
+        store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
 
     block = blocks.read(x, layout, options)
     full, reset = blocks.flags(x, layout)
-    d = blocks.load(d_before)
+    d = load(d_before)
     zeros = jax.tree.map(jnp.zeros_like, d)
     given_y = packs.load_rows(d_y, layout.group)
     given: Any = (
-        *(block.tokens, block.ready, block.gates, *blocks.load(residuals)),
+        *(block.tokens, block.ready, block.gates, *load(residuals)),
         *(choose(full, d, zeros), given_y),
     )
     vjp = functools.partial(packed_gradient.vjp, options=options)
@@ -96,9 +88,9 @@ def backward_kernel(
     if reset is not None:
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
         emptied = choose(reset, d_start, zeros)
-        blocks.store(d_empty, jax.tree.map(jnp.add, blocks.load(d_empty), emptied))
+        store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
         d_start = choose(reset, zeros, d_start)
-    blocks.store(d_before, d_start)
+    store(d_before, d_start)
     for ref, d in zip(d_tokens, found.x, strict=True):
         packs.store_rows(ref, d)
     sums = (_from_sums(d, layout.heads) for d in found.total)

@@ -61,7 +61,7 @@ class Written(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A, and LN of what is read."""
+    """A, and LN of the reads before scale and shift."""
 
     overlap: Float[Array, "P C CC"]
     normal: Float[Array, "P C VV"]

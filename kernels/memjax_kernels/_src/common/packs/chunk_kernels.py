@@ -115,15 +115,15 @@ def forward_kernel(
         jax.tree.map(lambda ref, given: ref.__setitem__(..., given[...]), after, before)
 
     chunk, full, reset = _read(x, layout)
-    start = _load(after)
+    start = load(after)
     if reset is not None:
-        start = _choose(reset, _load(empty), start)
+        start = choose(reset, load(empty), start)
     if residuals is not None:
-        _store(residuals, start)
+        store(residuals, start)
     advance, lag = equations.advance, equations.lags[0]
     new, reads = staggered(advance, (chunk, start), layout.phased, lag)
     # A chunk that stays open leaves the memory at its start.
-    _store(after, _choose(full, new, start))
+    store(after, choose(full, new, start))
     packs.store_rows(y, reads)
 
 
@@ -151,19 +151,20 @@ def backward_kernel(
         )
 
     chunk, full, reset = _read(x, layout)
-    d_whole = _load(d_before)
+    d_whole = load(d_before)
     zeros = jax.tree.map(jnp.zeros_like, d_whole)
-    d_new = _choose(full, d_whole, zeros)
-    start = jax.tree.map(lambda m: m.astype(F32), _load(residuals))
-    given = chunk, start, d_new, packs.load_rows(d_y, layout.group)
+    d_new = choose(full, d_whole, zeros)
+    given = chunk, load(residuals), d_new, packs.load_rows(d_y, layout.group)
     found = staggered(equations.vjp, given, layout.phased, equations.lags[1])
-    d = jax.tree.map(lambda d, whole, new: d + (whole - new), found[1], d_whole, d_new)
+    d = jax.tree.map(
+        lambda d, whole, new: d + (whole - new), found.memory, d_whole, d_new
+    )
     if reset is not None:
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        emptied = _choose(reset, d, zeros)
-        _store(d_empty, jax.tree.map(jnp.add, _load(d_empty), emptied))
-        d = _choose(reset, zeros, d)
-    _store(d_before, d)
+        emptied = choose(reset, d, zeros)
+        store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
+        d = choose(reset, zeros, d)
+    store(d_before, d)
     for ref, value in zip(d_tokens, found.x[:3], strict=True):
         packs.store_rows(ref, value)
     d_gates[...] = columns.sum_lanes(
@@ -188,17 +189,22 @@ def _read(x, layout: Layout) -> tuple[Chunk, Array, Array | None]:
     return Chunk(q, k, v, gate), flag(0), reset
 
 
-def _load(refs):
-    return jax.tree.map(lambda ref: packs.each_pack(ref[...]), refs)
+def load(refs: PyTree) -> PyTree[Float[Array, "P M DD"]]:
+    """Memories in float32."""
+    return jax.tree.map(lambda ref: packs.each_pack(ref[...]).astype(F32), refs)
 
 
-def _store(refs, values):
+def store(refs: PyTree, values: PyTree) -> None:
+    """Undoes `load`."""
+
     def write(ref, x):
         ref[...] = x.reshape(ref.shape).astype(ref.dtype)
 
     jax.tree.map(write, refs, values)
 
 
-def _choose(flag, new, old):
-    """`new` where the flag is 1."""
+def choose(flag: Array | None, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where the flag is 1, and where there is none."""
+    if flag is None:
+        return new
     return jax.tree.map(functools.partial(jnp.where, flag > 0.5), new, old)

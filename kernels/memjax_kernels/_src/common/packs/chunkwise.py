@@ -104,7 +104,7 @@ def _one_gate(d: Array, x: Chunks) -> tuple[Array, ...]:
 
 
 class Op(NamedTuple):
-    """What an op brings.
+    """The parts of an op.
 
     Attributes:
         name: of the op.

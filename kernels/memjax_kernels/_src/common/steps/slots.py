@@ -92,7 +92,7 @@ def _gathered(step, options, slots, *given):
     at = jnp.maximum(slots, 0)
     state, y = step(*tokens, jax.tree.map(lambda x: x[at], pool), **options)
 
-    # What is out of range is dropped.
+    # Writes out of range are dropped.
     def put(x, new):
         place = jnp.where(slots < 0, x.shape[0], slots)
         return x.at[place].set(new, mode="drop")
@@ -102,7 +102,7 @@ def _gathered(step, options, slots, *given):
 
 
 def _valid(slots: Integer[Array, " B"], number: int) -> Bool[Array, " B"]:
-    """Whether a slot is there, and no other sequence's."""
+    """Whether each slot is in [0, number) and occurs once."""
     alone = (slots[:, None] == slots[None]).sum(1) == 1
     return alone & (slots >= 0) & (slots < number)
 

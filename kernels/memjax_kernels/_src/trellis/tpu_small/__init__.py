@@ -32,7 +32,7 @@ HEADS, VMEM_BYTES = 48, 57 << 20
 
 
 def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
-    """Heads of a pack: as many as fill a register's rows, or its lanes; 0 is none.
+    """Heads of a pack: the most whose chunks fit in 8 rows, else the fewest; 0 is none.
 
     Widths are those of keys and values, and the slots.
     """

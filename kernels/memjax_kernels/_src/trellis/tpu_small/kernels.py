@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from memjax_kernels._src.common import packs
+from memjax_kernels._src.common.packs.chunk_kernels import choose, load, store
 from memjax_kernels._src.common.packs.chunkwise import Layout
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.tpu_packed_blocks import load, store
-from memjax_kernels._src.trellis.tpu_packed_kernels import add_unless, choose
+from memjax_kernels._src.trellis.tpu_packed_kernels import add_unless
 from memjax_kernels._src.trellis.tpu_small.blocks import (
     Rows,
     flags,
