@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from memjax_kernels._src.common.packs.blocks import ROWS
+from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes
 from memjax_kernels._src.lattice import tpu_packed, tpu_token
 from memjax_kernels._src.lattice.memory import Rule
 from memjax_kernels._src.lattice.segment import Chunks
@@ -19,9 +19,8 @@ from memjax_kernels._src.lattice.xla import lattice_xla
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    tokens = {x.dtype.name for x in (q, k, v)}
-    if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
-        return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
+    if reason := other_dtypes(q, k, v):
+        return reason
     if not rule.normalize:
         return f"normalize must be True, got {rule.normalize}"
     if rule.forget is not None:

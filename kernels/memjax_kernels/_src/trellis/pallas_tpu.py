@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from memjax_kernels._src.common.packs.blocks import ROWS
+from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes
 from memjax_kernels._src.trellis import tpu_packed, tpu_small
 from memjax_kernels._src.trellis.segment import Tokens
 from memjax_kernels._src.trellis.xla import trellis_xla
@@ -24,9 +24,8 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
 
     Only shapes and dtypes are looked at.
     """
-    kinds = {x.dtype.name for x in (q, k, v)}
-    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
-        return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
+    if reason := other_dtypes(q, k, v):
+        return reason
     if alpha.dtype.name not in ("float32", "bfloat16"):
         return f"alpha must be float32 or bfloat16, got {alpha.dtype}"
     if chunk_size % ROWS and ROWS % chunk_size:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.packs import chunkwise
-from memjax_kernels._src.common.packs.blocks import ROWS, packings
+from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes, packings
 from memjax_kernels._src.common.packs.chunk_kernels import op_of
 from memjax_kernels._src.ttt_linear import packed
 from memjax_kernels._src.ttt_linear.segment import Chunks
@@ -22,9 +22,8 @@ F32 = jnp.float32
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    kinds = {x.dtype.name for x in (q, k, v)}
-    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
-        return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
+    if reason := other_dtypes(q, k, v):
+        return reason
     if chunk_size % ROWS:
         return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
     heads, width = v.shape[2:]

@@ -32,6 +32,14 @@ RECURRENCE_PACKS = 16
 ROWS, LANES = 16, 128
 
 
+def other_dtypes(q: Any, k: Any, v: Any) -> str:
+    """Why the dtypes of tokens do not fit a kernel; "" if they do."""
+    kinds = {x.dtype.name for x in (q, k, v)}
+    if len(kinds) == 1 and kinds <= {"float32", "bfloat16"}:
+        return ""
+    return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
+
+
 def packings(number: int, widths: Sequence[int], head_bytes: int) -> list[int]:
     """How many heads a pack may have, ascending: they fill whole registers and VMEM.
 

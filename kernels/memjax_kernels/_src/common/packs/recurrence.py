@@ -31,6 +31,7 @@ from memjax_kernels._src.common.packs.blocks import (
     gate_columns,
     gates_of_columns,
     group_sizes,
+    other_dtypes,
     pack_heads,
     packings,
     unpack_heads,
@@ -72,9 +73,8 @@ class Blocks(NamedTuple):
 
 def unsupported(q: Any, k: Any, v: Any) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    tokens = {x.dtype.name for x in (q, k, v)}
-    if len(tokens) > 1 or not tokens <= {"float32", "bfloat16"}:
-        return f"q, k and v must all be float32 or all bfloat16, got {sorted(tokens)}"
+    if reason := other_dtypes(q, k, v):
+        return reason
     if q.shape[1] < CHUNK_SIZE:
         return f"{q.shape[1]} tokens are less than a chunk of {CHUNK_SIZE}"
     if not _pack(q, v):
