@@ -104,9 +104,9 @@ def models(window: int, baselines: bool = False) -> dict[str, ModelConfig]:
         build = size.model if name in ("infini", "melodi") else size.with_memory
         return build(name, vocab_size=TOKENIZER.vocab_size)
 
-    memory, wide = of(window, "elastic_memory"), window
-    while state_bytes(of(wide)) < state_bytes(memory):
-        wide += 1
+    memory = of(window, "elastic_memory")
+    one, two, size = map(state_bytes, (of(window), of(window + 1), memory))
+    wide = window + max(0, -((one - size) // (two - one)))
     windows = {f"windows of {size}": of(size) for size in (window, wide)}
     others = {
         "Elastic Memory, uniform": of(window, "elastic_memory", sampling="uniform"),

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import pytest
 
-from experiments.hmt import length, rows, training
+from experiments.hmt import length, length_tables, rows, training
 from memjax.training import LoopConfig, pretrain
 from memjax.training.finetune.curricula import HMTStages
 from tests import tiny
@@ -55,11 +56,10 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(length, "LENGTHS", (16, 64))
     monkeypatch.setattr(length, "RATES", (1e-2,))
     monkeypatch.setattr(length, "FIRST", 1e-2)
-    monkeypatch.setattr(length, "CURVE", (rows.CAUSAL,))
+    trained = rows.TUNED.format(rows.APART)
+    monkeypatch.setattr(length, "CURVE", (trained,))
     # Two seeds, for a mean over them.
     monkeypatch.setattr(length, "check_seeds", lambda seeds: None)
-    trained = rows.TUNED.format(rows.APART)
-    some = (rows.SINK_WINDOW, rows.AGAIN, rows.APART, rows.FULL, trained)
     config = length.Config(
         run_dir=tmp_path,
         output=tmp_path / "result",
@@ -67,11 +67,13 @@ def test_length(path, tmp_path, capsys, monkeypatch):
         seeds=(0, 1),
         targets=128,
         curve=(256,),
-        only=(*some, rows.HIERARCHICAL, rows.CAUSAL),
+        only=(rows.SINK_WINDOW, rows.AGAIN, trained, rows.HIERARCHICAL),
     )
     length.main(dataclasses.replace(config, plan=True))
-    assert f"{rows.CAUSAL}, 256 targets: 0 minutes" in capsys.readouterr().out
-    with idle_updates():
+    assert f"{trained}, 256 targets: 0 minutes" in capsys.readouterr().out
+    with idle_updates(), monkeypatch.context() as patch:
+        # It is drawn once, at the end.
+        patch.setattr(length_tables, "plot", Mock())
         length.main(config)
     report = json.loads((tmp_path / "result.json").read_text())
     assert "training" in capsys.readouterr().err
@@ -86,24 +88,26 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     assert 0 <= window["state_bytes"] - hmt["state_bytes"] < 2 * 8 * 4 + 1
     again = models[rows.AGAIN]
     assert again["state_bytes"] < window["state_bytes"] / 10 and again["reads"] > 1
-    assert window["reads"] == models[rows.FULL]["reads"] == 1
+    assert window["reads"] == 1
     # A sensory token, a segment and two prompts, and half a segment and two prompts.
     assert hmt["reads"] == (1 + SEGMENT + 2 + SEGMENT // 2 + 2) / SEGMENT
     assert set(hmt["validation_perplexity"]) == {"0.01"} and hmt["seeds"] == 2
     # All score as many; of the form that reads ahead an update scores half.
+    found = {row.name: row.targets for row in length.Study(config).rows}
     for name in (rows.HIERARCHICAL, rows.CAUSAL, trained):
-        assert models[name]["targets"] == 128, name
-    (at, value), *_ = report["curve"][rows.CAUSAL].items()
+        assert found[name] == 128, name
+    assert models[rows.HIERARCHICAL]["targets"] == 128
+    (at, value), *_ = report["curve"][trained].items()
     assert at == "256" and 1000 < value < 8000
     gain = next(x for x in report["gains"] if x["model"] == rows.HIERARCHICAL)
     # There is one document of a kind.
     assert gain["documents"] == 4 and gain["low"] is None and gain["length"] == 64
     assert all(model["devices"] == [report["device"]] for model in models.values())
-    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
 
     # Finished rows are shown, and nothing of them is done again.
     monkeypatch.setattr(length, "score_text", None)
-    length.main(dataclasses.replace(config, only=(rows.APART,)))
+    length.main(dataclasses.replace(config, only=(rows.AGAIN,)))
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
     same = json.loads((tmp_path / "result.json").read_text())
     assert "training" not in capsys.readouterr().err
     assert same["perplexity"] == report["perplexity"]
