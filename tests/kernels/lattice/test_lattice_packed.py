@@ -91,8 +91,8 @@ def test_packed_chunk_and_gradient_equal_single_heads(drawn):
     after, y = whole(packed.advance)(*given)
     close((after, y), [*map(pack_heads, expected)], 2e-5)
     found = whole(packed_gradient.vjp)(*given, *map(pack_heads, cotangents))
-    by_head = found.x.gate.reshape(number, size, heads, slots).sum(-1)
-    actual = *found.x[:3], by_head, found.memory
+    by_head = found.gates.reshape(number, size, heads, slots).sum(-1)
+    actual = *found.tokens, by_head, found.memory
     theirs = pack_heads(d_q), pack_heads(d_k), pack_heads(d_v)
     theirs = *theirs, pack_heads(d_gamma), pack_heads(d_start)
     for mine, other in zip(actual, theirs, strict=True):

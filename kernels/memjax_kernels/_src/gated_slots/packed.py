@@ -17,7 +17,8 @@ from jaxtyping import Array, Float
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
 from memjax_kernels._src.common.packs.channels import Decays, decays, pairs, suffix_sums
-from memjax_kernels._src.common.packs.recurrence_kernels import Channels, Cotangents
+from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
+from memjax_kernels._src.common.packs.recurrence_chunk import Channels, Gates
 from memjax_kernels._src.common.products import multiply
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -77,7 +78,8 @@ def vjp(
     d_start = decay + diagonal_blocks(dot(x.q, d_past, "tn"), heads)
     # All that the memory after the chunk receives, at every token.
     end = packs.sum_slots(decay * start) + packs.sum_slots(x.v * d_written)
-    return Cotangents((d_q, d_k, d_alpha, suffix_sums(sums) + end), d_start)
+    d_tokens = d_q, d_k, d_alpha, suffix_sums(sums) + end
+    return Cotangents(d_tokens, Gates(), d_start)
 
 
 def _compare(

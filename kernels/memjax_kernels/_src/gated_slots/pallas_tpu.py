@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import decays
 from memjax_kernels._src.common.packs import recurrence
-from memjax_kernels._src.common.packs.recurrence_kernels import Op
+from memjax_kernels._src.common.packs.recurrence_chunk import Op
 from memjax_kernels._src.common.products import multiplier, operand_dtype
 from memjax_kernels._src.gated_slots import packed
 from memjax_kernels._src.gated_slots.step import GatedSlotsState

@@ -111,4 +111,4 @@ def vjp(
         case "sim":
             d_k, d_v = d_c, -d_h
     d_start += diagonal_blocks(dot(rows(*by_slots), rows(*by_channels), "tn"), heads)
-    return Cotangents(Chunk(d_r * norm.rho, d_k, d_v, d_w * error.c), d_start)
+    return Cotangents((d_r * norm.rho, d_k, d_v), d_w * error.c, d_start)

@@ -17,10 +17,11 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
 from memjax_kernels._src.common.packs.pack_products import multiply
-from memjax_kernels._src.common.packs.recurrence_kernels import (
+from memjax_kernels._src.common.packs.recurrence_chunk import (
     Chunk,
-    Cotangents,
+    Gates,
     at_end,
 )
 from memjax_kernels._src.common.products import Multiply, operand_dtype
@@ -62,7 +63,7 @@ def vjp(
     q, k = x.q.astype(F32), x.k.astype(F32)
     sums = q * d_q - k * d_k + at_end(k * d_written, x.q.shape[1])
     end = at_end(decay * start, x.q.shape[1])
-    return Cotangents((d_q, d_k, d_v), d_start, (sums, end))
+    return Cotangents((d_q, d_k, d_v), Gates((sums, end)), d_start)
 
 
 def _products(x: Chunk) -> Multiply:

@@ -23,11 +23,12 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs.blocks import LANES
+from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
 from memjax_kernels._src.common.packs.pack_products import multiply
-from memjax_kernels._src.common.packs.recurrence_kernels import (
+from memjax_kernels._src.common.packs.recurrence_chunk import (
     Channels,
     Chunk,
-    Cotangents,
+    Gates,
     at_end,
 )
 from memjax_kernels._src.common.products import Form, Multiply, operand_dtype
@@ -103,9 +104,7 @@ def vjp(
     d_start = decay + read(x.q, since * d_y, "tn") - exact(x.k, since * d_target, "tn")
 
     q, k, size = x.q.astype(F32), x.k.astype(F32), x.q.shape[1]
-    return Cotangents(
-        (q_reads, k_reads + k_writes, d_target),
-        d_start,
+    d_gates = Gates(
         sums=(
             q * q_reads + k * (k_reads - k_writes) + at_end(k * carried, size),
             at_end(decay * start, size),
@@ -113,6 +112,7 @@ def vjp(
         # A small difference, where the memory knows what comes.
         beta=d_solved * (target - exact(later, writes, "nn")),
     )
+    return Cotangents((q_reads, k_reads + k_writes, d_target), d_gates, d_start)
 
 
 def _overlaps(x: Chunk, read: Multiply) -> Float[Array, "P rows CC"]:

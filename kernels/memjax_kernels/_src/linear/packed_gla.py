@@ -21,7 +21,8 @@ from memjax_kernels._src.common.packs.channels import (
     pairs,
     suffix_sums,
 )
-from memjax_kernels._src.common.packs.recurrence_kernels import Channels, Cotangents
+from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
+from memjax_kernels._src.common.packs.recurrence_chunk import Channels, Gates
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -76,7 +77,7 @@ def vjp(
         lambda part: dot(ones, block_diagonal(part, heads), "nt"), decay * start
     )
     d_g = suffix_sums(sums) + packs.sum_slots(x.k * d_written) + end
-    return Cotangents((d_q, d_k, d_v, d_g), d_start)
+    return Cotangents((d_q, d_k, d_v, d_g), Gates(), d_start)
 
 
 def _scores(

@@ -36,7 +36,8 @@ from memjax_kernels._src.common.packs.channels import (
     pairs,
     suffix_sums,
 )
-from memjax_kernels._src.common.packs.recurrence_kernels import Channels, Cotangents
+from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
+from memjax_kernels._src.common.packs.recurrence_chunk import Channels, Gates
 from memjax_kernels._src.common.products import operand_dtype
 from memjax_kernels._src.linear.packed_delta import (
     inverse_of,
@@ -108,13 +109,11 @@ def vjp(
         erase, write = (rate.astype(F32) for rate in x.rates)
         d_rates = d_erased * x.k.astype(F32), d_target * x.v.astype(F32)
         d_tokens = d_q, d_k + erase * d_erased, write * d_target, d_g
-        return Cotangents((*d_tokens, *d_rates), d_start)
-    return Cotangents(
-        (d_q, d_erased + d_k, d_target, d_g),
-        d_start,
-        # A small difference, where the memory knows what comes.
-        beta=d_solved * (target - exact(found.later, writes, "nn")),
-    )
+        return Cotangents((*d_tokens, *d_rates), Gates(), d_start)
+    # A small difference, where the memory knows what comes.
+    d_beta = d_solved * (target - exact(found.later, writes, "nn"))
+    d_tokens = d_q, d_erased + d_k, d_target, d_g
+    return Cotangents(d_tokens, Gates(beta=d_beta), d_start)
 
 
 def _erased(x: Channels) -> Float[Array, "P C KK"] | None:

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from memjax_kernels._src.common.packs import recurrence
-from memjax_kernels._src.common.packs.recurrence_kernels import Op
+from memjax_kernels._src.common.packs.recurrence_chunk import Op
 from memjax_kernels._src.linear import packed, packed_delta, packed_gla, packed_kda
 from memjax_kernels._src.linear.chunks import linear_group, scan_groups
 from memjax_kernels._src.linear.delta_chunks import delta_group, gdn2_group

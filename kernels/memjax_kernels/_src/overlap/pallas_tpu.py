@@ -166,7 +166,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     )
     given = (x, (d_k.reshape(*d_k.shape[:3], -1), d_left))
     d = _call(static, _backward_kernel, "overlap_backward", *given, outputs)
-    d_gamma = gates_of_columns(d.gamma, static.group, heads)
+    d_gamma = gates_of_columns(d.gamma, static.group, heads)[..., 0]
     return (Tokens(d.k.reshape(x.k.shape), d_gamma),)
 
 

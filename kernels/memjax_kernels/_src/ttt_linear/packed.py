@@ -163,7 +163,7 @@ def _vjp(x: Chunk, memory: Memory, d_after: Memory, d_y, *, of: Products):
     rows = [d + x.sum(axis=1, keepdims=True) for d, x in zip(after, sums, strict=True)]
     d_memory = Memory(d_after.weights + added, jnp.concatenate(rows, axis=1))
     d_gate = -d_update * written.slope
-    return Cotangents(Chunk(d_q, d_k, -d_error, d_gate), d_memory)
+    return Cotangents((d_q, d_k, -d_error), d_gate, d_memory)
 
 
 def _rows(memory: Memory) -> list[Float[Array, "P 1 VV"]]:

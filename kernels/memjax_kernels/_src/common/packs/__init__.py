@@ -126,15 +126,20 @@ def store_shared(ref: Any, x: Float[Array, "P C KK"], heads: int, ways: int) -> 
     ref[...] = jnp.concatenate(sums, axis=1).astype(ref.dtype)
 
 
-def load_rows(ref: Any, group: int) -> Float[Array, "P C DD"]:
-    """A block [rows, C, group DD] of P = rows * group packs."""
-    return jnp.concatenate([load(ref.at[i], group) for i in range(ref.shape[0])])
+def load_rows(
+    ref: Any, group: int, heads: int = 1, ways: int = 1
+) -> Float[Array, "P C DD"]:
+    """A block [rows, C, group DD] of P = rows * group packs; see `load_shared`."""
+    rows = range(ref.shape[0])
+    return jnp.concatenate([load_shared(ref.at[i], group, heads, ways) for i in rows])
 
 
-def store_rows(ref: Any, x: Float[Array, "P C DD"]) -> None:
-    """Writes a block [rows, C, group DD]."""
+def store_rows(
+    ref: Any, x: Float[Array, "P C DD"], heads: int = 1, ways: int = 1
+) -> None:
+    """Writes a block [rows, C, group DD]; see `store_shared`."""
     for i, row in enumerate(jnp.split(x, ref.shape[0])):
-        store(ref.at[i], row)
+        store_shared(ref.at[i], row, heads, ways)
 
 
 def each_pack(x: Float[Array, "rows group ..."]) -> Float[Array, "P ..."]:

@@ -127,10 +127,11 @@ def gate_columns(gate: Array, group: int, heads: int) -> Array:
 
 
 def gates_of_columns(columns: Array, group: int, heads: int) -> Array:
-    """Undoes `gate_columns` of one pass: [B, n, C, H]."""
+    """Undoes `gate_columns`: [B, n, C, H, passes]."""
     b, n, groups, c, _ = columns.shape
-    split = columns.reshape(b, n, groups, c, heads, group)
-    return split.transpose(0, 1, 3, 2, 5, 4).reshape(b, n, c, -1)
+    split = columns.reshape(b, n, groups, c, -1, heads, group)
+    number = groups * group * heads
+    return split.transpose(0, 1, 3, 2, 6, 5, 4).reshape(b, n, c, number, -1)
 
 
 def flag_columns(flag: Array, like: Array) -> Array:
@@ -171,12 +172,14 @@ class Specs(NamedTuple):
             lambda x: pl.BlockSpec(block(x), own if share == 1 else index), tree
         )
 
-    def gates(self, x):
+    def gates(self, tree):
         """[B, n, groups, C, R]."""
-        return pl.BlockSpec(
-            (self.rows, None, None, *x.shape[3:]),
-            lambda b, g, i: (b, self.order(i), g, 0, 0),
-        )
+
+        def spec(x):
+            block = (self.rows, None, None, *x.shape[3:])
+            return pl.BlockSpec(block, lambda b, g, i: (b, self.order(i), g, 0, 0))
+
+        return jax.tree.map(spec, tree)
 
     def residuals(self, tree):
         """[B, n, P, ...]."""

@@ -5,7 +5,7 @@ all chunks of a head share: they hold the memory, or its cotangent, between chun
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,10 +46,28 @@ class Chunk(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of a chunk, with that of the gate before the sum over lanes, and the memory."""
+    """Of a chunk.
 
-    x: Chunk
+    Attributes:
+        tokens: in their order.
+        gates: before the sum over lanes.
+        memory: before the chunk.
+    """
+
+    tokens: Sequence[Float[Array, "P C DD"]]
+    gates: Any
     memory: PyTree
+
+
+def _read(x, layout: Layout) -> Chunk:
+    """The chunk of P = rows * group packs."""
+    q, k, v = (packs.load_rows(ref, layout.group) for ref in x.tokens)
+    return Chunk(q, k, v, columns.spread(x.gates[...], q.shape[-1], *layout.of_row))
+
+
+def _gates(d: Float[Array, "P C KK"], x, layout: Layout) -> Float[Array, "rows C R"]:
+    shape = (*x.gates.shape[:2], layout.gate_columns)
+    return columns.sum_lanes(d, shape, *layout.of_row)
 
 
 class Equations(NamedTuple):
@@ -60,24 +78,26 @@ class Equations(NamedTuple):
         vjp: (chunk, memory, cotangents of the memory after it and of the reads) ->
             `Cotangents`; the memory's are 0 where the chunk is not full.
         lags: phases by which a group of rows is behind the one before it, of both.
+        read: (references to tokens and gates, layout) -> chunk.
+        gates: (cotangents of gates, these references, layout) -> their columns.
     """
 
     advance: Callable[..., Generator[None, None, tuple[PyTree, Array]]]
     vjp: Callable[..., Generator[None, None, Cotangents]]
-    lags: tuple[int, int]
+    lags: tuple[int, int] = (1, 1)
+    read: Callable[..., Any] = _read
+    gates: Callable[..., Float[Array, "rows C R"]] = _gates
 
 
-def op_of(
+def kernels_by(
     name: str,
     equations: Callable[[Any, int, Multiply], Equations],
     form: Callable[..., tuple[PyTree, Array]],
     residuals: Callable[[Any], PyTree],
 ) -> Callable[..., Any]:
-    """An op by its equations, of (options, heads of a pack, multiply); see `Op`.
+    """The kernels of an op by its equations, of (options, heads of a pack, multiply).
 
-    Returns:
-        (chunks with q, k, v, a gate and the flag `full`, memory, empty, options,
-        heads of a pack, bytes of VMEM that a head takes, interpret) -> (memory, y).
+    See `chunkwise.Op` for the other arguments, `chunkwise.kernels_of` for the result.
     """
 
     def of(kernel):
@@ -87,9 +107,19 @@ def op_of(
 
         return run
 
-    kernels = kernels_of(
+    return kernels_of(
         Op(name, of(forward_kernel), of(backward_kernel), form, residuals)
     )
+
+
+def op_of(name: str, *brought: Any, **also: Any) -> Callable[..., Any]:
+    """An op of single gates by its equations; arguments as of `kernels_by`.
+
+    Returns:
+        (chunks with q, k, v, a gate and the flag `full`, memory, empty, options,
+        heads of a pack, bytes of VMEM that a head takes, interpret) -> (memory, y).
+    """
+    kernels = kernels_by(name, *brought, **also)
 
     def run(x: Chunks, memory, empty, options, heads, head_bytes, interpret):
         b, _, size, number = x.tokens[0].shape[:4]
@@ -114,7 +144,7 @@ def forward_kernel(
     def _():
         jax.tree.map(lambda ref, given: ref.__setitem__(..., given[...]), after, before)
 
-    chunk, full, reset = _read(x, layout)
+    (full, reset), chunk = _flags(x, layout), equations.read(x, layout)
     start = load(after)
     if reset is not None:
         start = choose(reset, load(empty), start)
@@ -150,43 +180,41 @@ def backward_kernel(
             lambda ref: ref.__setitem__(..., jnp.zeros(ref.shape, F32)), d_empty
         )
 
-    chunk, full, reset = _read(x, layout)
+    (full, reset), chunk = _flags(x, layout), equations.read(x, layout)
     d_whole = load(d_before)
     zeros = jax.tree.map(jnp.zeros_like, d_whole)
     d_new = choose(full, d_whole, zeros)
     given = chunk, load(residuals), d_new, packs.load_rows(d_y, layout.group)
     found = staggered(equations.vjp, given, layout.phased, equations.lags[1])
-    d = jax.tree.map(
-        lambda d, whole, new: d + (whole - new), found.memory, d_whole, d_new
-    )
+    d = found.memory
+    if full is not None:
+        d = jax.tree.map(lambda d, whole, new: d + (whole - new), d, d_whole, d_new)
     if reset is not None:
         # Every reset reads `empty`, so that its gradient is a sum over chunks.
         emptied = choose(reset, d, zeros)
         store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
         d = choose(reset, zeros, d)
     store(d_before, d)
-    for ref, value in zip(d_tokens, found.x[:3], strict=True):
-        packs.store_rows(ref, value)
-    d_gates[...] = columns.sum_lanes(
-        found.x.gate, d_gates.shape, layout.group, layout.heads
-    )
+    ways = [layout.ways] * 2 + [1] * (len(d_tokens) - 2)
+    for ref, value, shared in zip(d_tokens, found.tokens, ways, strict=True):
+        packs.store_rows(ref, value, layout.heads, shared)
+    if d_gates is not None:
+        d_gates[...] = equations.gates(found.gates, x, layout)
 
 
-def _read(x, layout: Layout) -> tuple[Chunk, Array, Array | None]:
-    """The chunk of P = rows * group packs, and its flags, float32 [P, 1, 1]."""
-    gates = x.gates[...]
-    q, k, v = (packs.load_rows(ref, layout.group) for ref in x.tokens)
-    first = layout.gate_columns
+def _flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
+    """Whether the chunk is full, and starts from `empty`: float32 [P, 1, 1]."""
 
-    def flag(index):
-        each = gates[:, :1, first + index : first + index + 1]
+    def flag(is_there, index):
+        if not is_there:
+            return None
+        at = layout.gate_columns + index
+        each = x.gates[:, :1, at : at + 1]
         return packs.each_pack(
             jnp.broadcast_to(each[:, None], (*each.shape[:1], layout.group, 1, 1))
         )
 
-    reset = flag(1) if layout.resets else None
-    gate = columns.spread(gates, q.shape[-1], layout.group, layout.heads)
-    return Chunk(q, k, v, gate), flag(0), reset
+    return flag(layout.opens, 0), flag(layout.resets, int(layout.opens))
 
 
 def load(refs: PyTree) -> PyTree[Float[Array, "P M DD"]]:

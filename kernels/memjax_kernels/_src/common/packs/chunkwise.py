@@ -1,4 +1,4 @@
-"""Memories that chunks write, on a TPU for packed heads, without a copy of the tokens.
+"""Ops of chunks on a TPU for packed heads: without a copy of the tokens.
 
 The grid is (batch elements, groups of packs, blocks), the last in order. All packs of a
 group, and of a few batch elements where these are small, are computed in one program,
@@ -48,6 +48,8 @@ class Layout(NamedTuple):
         opens: whether there is a flag of chunks that are full; else all are.
         resets: whether there is a flag of chunks that start from `empty`.
         phased: groups of packs that go through a chunk's phases one behind the other.
+        ways: value heads of a key head, which divide those of a program or are divided
+            by them.
     """
 
     rows: int
@@ -58,6 +60,17 @@ class Layout(NamedTuple):
     opens: bool
     resets: bool
     phased: int = 1
+    ways: int = 1
+
+    @property
+    def share(self) -> int:
+        """Programs that read the same key head."""
+        return max(1, self.ways // (self.group * self.heads))
+
+    @property
+    def of_row(self) -> tuple[int, int]:
+        """Packs of a batch element, and heads of a pack."""
+        return self.group, self.heads
 
     @property
     def parts(self) -> int:
@@ -75,7 +88,8 @@ class Chunks(NamedTuple):
     """Tokens of a segment, cut into n chunks of C.
 
     Attributes:
-        tokens: q, k, v and further ones, each [B, n, C, H, D].
+        tokens: q, k, v and further ones, each [B, n, C, H, D]; of q and k, heads may be
+            fewer: value head h reads key head h // ways.
         gates: each [B, n, C, H] or [B, n, C, H, passes].
         full: [B, n], whether tokens reach the end of each chunk; None is always.
         reset: [B, n], whether the chunk starts from `empty`; None is never.
@@ -92,15 +106,16 @@ class Blocks(NamedTuple):
 
     Attributes:
         tokens: [B, n, C, H D].
-        gates: float32 [B, n, groups, C, R]: columns of gates, full, and reset.
+        gates: float32 [B, n, groups, C, R]: columns of gates, full, and reset; None
+            for an op without.
     """
 
     tokens: Any
     gates: Any
 
 
-def _one_gate(d: Array, x: Chunks) -> tuple[Array, ...]:
-    return (d[..., 0],)
+def _of_gates(d: Array | None, x: Chunks) -> tuple[Array, ...]:
+    return () if d is None else (d.reshape(x.gates[0].shape),)
 
 
 class Op(NamedTuple):
@@ -117,7 +132,7 @@ class Op(NamedTuple):
         gate_rows: of a pack's cotangents of gates, rows with tokens along the lanes;
             0 is columns, as those of the gates.
         of_gates: (those cotangents, [B, n, C, H, .], chunks in blocks) -> those of the
-            gates.
+            gates; without it there is one gate at most.
     """
 
     name: str
@@ -127,7 +142,7 @@ class Op(NamedTuple):
     residuals: Callable[[Any], PyTree]
     scratch: Callable[..., tuple[Sequence[Any], Sequence[Any]]] = lambda *_: ((), ())
     gate_rows: int = 0
-    of_gates: Callable[[Array, Chunks], tuple[Array, ...]] = _one_gate
+    of_gates: Callable[..., tuple[Array, ...]] = _of_gates
 
 
 class Static(NamedTuple):
@@ -176,7 +191,18 @@ def _arrange(layout: Layout, x: Chunks) -> Blocks:
     flags = [flag for flag in (x.full, x.reset) if flag is not None]
     gates += [flag_columns(flag, gates[0]) for flag in flags]
     tokens = jax.tree.map(lambda t: t.reshape(*t.shape[:3], -1), x.tokens)
-    return Blocks(tokens, jnp.concatenate(gates, axis=-1))
+    return Blocks(tokens, jnp.concatenate(gates, axis=-1) if gates else None)
+
+
+def _specs_for(layout: Layout, x: Chunks, order: Callable[[Any], Any]) -> Specs:
+    groups = x.tokens[2].shape[3] // (layout.group * layout.heads)
+    return Specs(layout.rows, layout.group, groups, order)
+
+
+def _shares(layout: Layout, tokens: Any) -> Any:
+    """Programs that have the same block of q, k, and the others."""
+    leaves, tree = jax.tree.flatten(tokens)
+    return tree.unflatten([layout.share] * 2 + [1] * (len(leaves) - 2))
 
 
 def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals: bool):
@@ -190,13 +216,13 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
     after = jax.tree.map(lambda m: like(m.shape, F32), memory)
     residuals = None
     if with_residuals:
-        number = blocks.gates.shape[1]
+        number = values.shape[1]
         residuals = jax.tree.map(
             lambda m, dtype: like((m.shape[0], number, *m.shape[1:]), dtype),
             memory,
             op.residuals(values.dtype),
         )
-    of = Specs(layout.rows, layout.group, blocks.gates.shape[2], lambda i: i)
+    of = _specs_for(layout, x, lambda i: i)
     after, y, residuals = _call(
         of,
         static,
@@ -205,7 +231,7 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
         blocks,
         inputs=(memory, empty),
         outputs=(after, y, residuals),
-        specs=(_specs(of, blocks), of.memories(memory), of.memories(empty)),
+        specs=(_specs(of, layout, blocks), of.memories(memory), of.memories(empty)),
         out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
         scratch=op.scratch(layout, x)[0],
     )
@@ -223,10 +249,11 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
     empty, d_after = jax.tree.map(join, (empty, d_after))
     d_y = join_chunks(d_y, layout.parts).reshape(blocks.tokens[2].shape)
     shaped = functools.partial(varying.like_tree, d_y)
-    n, groups = blocks.gates.shape[1:3]
+    n = x.tokens[0].shape[1]
     before, emptied = shaped(d_after), shaped(empty)
     # The backward pass goes through the blocks in reverse.
-    of = Specs(layout.rows, layout.group, groups, lambda i: n - 1 - i)
+    of = _specs_for(layout, x, lambda i: n - 1 - i)
+    d_tokens = _tokens_like(layout, blocks)
     d_gates, gate_spec = _gates_like(op, layout, of, blocks)
     d_tokens, d_gates, d_memory, d_empty = _call(
         of,
@@ -235,16 +262,16 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
         f"{op.name}_backward",
         blocks,
         inputs=(empty, residuals, d_after, d_y),
-        outputs=(shaped(blocks.tokens), d_gates, before, emptied),
+        outputs=(d_tokens, d_gates, before, emptied),
         specs=(
-            _specs(of, blocks),
+            _specs(of, layout, blocks),
             of.memories(empty),
             of.residuals(residuals),
             of.memories(d_after),
             of.tokens(d_y),
         ),
         out_specs=(
-            of.tokens(blocks.tokens),
+            of.tokens(d_tokens),
             gate_spec,
             of.memories(before),
             of.memories(emptied),
@@ -266,17 +293,33 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
 
 
 def _of_blocks(layout: Layout, x: Array, like: Array) -> Array:
-    """[B, m, parts C, H D] as `like`, [B, n, C, H, D]."""
-    x = x.reshape(*x.shape[:3], *like.shape[3:])
+    """[B, m, parts C, H D] as `like`, [B, n, C, H, D]; the sum of programs' parts."""
+    heads, width = like.shape[3:]
+    parts = x.reshape(*x.shape[:3], heads, -1, width)
+    if parts.shape[4] > 1:
+        parts = parts.sum(4).astype(like.dtype)
+    x = parts.reshape(*x.shape[:3], heads, width)
     return split_chunks(x, layout.parts, like.shape[1])
+
+
+def _tokens_like(layout: Layout, x: Blocks) -> Any:
+    """The cotangents of tokens: of a shared key head, each program's part."""
+
+    def part(y, share):
+        shape = (*y.shape[:3], share * y.shape[3])
+        return varying.like(y, shape, y.dtype if share == 1 else F32)
+
+    return jax.tree.map(part, x.tokens, _shares(layout, x.tokens))
 
 
 def _gates_like(op: Op, layout: Layout, of: Specs, x: Blocks):
     """The cotangents of gates, and their blocks."""
+    if x.gates is None:
+        return None, None
     like = functools.partial(varying.like, x.gates)
     batch, n, groups, size, _ = x.gates.shape
     if not op.gate_rows:
-        columns = like((batch, n, groups, size, layout.heads * layout.group), F32)
+        columns = like((batch, n, groups, size, layout.gate_columns), F32)
         return columns, of.gates(columns)
     packs = groups * layout.group
     rows = like((batch, n, packs, op.gate_rows, layout.heads * size), F32)
@@ -284,17 +327,18 @@ def _gates_like(op: Op, layout: Layout, of: Specs, x: Blocks):
 
 
 def _by_head(
-    op: Op, layout: Layout, d: Float[Array, "B n _ _ _"]
-) -> Float[Array, "B n C H _"]:
-    if not op.gate_rows:
-        return gates_of_columns(d, layout.group, layout.heads)[..., None]
+    op: Op, layout: Layout, d: Float[Array, "B n _ _ _"] | None
+) -> Float[Array, "B n C H _"] | None:
+    if d is None or not op.gate_rows:
+        return d if d is None else gates_of_columns(d, layout.group, layout.heads)
     b, n, packs, rows, _ = d.shape
     split = d.reshape(b, n, packs, rows, layout.heads, -1)
     return split.transpose(0, 1, 5, 2, 4, 3).reshape(b, n, split.shape[5], -1, rows)
 
 
-def _specs(of: Specs, x: Blocks) -> Blocks:
-    return Blocks(of.tokens(x.tokens), of.gates(x.gates))
+def _specs(of: Specs, layout: Layout, x: Blocks) -> Blocks:
+    tokens = jax.tree.map(of.tokens, x.tokens, _shares(layout, x.tokens))
+    return Blocks(tokens, of.gates(x.gates))
 
 
 def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):

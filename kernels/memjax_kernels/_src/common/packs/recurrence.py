@@ -1,16 +1,8 @@
-"""Recurrences S' = f(S, chunk) on a TPU: without a copy of the tokens.
+"""Recurrences S' = f(S, chunk) on a TPU, by the kernels of `chunkwise`.
 
-All packs of heads of a program are computed in step, so that one hides the latency of
-another. The memory is an output block that all chunks of a head share: it stays in VMEM
-from the first chunk to the last. An op brings the equations of a chunk and of its
-gradient. A reset is a gate that forgets all.
-
-The forward kernel also saves the memory at every chunk's start where a gradient is
-taken, in the dtype that the op asks for. The backward kernel goes through the chunks in
-reverse and computes each again from there.
-
-Value heads may share the queries and keys of a key head: programs read them once, and
-sum their gradients.
+An op brings the equations of a chunk and of its gradient. A reset is a gate that
+forgets all. Value heads may share the queries and keys of a key head: programs read
+them once, and sum their gradients.
 """
 
 import functools
@@ -21,22 +13,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import chunks, gradients, partition, varying
+from memjax_kernels._src.common import chunks, partition
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.groups import by_copies, by_groups
-from memjax_kernels._src.common.packs import recurrence_kernels
 from memjax_kernels._src.common.packs.blocks import (
     LANES,
-    Specs,
-    gate_columns,
-    gates_of_columns,
     group_sizes,
     other_dtypes,
-    pack_heads,
     packings,
-    unpack_heads,
 )
-from memjax_kernels._src.common.packs.recurrence_kernels import Op, Packing, Static
+from memjax_kernels._src.common.packs.chunk_kernels import kernels_by
+from memjax_kernels._src.common.packs.chunkwise import Chunks, Layout, Static
+from memjax_kernels._src.common.packs.recurrence_chunk import Op, equations
 
 F32 = jnp.float32
 CHUNK_SIZE = 64
@@ -58,17 +46,12 @@ class Tokens(NamedTuple):
     rates: tuple[Float[Array, "B n C H _"], ...] = ()
 
 
-class Blocks(NamedTuple):
-    """A segment as the kernels take it.
+class Packing(NamedTuple):
+    """Packs of a program, heads of a pack, and `ways` of `chunkwise.Layout`."""
 
-    Attributes:
-        tokens: q, k, v, gates and rates of channels, each [B, n, C, heads D].
-        columns: [B, n, groups, C, heads of a group] of the gates of heads, and behind
-            them of the rates; float32. Without those of gates of channels.
-    """
-
-    tokens: tuple[Any, ...]
-    columns: Any
+    group: int
+    heads: int
+    ways: int
 
 
 def unsupported(q: Any, k: Any, v: Any) -> str:
@@ -122,11 +105,43 @@ def _on_device(op: Op, tokens: Tokens, state: Array, *, interpret: Any):
         # A device of a mesh may hold heads that fill no lanes.
         return _in_xla(op, tokens, state)
     copies = tokens.v.shape[3] // tokens.q.shape[3] // packing.ways
-    q, k = (_repeat(x, copies) for x in tokens[:2])
-    tokens = tokens._replace(q=q, k=k)
-    static = Static(op, packing, interpret)
-    results: Any = _chunks(op)(static, *varying.vary_alike((tokens, state)))
-    return results
+    q, k, v, g, beta, rates = tokens
+    by_token = [_repeat(q, copies), _repeat(k, copies), v]
+    of_channels = g.ndim == v.ndim
+    by_token += [g, *rates] if of_channels else []
+    columns = [] if of_channels else [g]
+    columns += [] if beta is None else [beta.astype(F32)]
+    gates = (jnp.stack(columns, axis=-1),) if columns else ()
+    passes = (len(columns),)
+    layout = Layout(
+        1,
+        packing.group,
+        packing.heads,
+        CHUNK_SIZE,
+        passes,
+        False,
+        False,
+        1,
+        packing.ways,
+    )
+    static = Static(None, layout, interpret)
+    return _kernels(op)(static, Chunks(tuple(by_token), gates, None, None), state, None)
+
+
+@functools.cache
+def _kernels(op: Op) -> Any:
+    def form(_, x: Chunks, state, empty):
+        del empty
+        q, k, v, *channels = x.tokens
+        columns = [y for gate in x.gates for y in jnp.unstack(gate, axis=-1)]
+        g, *rates = channels or [columns.pop(0)]
+        beta = columns[0] if columns else None
+        return _in_xla(op, Tokens(q, k, v, g, beta, tuple(rates)), state)
+
+    def residuals(dtype):
+        return F32 if op.exact else dtype
+
+    return kernels_by(op.name, lambda *_: equations(op), form, residuals)
 
 
 def _repeat(x: Array, copies: int) -> Array:
@@ -169,122 +184,6 @@ def _block_bytes(key_dim: int, value_dim: int) -> int:
     return 4 * (tokens + memories + between)
 
 
-def _arrange(static: Static, x: Tokens) -> Blocks:
-    def flat(t):
-        return t.reshape(*t.shape[:3], -1)
-
-    tokens = flat(x.q), flat(x.k), flat(x.v)
-    if x.g.ndim == x.q.ndim:
-        rates = x.beta
-        if rates is not None:
-            rates = gate_columns(rates.astype(F32), *static.packing[:2])
-        return Blocks((*tokens, flat(x.g), *map(flat, x.rates)), rates)
-    both = x.g if x.beta is None else jnp.stack([x.g, x.beta.astype(F32)], axis=-1)
-    return Blocks(tokens, gate_columns(both, *static.packing[:2]))
-
-
-def _undo(static: Static, d: Blocks, x: Tokens) -> Tokens:
-    """Cotangents of tokens from those of blocks."""
-    group, heads, _ = static.packing
-    number = group * heads
-
-    def shared(y):
-        # Of programs with the same key head.
-        parts = y.reshape(*x.q.shape[:4], static.packing.share, -1)
-        return parts.sum(4).astype(x.q.dtype)
-
-    q, k = map(shared, d.tokens[:2])
-    v = d.tokens[2].reshape(x.v.shape)
-    rates = ()
-    if len(d.tokens) > 3:
-        g = d.tokens[3].reshape(x.g.shape)
-        pairs = zip(d.tokens[4:], x.rates, strict=True)
-        rates = tuple(y.reshape(rate.shape) for y, rate in pairs)
-    else:
-        g = gates_of_columns(d.columns[..., :number], group, heads)
-    if x.beta is None:
-        return Tokens(q, k, v, g, None, rates)
-    beta = gates_of_columns(d.columns[..., -number:], group, heads)
-    return Tokens(q, k, v, g, beta.astype(x.beta.dtype))
-
-
-def _specs_for(static: Static, x: Tokens, order) -> Specs:
-    """Blocks of the kernels' programs."""
-    group, heads, _ = static.packing
-    return Specs(None, group, x.v.shape[3] // group // heads, order)
-
-
-def _forward(static: Static, x: Tokens, state: Array, *, with_residuals: bool):
-    heads = static.packing.heads
-    blocks, state = _arrange(static, x), pack_heads(state, heads)
-    like = functools.partial(varying.like, x.q)
-    y = like(blocks.tokens[2].shape, x.v.dtype)
-    shape = (state.shape[0], x.q.shape[1], *state.shape[1:])
-    residuals = (
-        like(shape, F32 if static.op.exact else x.q.dtype) if with_residuals else None
-    )
-    after = like(state.shape, F32)
-    of = _specs_for(static, x, lambda i: i)
-    after, y, residuals = _call(
-        of,
-        static,
-        recurrence_kernels.forward_kernel,
-        "forward",
-        blocks,
-        inputs=(state,),
-        outputs=(after, y, residuals),
-        specs=(_specs(of, static, blocks), of.memories(state)),
-        out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
-    )
-    return (unpack_heads(after, heads), y.reshape(x.v.shape)), residuals
-
-
-def _backward(static: Static, primals, residuals, cotangents):
-    x, _ = primals
-    d_after, d_y = cotangents
-    heads = static.packing.heads
-    blocks, d_after = _arrange(static, x), pack_heads(d_after, heads)
-    d_y = d_y.reshape(blocks.tokens[2].shape)
-    shaped = functools.partial(varying.like_tree, x.q)
-    n = x.q.shape[1]
-    # The backward pass goes through the chunks in reverse.
-    of = _specs_for(static, x, lambda i: n - 1 - i)
-    specs, memories = _specs(of, static, blocks), of.memories(d_after)
-    d_blocks = _gradients(static, blocks)
-    d_x, d_state = _call(
-        of,
-        static,
-        recurrence_kernels.backward_kernel,
-        "backward",
-        blocks,
-        inputs=(residuals, d_after, d_y),
-        outputs=(shaped(d_blocks), shaped(d_after)),
-        specs=(specs, of.residuals(residuals), memories, of.tokens(d_y)),
-        out_specs=(_specs(of, static, d_blocks, own=True), memories),
-    )
-    return _undo(static, d_x, x), unpack_heads(d_state, heads)
-
-
-def _gradients(static: Static, x: Blocks) -> Blocks:
-    """Outputs of the backward kernel: each program's part of a key head's gradient."""
-    share = static.packing.share
-
-    def part(y):
-        shape = (*y.shape[:3], share * y.shape[3])
-        return varying.like(y, shape, y.dtype if share == 1 else F32)
-
-    q, k, *others = x.tokens
-    return Blocks((part(q), part(k), *others), x.columns)
-
-
-@functools.cache
-def _chunks(op: Op) -> Any:
-    """The op of two kernels, and its gradient."""
-    return gradients.of_kernels(
-        op.name, _forward, _backward, lambda static, x, state: _in_xla(op, x, state)
-    )
-
-
 def _in_xla(op: Op, x: Tokens, state: Array):
     """The function of the forward kernel."""
 
@@ -296,17 +195,3 @@ def _in_xla(op: Op, x: Tokens, state: Array):
     ways = x.v.shape[3] // x.q.shape[3]
     state, y = share(form, ways)(*tokens, *rates, state, None)
     return state, y.reshape(x.v.shape)
-
-
-def _specs(of: Specs, static: Static, x: Blocks, own: bool = False) -> Blocks:
-    """Blocks of tokens; with `own` each program has its own of key heads."""
-    columns = None if x.columns is None else of.gates(x.columns)
-    q, k, *others = x.tokens
-    share = 1 if own else static.packing.share
-    return Blocks((*of.tokens((q, k), share), *of.tokens(tuple(others))), columns)
-
-
-def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
-    kernel = functools.partial(kernel, static=static)
-    name = f"{static.op.name}_{name}"
-    return of.call(kernel, name, x, **blocks, interpret=static.interpret)

@@ -1,7 +1,7 @@
-"""The two kernels of a recurrence: a chunk of a group, forward and back.
+"""A chunk of a recurrence as its equations take it, with gates in all lanes of a head.
 
-Each takes references to blocks in VMEM. The memory and its cotangent are output blocks
-that all chunks of a head share: they hold them between chunks.
+A program has the packs of one batch element. Gates are of heads, as columns, or of
+channels, as tokens are.
 """
 
 import functools
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
@@ -17,6 +16,9 @@ from memjax_kernels._src.common.gate_sums import FORGETS_ALL, Sums
 from memjax_kernels._src.common.packs import columns as pack_columns
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.blocks import LANES
+from memjax_kernels._src.common.packs.chunk_kernels import Cotangents, Equations
+from memjax_kernels._src.common.packs.chunkwise import Layout
+from memjax_kernels._src.common.packs.staggered import Phases
 from memjax_kernels._src.common.products import Form, multiply, operand_dtype
 
 F32 = jnp.float32
@@ -40,34 +42,6 @@ class Op(NamedTuple):
     vjp: Callable[..., Any]
     in_xla: Callable[..., Any]
     exact: bool
-
-
-class Packing(NamedTuple):
-    """Heads of a program.
-
-    Attributes:
-        group: packs of a program.
-        heads: value heads of a pack.
-        ways: value heads of a key head, which divide those of a program or are
-            divided by them.
-    """
-
-    group: int
-    heads: int
-    ways: int
-
-    @property
-    def share(self) -> int:
-        """Programs that read the same key head."""
-        return max(1, self.ways // (self.group * self.heads))
-
-
-class Static(NamedTuple):
-    """Static arguments of the kernels."""
-
-    op: Op
-    packing: Packing
-    interpret: Any
 
 
 class Chunk(NamedTuple):
@@ -140,19 +114,14 @@ class Channels(NamedTuple):
         return multiply(x, y, form, operand_dtype(self.q))
 
 
-class Cotangents(NamedTuple):
-    """Of the tokens and the memory.
+class Gates(NamedTuple):
+    """Cotangents of gates and rates of heads, before the sum over a head's lanes.
 
     Attributes:
-        tokens: of the queries, keys and values, and of gates and rates of channels.
-        start: of the memory before the chunk.
-        sums: of the sums of heads' gates, and at the last token that of the memory:
-            parts to add, before the sum over a head's lanes.
-        beta: of the rates, before the sum over a head's lanes.
+        sums: parts to add, of the sums of gates; at the last token that of the memory.
+        beta: of the rates.
     """
 
-    tokens: tuple[Float[Array, "P C DD"], ...]
-    start: Float[Array, "P K VV"]
     sums: tuple[Float[Array, "P C DD"], ...] = ()
     beta: Float[Array, "P C VV"] | None = None
 
@@ -164,50 +133,39 @@ def at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:
     return jnp.where(last, packs.sum_slots(x), 0.0)
 
 
-def forward_kernel(x, before, after, y, residuals, *, static: Static):
-    """One chunk; with `residuals`, also saves the memory before it."""
+def equations(op: Op) -> Equations:
+    """The equations of an op as the kernels take them, of one phase."""
 
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        after[...] = before[...]
+    def vjp(chunk, *given) -> Cotangents:
+        found = op.vjp(chunk, *given)
+        if not isinstance(chunk, Channels):
+            return found
+        q, k, v, g, *rates = found.tokens
+        return found._replace(tokens=(q, k, v, _raised(chunk.g, g), *rates))
 
-    start = after[...]
-    if residuals is not None:
-        residuals[...] = start.astype(residuals.dtype)
-    after[...], read = static.op.advance(_read(x, static), start)
-    packs.store(y, read)
+    return Equations(_at_once(op.advance), _at_once(vjp), read=_read, gates=_gates)
 
 
-def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static):
-    """Cotangents of one chunk, after those of the chunks behind it."""
+def _at_once(function: Callable[..., Any]) -> Callable[..., Phases]:
+    def phases(*given):
+        yield
+        return function(*given)
 
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        d_memory[...] = d_after[...]
+    return phases
 
-    group, heads, ways = static.packing
-    start, given = residuals[...].astype(F32), packs.load(d_y, group)
-    found = static.op.vjp(_read(x, static), start, d_memory[...], given)
-    d_memory[...] = found.start
 
-    # Gates clamped to the lowest have no gradient.
-    def raised(g, d):
-        return jnp.where(g > FORGETS_ALL, d, 0.0)
+def _raised(g: Float[Array, "..."], d: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Gates clamped to the lowest have no gradient."""
+    return jnp.where(g > FORGETS_ALL, d, 0.0)
 
-    d_q, d_k, d_v, *d_g = found.tokens
-    if d_g:
-        d_g[0] = raised(packs.load(x.tokens[3], group), d_g[0])
-    for ref, value in zip(d_x.tokens[:2], (d_q, d_k), strict=True):
-        packs.store_shared(ref, value, heads, ways)
-    for ref, value in zip(d_x.tokens[2:], (d_v, *d_g), strict=True):
-        packs.store(ref, value)
-    if d_x.columns is None:
-        return
-    number = group * heads
+
+def _gates(found: Gates, x: Any, layout: Layout) -> Float[Array, "1 C R"]:
+    """Columns of the cotangents of gates, and behind them of rates."""
+    number = layout.group * layout.heads
 
     def column(part):
         shape = (1, part.shape[1], number)
-        return pack_columns.sum_lanes(part, shape, group, heads)[0]
+        return pack_columns.sum_lanes(part, shape, *layout.of_row)[0]
 
     # Parts of one width are added before the sum over lanes.
     by_width, columns = {}, []
@@ -216,16 +174,16 @@ def backward_kernel(x, residuals, d_after, d_y, d_x, d_memory, *, static: Static
     if by_width:
         d_sums = functools.reduce(jnp.add, map(column, by_width.values()))
         d_sums = pack_decays.sum_back(d_sums)
-        columns.append(raised(x.columns[:, :number], d_sums))
+        columns.append(_raised(x.gates[0, :, :number], d_sums))
     if found.beta is not None:
         columns.append(column(found.beta))
-    d_x.columns[...] = jnp.concatenate(columns, axis=1)
+    return jnp.concatenate(columns, axis=1)[None]
 
 
-def _read(x: Any, static: Static) -> Chunk | Channels:
-    group, heads, ways = static.packing
-    q, k = (packs.load_shared(ref, group, heads, ways) for ref in x.tokens[:2])
-    v, *gates = (packs.load(ref, group) for ref in x.tokens[2:])
+def _read(x: Any, layout: Layout) -> Chunk | Channels:
+    group, heads = layout.of_row
+    q, k = (packs.load_rows(ref, group, heads, layout.ways) for ref in x.tokens[:2])
+    v, *gates = (packs.load_rows(ref, group) for ref in x.tokens[2:])
     columns: list[Array] = []
 
     @functools.cache
@@ -236,8 +194,8 @@ def _read(x: Any, static: Static) -> Chunk | Channels:
             return in_lanes(index, lanes)[..., :width]
         return pack_columns.spread(columns[index][None], width, group, heads)
 
-    if x.columns is not None:
-        columns.append(x.columns[...])
+    if x.gates is not None:
+        columns.append(x.gates[0])
     beta = functools.partial(in_lanes, -1)
     if gates:
         # Of -inf, sums would be NaN.
