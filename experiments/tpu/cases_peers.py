@@ -69,7 +69,7 @@ def fused(peer: str, key_heads: int, heads: int) -> Program:
 
 
 def one_by_one(key_heads: int, heads: int) -> Program:
-    """Our kernels for what a serving kernel does; values are convolved by XLA."""
+    """Our kernels for what a serving kernel does."""
     floats = functools.partial(shape, dtype=jnp.float32)
 
     def run(qkv: Any, filters: Any, b: Any, a: Any, a_log: Any, dt_bias: Any) -> Any:

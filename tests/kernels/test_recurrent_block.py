@@ -98,7 +98,10 @@ def test_the_gated_norm_is_its_equation():
     ("time", "heads", "packed"), [(128, (16, 32), True), (48, (3, 128), False)]
 )
 def test_kernels_equal_xla(time, heads, packed, monkeypatch):
-    """Two blocks each of two tiles, of tokens and of lanes; and an odd one of each."""
+    """Two blocks each of two tiles, of tokens and of lanes; and an odd one of each.
+
+    The packed texts have unit norm, the others a bias and no norm.
+    """
     monkeypatch.setattr(tiles, "BLOCK", 64)
     monkeypatch.setattr(tiles, "MOST_LANES", 256)
     for module in (convolution_tpu, gated_norm_tpu, unit_norm_tpu):
@@ -111,13 +114,18 @@ def test_kernels_equal_xla(time, heads, packed, monkeypatch):
     def run(form, *x):
         return with_gradients(form, weight, *x)
 
+    biases = [] if packed else tokens(8, heads, dtype=jnp.float32)
+
     def convolve(form):
-        return run(lambda *x: form(*x, positions), *inputs)
+        def convolved(x, filters, before, *bias):
+            return form(x, filters, before, positions, *bias, unit_norm=packed)
+
+        return run(convolved, *inputs, *biases)
 
     (y, found), (expected, others) = map(convolve, (CONVOLUTION, xla.short_convolution))
     close(y, expected, NEAR)
     # The sums over all tokens are of float32 numbers in both.
-    for one, other, near in zip(found, others, (NEAR, 1e-5, NEAR), strict=True):
+    for one, other, near in zip(found, others, (NEAR, 1e-5, NEAR, 1e-5), strict=False):
         close(one, other, near)
 
     y, gate, (scale,) = *tokens(time, x.shape, x.shape), tokens(7, x.shape[-1:])
@@ -200,6 +208,14 @@ def test_bad_input_is_refused(op, arguments, message):
 def test_unsupported_reasons(sizes, dtype, reason):
     x, filters = jax.ShapeDtypeStruct((2, *sizes), dtype), jnp.ones((4, 1, 1))
     assert convolution_tpu.unsupported(x, filters) == reason
+
+
+def test_filters_and_a_bias_have_eight_rows():
+    x = jax.ShapeDtypeStruct((2, 32, 2, 64), jnp.bfloat16)
+    filters, bias = jnp.ones((8, 2, 64)), jnp.ones((2, 64))
+    assert convolution_tpu.unsupported(x, filters) == ""
+    reason = convolution_tpu.unsupported(x, filters, bias)
+    assert reason == "filters of 8 taps and a bias are wider than 8"
 
 
 @needs_libtpu

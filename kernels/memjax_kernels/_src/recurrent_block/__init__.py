@@ -6,7 +6,8 @@
 
 Norms are of each head. The convolution is causal and depthwise:
 Gu & Dao (2023), https://arxiv.org/abs/2312.00752, figure 3. Published models have other
-activations, biases, norms and orders, which are options; their kernels are XLA's.
+activations, biases, norms and orders, which are options. Kernels have biases and no
+norm; all else of them is XLA's.
 
 Shapes: B batch, T time, H heads, K channels of a head, W width of the filters.
 """
@@ -78,21 +79,20 @@ def short_convolution(
             )
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise ValueError(f"positions must be integers, got {positions.dtype}")
-    reason = convolution_tpu.unsupported(x, filters)
-    if bias is not None or activation != "silu" or not unit_norm:
-        reason = "it has neither biases nor another activation, and norms its heads"
-    options = {"activation": activation, "unit_norm": unit_norm}
+    reason = convolution_tpu.unsupported(x, filters, bias)
+    if activation != "silu":
+        reason = f"its activation is silu, got {activation}"
     form = implementations.choose(
         "short_convolution",
         implementation,
         {
-            "xla": functools.partial(xla.short_convolution, **options),
+            "xla": functools.partial(xla.short_convolution, activation=activation),
             "pallas_tpu": convolution_tpu.short_convolution_tpu,
         },
         {"pallas_tpu": reason},
     )
     given = () if bias is None else (bias,)
-    return form(x, filters, before, positions, *given)
+    return form(x, filters, before, positions, *given, unit_norm=unit_norm)
 
 
 def l2_normalize(

@@ -1,12 +1,13 @@
 """The short convolution on a TPU: tokens are read once and written once.
 
-    z_t = Σ_w f_w x_{t - (W - 1 - w)}      s = z σ(z)      y = s / |s|
+    z_t = b + Σ_w f_w x_{t - (W - 1 - w)}      s = z σ(z)      y = s / |s|
 
     ds = (dy - y ⟨dy, y⟩) / |s|            dz = ds σ(z) (1 + z (1 - σ(z)))
     dx_t = Σ_w f_w dz_{t + (W - 1 - w)}    df_w = Σ_t dz_t x_{t - (W - 1 - w)}
 
-with the product of a head and the norm of a head. The backward kernel runs from the
-last tokens and carries the dz that earlier ones need.
+with the product of a head and the norm of a head; without unit norm y = s, ds = dy.
+The backward kernel runs from the last tokens and carries the dz that earlier ones need.
+A bias b is a row behind the taps, which multiplies 1.
 """
 
 import functools
@@ -29,17 +30,19 @@ SHARE, TILE = 8, 64
 
 
 class Static(NamedTuple):
-    """Static arguments of the kernels."""
+    """Static arguments of the kernels; `width` is None without unit norm."""
 
     taps: int
-    width: int
+    has_bias: bool
+    width: int | None
     interpret: Any
 
 
-def unsupported(x: Any, filters: Any) -> str:
+def unsupported(x: Any, filters: Any, bias: Any = None) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    if filters.shape[0] > SHARE:
-        return f"filters of {filters.shape[0]} taps are wider than {SHARE}"
+    if filters.shape[0] + (bias is not None) > SHARE:
+        and_bias = "" if bias is None else " and a bias"
+        return f"filters of {filters.shape[0]} taps{and_bias} are wider than {SHARE}"
     return tiles.unsupported("x", x)
 
 
@@ -48,26 +51,32 @@ def short_convolution_tpu(
     filters: Float[Array, "W H K"],
     before: Float[Array, "B _ H K"],
     positions: Int[Array, "B T"] | None,
+    bias: Float[Array, "H K"] | None = None,
     *,
+    unit_norm: bool = True,
     interpret: Any = False,
 ) -> Float[Array, "B T H K"]:
     """`short_convolution` in kernels."""
-    seen = None
+    seen, taps = None, filters.shape[0]
+    if bias is not None:
+        filters = jnp.concatenate([filters, bias.astype(filters.dtype)[None]])
     if positions is not None:
-        seen = jnp.minimum(positions, filters.shape[0] - 1).astype(BF16)
+        seen = jnp.minimum(positions, taps - 1).astype(BF16)
         # A column for each head, as a mesh divides heads.
         seen = jnp.broadcast_to(seen[..., None], x.shape[:3])[:, None]
 
     def heads_first(z):
         return jnp.swapaxes(z, 1, 2)
 
-    form = partition.chunkwise(functools.partial(_on_device, interpret=interpret))
+    width = x.shape[-1] if unit_norm else None
+    static = Static(taps, bias is not None, width, interpret)
+    form = partition.chunkwise(functools.partial(_on_device, static))
     _, y = form((x[:, None], seen), heads_first(filters[None]), heads_first(before))
     return y[:, 0]
 
 
-def _on_device(tokens, filters, before, *, interpret):
-    """On a device's share: x [B, 1, T, H, K], filters [1, H, W, K]."""
+def _on_device(static: Static, tokens, filters, before):
+    """On a device's share: x [B, 1, T, H, K], filters and a bias [1, H, W + 1, K]."""
     x, seen = tokens[0][:, 0], None if tokens[1] is None else tokens[1][:, 0]
 
     def heads_second(z):
@@ -75,19 +84,17 @@ def _on_device(tokens, filters, before, *, interpret):
 
     filters, before = heads_second(filters), heads_second(before).astype(x.dtype)
     given = varying.vary_alike((x, filters, before, seen))
-    if tiles.fills_lanes(x):
-        y = _op(Static(filters.shape[1], x.shape[-1], interpret), *given)[1]
-    else:
-        # A device of a mesh may hold heads that fill no lanes.
-        y = _in_xla(Static(0, 0, None), *given)[1]
-    return (), y[:, None]
+    # A device of a mesh may hold heads that fill no lanes.
+    form = _op if tiles.fills_lanes(x) else _in_xla
+    return (), form(static, *given)[1][:, None]
 
 
 def _in_xla(static: Static, x, filters, before, seen):
     """The function of the forward kernel."""
-    del static
     positions = None if seen is None else seen[..., 0]
-    return (), xla.short_convolution(x, filters[0], before, positions)
+    bias = filters[0, static.taps] if static.has_bias else None
+    given = x, filters[0, : static.taps], before, positions, bias
+    return (), xla.short_convolution(*given, unit_norm=static.width is not None)
 
 
 def _forward(static: Static, x, filters, before, seen, *, with_residuals: bool):
@@ -102,7 +109,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     d_y = cotangents[1]
     d_x, d_filters = _call(static, True, x, filters, before, seen, d_y)
     d_filters = d_filters.reshape(x.shape[0], -1, SHARE, *x.shape[2:])
-    d_filters = d_filters[:, : static.taps].sum(axis=(0, 2))[None]
+    d_filters = d_filters.sum(axis=(0, 2))[None]
     # Earlier inputs reach the first tokens alone. All heads are one axis in this slice,
     # or XLA would copy all tokens to another layout.
     few, flat = static.taps - 1, lambda z: z.reshape(*z.shape[:2], -1)
@@ -154,7 +161,10 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
         "x": (tokens, block),
         "halo": (tokens, halo),
         "before": (pad(before, ROWS - taps + 1, True), fixed(ROWS, False)),
-        "filters": (pad(filters.astype(F32), SHARE - taps, False), fixed(SHARE, True)),
+        "filters": (
+            pad(filters.astype(F32), SHARE - filters.shape[1], False),
+            fixed(SHARE, True),
+        ),
     }
     if seen is not None:
         spec = pl.BlockSpec((None, size, seen.shape[-1]), lambda b, c, i: (b, at(i), 0))
@@ -163,7 +173,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     out_specs, name = block, "short_convolution_forward"
     if d_y is not None:
         given["d_y"] = flat(d_y), block
-        shape = (batch, taps * SHARE, channels)
+        shape = (batch, filters.shape[1] * SHARE, channels)
         outputs = outputs, varying.like(x, shape, F32)
         out_specs = block, fixed(shape[1], False)
         name = "short_convolution_backward"
@@ -196,7 +206,7 @@ class Tile(NamedTuple):
         masks: of each tap, 1 where what it sees is of the token's document; or None.
         z: what the taps give.
         sigma: its sigmoid.
-        inverse: 1 over the norm of z σ(z), of each head.
+        inverse: 1 over the norm of z σ(z), of each head; or 1.
     """
 
     inputs: list[Array]
@@ -204,7 +214,7 @@ class Tile(NamedTuple):
     masks: list[Array | None]
     z: Array
     sigma: Array
-    inverse: Array
+    inverse: Array | float
 
 
 def _tile(given, inputs, rows, at, ones, static: Static):
@@ -227,9 +237,12 @@ def _tile(given, inputs, rows, at, ones, static: Static):
         for of, x, mask in zip(filters, window, masks, strict=True)
     ]
     z = functools.reduce(jnp.add, products)
-    sigma = packs.sigmoid(z)
-    squares = tiles.head_sums((z * sigma) ** 2, ones)
-    inverse = jax.lax.rsqrt(squares + LEAST_SQUARES)
+    if static.has_bias:
+        z += given["filters"][taps : taps + 1, at]
+    sigma, inverse = packs.sigmoid(z), 1.0
+    if ones is not None:
+        squares = tiles.head_sums((z * sigma) ** 2, ones)
+        inverse = jax.lax.rsqrt(squares + LEAST_SQUARES)
     return Tile(window, filters, masks, z, sigma, inverse)
 
 
@@ -243,7 +256,7 @@ def _begin(given, inputs, first):
 
 def _forward_kernel(given, y, inputs, *, static: Static, first):
     _begin(given, inputs, first)
-    ones = tiles.same_head(static.width)
+    ones = static.width and tiles.same_head(static.width)
 
     def convolve(rows, at):
         tile = _tile(given, inputs, rows, at, ones, static)
@@ -254,7 +267,7 @@ def _forward_kernel(given, y, inputs, *, static: Static, first):
 
 def _backward_kernel(given, d_x, d_filters, inputs, later, *, static: Static, first):
     _begin(given, inputs, first)
-    ones, taps = tiles.same_head(static.width), static.taps
+    ones, taps = static.width and tiles.same_head(static.width), static.taps
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -264,9 +277,13 @@ def _backward_kernel(given, d_x, d_filters, inputs, later, *, static: Static, fi
     def pull(rows, at):
         tile = _tile(given, inputs, rows, at, ones, static)
         z, sigma = tile.z, tile.sigma
-        d_y, y = given["d_y"][rows, at].astype(F32), z * sigma * tile.inverse
-        d_s = tile.inverse * (d_y - y * tiles.head_sums(d_y * y, ones))
+        d_s = given["d_y"][rows, at].astype(F32)
+        if ones is not None:
+            y = z * sigma * tile.inverse
+            d_s = tile.inverse * (d_s - y * tiles.head_sums(d_s * y, ones))
         d_z = d_s * sigma * (1 + z * (1 - sigma))
+        if static.has_bias:
+            d_filters[SHARE * taps :, at] += tiles.eights(d_z)
         found = jnp.zeros(z.shape, F32)
         for w in range(taps):
             mask, back = tile.masks[w], taps - 1 - w
