@@ -7,7 +7,9 @@
 
 with the product of a head and the norm of a head; without unit norm y = s, ds = dy.
 The backward kernel runs from the last tokens and carries the dz that earlier ones need.
-A bias b is a row behind the taps, which multiplies 1.
+A bias b is a row behind the taps, which multiplies 1. Filters are halved on the way in:
+of h = z / 2, s = h + h tanh(h) and 2 dz = ds (1 + tanh(h)) (1 + h - h tanh(h)) take
+half the operations.
 """
 
 import functools
@@ -19,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from memjax_kernels._src.common import gradients, packs, partition, varying
+from memjax_kernels._src.common import gradients, partition, varying
 from memjax_kernels._src.common.packs import tiles
-from memjax_kernels._src.common.packs.tiles import BF16, F32, ROWS
+from memjax_kernels._src.common.packs.tiles import BF16, F32, LANES, ROWS
 from memjax_kernels._src.recurrent_block import xla
 from memjax_kernels._src.recurrent_block.norms import LEAST_SQUARES
 
@@ -109,7 +111,8 @@ def _backward(static: Static, primals, residuals, cotangents):
     d_y = cotangents[1]
     d_x, d_filters = _call(static, True, x, filters, before, seen, d_y)
     d_filters = d_filters.reshape(x.shape[0], -1, SHARE, *x.shape[2:])
-    d_filters = d_filters.sum(axis=(0, 2))[None]
+    # That of the halves.
+    d_filters = 0.5 * d_filters.sum(axis=(0, 2))[None]
     # Earlier inputs reach the first tokens alone. All heads are one axis in this slice,
     # or XLA would copy all tokens to another layout.
     few, flat = static.taps - 1, lambda z: z.reshape(*z.shape[:2], -1)
@@ -162,7 +165,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
         "halo": (tokens, halo),
         "before": (pad(before, ROWS - taps + 1, True), fixed(ROWS, False)),
         "filters": (
-            pad(filters.astype(F32), SHARE - filters.shape[1], False),
+            pad(0.5 * filters.astype(F32), SHARE - filters.shape[1], False),
             fixed(SHARE, True),
         ),
     }
@@ -178,9 +181,11 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
         out_specs = block, fixed(shape[1], False)
         name = "short_convolution_backward"
     kernel = _backward_kernel if backward else _forward_kernel
-    # The rows before a block and its own; dz of the rows behind, as each tap sees them.
-    scratch = [pltpu.VMEM((ROWS + size, lanes), F32)]
-    scratch += [pltpu.VMEM((taps * SHARE, lanes), F32)] * backward
+    # The rows before a block and its own; dz of a tile and of 8 rows behind it, as each
+    # tap sees them. Columns of one register: rows from anywhere are one load.
+    scratch = [pltpu.VMEM((lanes // LANES, ROWS + size, LANES), F32)]
+    columns = lanes // LANES, 1 if seen is None else taps, TILE + SHARE, LANES
+    scratch += [pltpu.VMEM(columns, F32)] * backward
     kernel = functools.partial(
         kernel, static=static, first=blocks - 1 if backward else 0
     )
@@ -202,31 +207,29 @@ class Tile(NamedTuple):
 
     Attributes:
         inputs: what each tap multiplies.
-        filters: of each tap, [1, 128].
+        filters: half of each tap's, [1, 128].
         masks: of each tap, 1 where what it sees is of the token's document; or None.
-        z: what the taps give.
-        sigma: its sigmoid.
-        inverse: 1 over the norm of z σ(z), of each head; or 1.
+        h: half of what the taps give.
+        tanh: of it.
+        s: h + h tanh(h).
+        inverse: 1 over the norm of s, of each head; or None.
     """
 
     inputs: list[Array]
     filters: list[Array]
     masks: list[Array | None]
-    z: Array
-    sigma: Array
-    inverse: Array | float
+    h: Array
+    tanh: Array
+    s: Array
+    inverse: Array | None
 
 
 def _tile(given, inputs, rows, at, ones, static: Static):
     """Convolves the tokens of a tile, whose block and halo are `inputs`."""
     taps, count = static.taps, rows.size
-    rows_before = inputs[pl.ds(rows.start + ROWS - SHARE, SHARE + count), at]
-
-    # Turned as a whole: slices that begin inside a register take twice the operations.
-    def turned(back):
-        return pltpu.roll(rows_before, back, 0) if back else rows_before
-
-    window = [turned(taps - 1 - w)[SHARE:] for w in range(taps)]
+    column = inputs.at[at.start // LANES]
+    begin = rows.start + ROWS - (taps - 1)
+    window = [column[pl.ds(begin + w, count)] for w in range(taps)]
     filters = [given["filters"][w : w + 1, at] for w in range(taps)]
     masks: list[Any] = [None] * taps
     if "seen" in given:
@@ -236,22 +239,24 @@ def _tile(given, inputs, rows, at, ones, static: Static):
         of * x if mask is None else of * x * mask
         for of, x, mask in zip(filters, window, masks, strict=True)
     ]
-    z = functools.reduce(jnp.add, products)
+    h = functools.reduce(jnp.add, products)
     if static.has_bias:
-        z += given["filters"][taps : taps + 1, at]
-    sigma, inverse = packs.sigmoid(z), 1.0
+        h += given["filters"][taps : taps + 1, at]
+    tanh, inverse = jnp.tanh(h), None
+    s = h + h * tanh
     if ones is not None:
-        squares = tiles.head_sums((z * sigma) ** 2, ones)
-        inverse = jax.lax.rsqrt(squares + LEAST_SQUARES)
-    return Tile(window, filters, masks, z, sigma, inverse)
+        inverse = jax.lax.rsqrt(tiles.head_sums(s**2, ones) + LEAST_SQUARES)
+    return Tile(window, filters, masks, h, tanh, s, inverse)
 
 
 def _begin(given, inputs, first):
     """Lays what comes before a block in front of it; `first` is the grid's."""
     begins = pl.program_id(2) == first
     halo = jnp.where(begins, given["before"][...], given["halo"][...])
-    inputs[:ROWS] = halo.astype(F32)
-    inputs[ROWS:] = given["x"][...].astype(F32)
+    for i, column in enumerate(range(0, halo.shape[1], LANES)):
+        at = slice(column, column + LANES)
+        inputs[i, :ROWS] = halo[:, at].astype(F32)
+        inputs[i, ROWS:] = given["x"][:, at].astype(F32)
 
 
 def _forward_kernel(given, y, inputs, *, static: Static, first):
@@ -260,41 +265,45 @@ def _forward_kernel(given, y, inputs, *, static: Static, first):
 
     def convolve(rows, at):
         tile = _tile(given, inputs, rows, at, ones, static)
-        y[rows, at] = (tile.z * tile.sigma * tile.inverse).astype(y.dtype)
+        of_norm = tile.s if tile.inverse is None else tile.s * tile.inverse
+        y[rows, at] = of_norm.astype(y.dtype)
 
     tiles.by_tiles(y.shape, TILE, convolve)
 
 
-def _backward_kernel(given, d_x, d_filters, inputs, later, *, static: Static, first):
+def _backward_kernel(given, d_x, d_filters, inputs, behind, *, static: Static, first):
     _begin(given, inputs, first)
     ones, taps = static.width and tiles.same_head(static.width), static.taps
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        later[...] = jnp.zeros(later.shape, F32)
+        behind[...] = jnp.zeros(behind.shape, F32)
         d_filters[...] = jnp.zeros(d_filters.shape, F32)
 
     def pull(rows, at):
         tile = _tile(given, inputs, rows, at, ones, static)
-        z, sigma = tile.z, tile.sigma
         d_s = given["d_y"][rows, at].astype(F32)
-        if ones is not None:
-            y = z * sigma * tile.inverse
+        if tile.inverse is not None:
+            y = tile.s * tile.inverse
             d_s = tile.inverse * (d_s - y * tiles.head_sums(d_s * y, ones))
-        d_z = d_s * sigma * (1 + z * (1 - sigma))
+        # Twice that of z.
+        d_z = d_s * (1 + tile.tanh) * (1 + tile.h - tile.h * tile.tanh)
         if static.has_bias:
             d_filters[SHARE * taps :, at] += tiles.eights(d_z)
-        found = jnp.zeros(z.shape, F32)
+        found, count = tile.filters[-1] * d_z, rows.size
+        columns = behind.at[at.start // LANES]
         for w in range(taps):
             mask, back = tile.masks[w], taps - 1 - w
             mine = d_z if mask is None else d_z * mask
             share = slice(SHARE * w, SHARE * (w + 1))
             d_filters[share, at] += tiles.eights(mine * tile.inputs[w])
-            joined = jnp.concatenate([mine, later[share, at]])
-            if back:
-                joined = pltpu.roll(joined, joined.shape[0] - back, 0)
-            found += tile.filters[w] * joined[: z.shape[0]]
-            later[share, at] = mine[:SHARE]
+            if not back:
+                continue
+            column = columns.at[w if "seen" in given else 0]
+            if mask is not None or not w:
+                column[count : count + SHARE] = column[:SHARE]
+                column[:count] = mine
+            found += tile.filters[w] * column[back : back + count]
         d_x[rows, at] = found.astype(d_x.dtype)
 
     tiles.by_tiles(d_x.shape, TILE, pull, last_first=True)
