@@ -36,35 +36,35 @@ def interpreted(kernels, by: Any = INTERPRETER):
     return functools.partial(kernels, interpret=by)
 
 
-def xla(op):
-    """An op's chunk form, with the reset as the last argument."""
+def by_token(op):
+    """An op's reference, with the reset as the last argument: little to compile."""
 
     def form(*given):
         *arguments, reset = given
-        return op(*arguments, reset=reset, implementation="xla")
+        return op(*arguments, reset=reset, implementation="reference")
 
     return form
 
 
-# Of each op with gates: its kernels, interpreted, its form for XLA, and the index of g.
+# Of each op with gates: its kernels, interpreted, its reference, and the index of g.
 # Memory is written where all ops have it written: two show that it is, and the lighter
 # interpreter runs two others.
 OPS = {
-    "ssd": (interpreted(pallas_tpu.ssd_tpu), xla(ssd), 3),
-    "gla": (interpreted(pallas_tpu.gla_tpu, True), xla(gla), 3),
+    "ssd": (interpreted(pallas_tpu.ssd_tpu), by_token(ssd), 3),
+    "gla": (interpreted(pallas_tpu.gla_tpu, True), by_token(gla), 3),
     "gated_delta_rule": (
         interpreted(pallas_tpu.gated_delta_rule_tpu, True),
-        xla(gated_delta_rule),
+        by_token(gated_delta_rule),
         4,
     ),
-    "kda": (interpreted(pallas_tpu.kda_tpu), xla(kda), 4),
-    "gdn2": (interpreted(pallas_tpu.gdn2_tpu, True), xla(gdn2), 5),
-    "gated_slots": (interpreted(gated_slots_tpu), xla(gated_slots), 4),
+    "kda": (interpreted(pallas_tpu.kda_tpu), by_token(kda), 4),
+    "gdn2": (interpreted(pallas_tpu.gdn2_tpu, True), by_token(gdn2), 5),
+    "gated_slots": (interpreted(gated_slots_tpu), by_token(gated_slots), 4),
 }
 # The same kernels with gates of 0.
 WITHOUT_GATES = {
-    "linear_attention": (pallas_tpu.linear_attention_tpu, xla(linear_attention)),
-    "delta_rule": (pallas_tpu.delta_rule_tpu, xla(delta_rule)),
+    "linear_attention": (pallas_tpu.linear_attention_tpu, by_token(linear_attention)),
+    "delta_rule": (pallas_tpu.delta_rule_tpu, by_token(delta_rule)),
 }
 DELTA_RULES = ("gated_delta_rule", "kda", "gdn2")
 OF_OPS = pytest.mark.parametrize("name", OPS)
@@ -150,27 +150,39 @@ def draw_wide(name, monkeypatch):
 
 @pytest.mark.slow
 @OF_OPS
-def test_values_and_gradients_agree_with_xla(name, draw_wide):
+def test_values_and_gradients_agree_with_the_reference(name, draw_wide):
     """Gates of minus infinity clear memory and gradient."""
     arguments = draw_wide(0)
-    kernels, chunks, place = OPS[name]
+    kernels, reference, place = OPS[name]
     if name != "gated_slots":
         # Mild gates behind strong ones keep their digits.
         g = arguments[place]
         g[0, 20], g[0, 55], g[0, 70:80] = -np.inf, -1e4, -103.0
     reset = documents()
     found = both(kernels, reset, *arguments)
-    close(found, both(chunks, reset, *arguments), 3e-6)
+    close(found, both(reference, reset, *arguments), 3e-6)
     if name != "gated_slots":
         gradient = np.asarray(found[1][place])
         assert not gradient[0, 20].any() and gradient[0, 21].any()
+
+
+# Relative errors of the chunk form of XLA in bfloat16, in thousandths, for the tokens
+# of the test below: of memories, reads, and gradients of all arguments.
+XLA_ERRORS = {
+    "ssd": (1.42, 2.39, 3.08, 2.80, 2.94, 1.83, 2.33),
+    "gla": (1.36, 2.88, 3.97, 4.00, 3.33, 2.60, 2.33),
+    "gated_delta_rule": (0, 3.03, 3.04, 3.37, 5.00, 4.52, 2.23, 2.37),
+    "kda": (0, 3.16, 3.56, 4.21, 6.92, 6.91, 2.56, 2.38),
+    "gdn2": (0, 3.37, 3.71, 4.28, 6.90, 7.40, 6.58, 2.66, 2.40),
+    "gated_slots": (1.32, 1.33, 3.00, 8.24, 3.19, 2.80, 2.70, 5.86, 8.48, 4.32),
+}
 
 
 @pytest.mark.slow
 @OF_OPS
 def test_bfloat16_error_is_no_larger_than_xla(name, draw_wide):
     """Keys that are all alike leave the delta rule the hardest systems."""
-    kernels, chunks, place = OPS[name]
+    kernels, reference, place = OPS[name]
     low = draw_wide(3, jnp.bfloat16)
     if name in DELTA_RULES:
         k = low[1].astype(np.float32)
@@ -180,13 +192,13 @@ def test_bfloat16_error_is_no_larger_than_xla(name, draw_wide):
         low[place] *= 0.01
     high = jax.tree.map(lambda x: x.astype(np.float32), low)
     # The program of the test above.
-    exact = both(chunks, documents(), *high)
+    exact = both(reference, documents(), *high)
     # Which memory is not written yet is tested above: here by the lighter interpreter.
     kernels = functools.partial(kernels, interpret=True)
     kernel = both(kernels, documents(), *low)
-    by_xla = distances(both(chunks, documents(), *low), exact)
-    for path, distance in distances(kernel, exact).items():
-        assert distance <= 1.3 * by_xla[path] + 2e-4, (path, distance, by_xla[path])
+    found = distances(kernel, exact)
+    for (path, distance), xla in zip(found.items(), XLA_ERRORS[name], strict=True):
+        assert distance <= 1.3e-3 * xla + 2e-4, (path, distance, xla)
     assert kernel[0][1].dtype == jnp.bfloat16
 
 
@@ -194,7 +206,7 @@ def test_bfloat16_error_is_no_larger_than_xla(name, draw_wide):
 def test_gradients_of_gradients_differentiate_the_same_function():
     """`test_single_head_of_64_runs_in_xla` has the function, for each op."""
     arguments = draw("ssd", 4, 1, 64, 2, 64, 64)
-    kernels, chunks, _ = OPS["ssd"]
+    reference = OPS["ssd"][1]
 
     def size(form, *arguments):
         grads = jax.grad(lambda *x: jnp.sum(form(*x, None)[1] ** 2), (0, 3))
@@ -203,7 +215,8 @@ def test_gradients_of_gradients_differentiate_the_same_function():
     def twice(form):
         return jax.jit(jax.grad(functools.partial(size, form)))(*arguments)
 
-    close(twice(kernels), twice(chunks), 1e-5)
+    kernels = interpreted(pallas_tpu.ssd_tpu, True)
+    close(twice(kernels), twice(reference), 1e-5)
 
 
 @pytest.mark.slow
@@ -212,13 +225,13 @@ def test_single_head_of_64_runs_in_xla(name):
     """As on a device of a mesh; gradients of gradients take the same form."""
     *tokens, memory = draw("kda" if name == "delta_rule" else name, 5, 1, 70, 1, 64, 64)
     if name in WITHOUT_GATES:
-        kernels, chunks = WITHOUT_GATES[name]
+        kernels, reference = WITHOUT_GATES[name]
         tokens.pop()
     else:
-        kernels, chunks, _ = OPS[name]
+        kernels, reference, _ = OPS[name]
     arguments = *tokens, memory, np.arange(70)[None] == 65
     assert "pallas_call" not in str(jax.make_jaxpr(kernels)(*arguments))
-    close(jax.jit(kernels)(*arguments), jax.jit(chunks)(*arguments), 3e-6)
+    close(jax.jit(kernels)(*arguments), jax.jit(reference)(*arguments), 3e-6)
 
 
 def test_unsupported_reasons():
@@ -248,23 +261,27 @@ def test_unsupported_reasons():
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("op", "chip", "sizes", "dtype", "mesh_shape"),
+    ("name", "chip", "sizes", "dtype", "mesh_shape"),
     [
-        (ssd, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
-        (gla, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
-        (kda, "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
-        (gdn2, "v5e:2x2", (2, 64, 8, 64, 128), jnp.bfloat16, (2, 2)),
-        (gated_slots, "v5e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
-        (delta_rule, "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
+        ("ssd", "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+        ("gla", "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
+        ("kda", "v6e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+        ("gdn2", "v5e:2x2", (2, 64, 8, 64, 128), jnp.bfloat16, (2, 2)),
+        ("gated_slots", "v5e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
+        ("delta_rule", "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
     ],
 )
-def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
+def test_the_gradient_compiles(name, chip, sizes, dtype, mesh_shape):
+    """Of an op, the kernels alone: its other forms take as long to trace."""
     devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)
     devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
     mesh = Mesh(devices, ("data", "tensor"))
-    name = "gated_delta_rule" if op is delta_rule else op.__name__
-    q, k, v, *gates, state = draw(name, 0, *sizes, dtype=dtype)
-    given = (q, k, v, *gates[: 1 if op is delta_rule else None], state)
+    gated = "gated_delta_rule" if name == "delta_rule" else name
+    kernels = interpreted(OPS[gated][0], False)
+    q, k, v, *gates, state = draw(gated, 0, *sizes, dtype=dtype)
+    if name == "delta_rule":
+        kernels, gates = delta_rule, gates[:1]
+    given = (q, k, v, *gates, state)
 
     def place(spec):
         return lambda x: jax.ShapeDtypeStruct(
@@ -275,14 +292,13 @@ def test_the_gradient_compiles(op, chip, sizes, dtype, mesh_shape):
     shaped += (jax.tree.map(place(P("data", "tensor")), given[-1]),)
 
     def loss(*given):
-        after, y = op(*given)
+        after, y = kernels(*given, reset=None)
         total = sum(jnp.sum(x**2) for x in jax.tree.leaves(after))
         return total + jnp.sum(y.astype(jnp.float32) ** 2)
 
     gradient = jax.grad(loss, tuple(range(len(shaped))))
     with jax.set_mesh(mesh):
         text = str(jax.jit(gradient).lower(*shaped).compile().as_text())
-    kind = {ssd: "linear_attention", gated_slots: "slot_weights"}
-    kind = kind.get(op, op.__name__)
+    kind = {"ssd": "linear_attention", "gated_slots": "slot_weights"}.get(name, name)
     assert f"{kind}_forward" in text and f"{kind}_backward" in text
     assert "all-gather" not in text and "all-to-all" not in text
