@@ -1,6 +1,5 @@
 """The GPU kernels of Lattice: interpreted, exported, and compiled for a Hopper GPU."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +15,6 @@ from memjax_kernels._src.lattice.pallas_gpu import (
     lattice_gpu,
     unsupported,
 )
-from memjax_kernels._src.lattice.reference import lattice_reference
 from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close
 from tests.kernels.lattice.against_xla import open_state, rows
@@ -46,16 +44,7 @@ def in_chunks(form, rule, reset, tokens, state, empty):
     return state.start, state.tokens and state.tokens[:3], y
 
 
-def by_token(rule, reset, tokens: Any, state, empty):
-    """`in_chunks`, a token at a time."""
-    empty = lattice_state(empty.start, empty.chunk_size)
-    if state is not None:
-        # Zeros behind the open tokens are no arguments.
-        behind = jax.tree.map(lambda x: x * (x != 0), state.tokens)
-        state = dataclasses.replace(state, tokens=behind)
-    given: Any = (*tokens, None, state, reset, empty, rule)
-    state, y = lattice_reference(*given)
-    return state.start, state.tokens and state.tokens[:3], y
+IN_XLA = functools.partial(in_chunks, lattice_xla)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -97,7 +86,8 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dec", "enc"])
-def test_open_chunks_and_resets_agree_with_the_token_loop(interpreted, variant):
+def test_open_chunks_and_resets_agree_with_xla(interpreted, variant):
+    """Whose chunks agree with the token loop in `test_lattice.py`."""
     b, t, h, c = 2, 36, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     start, fresh = (rows(seed, b, h, SLOTS, WIDTH) for seed in (3, 4))
@@ -105,7 +95,7 @@ def test_open_chunks_and_resets_agree_with_the_token_loop(interpreted, variant):
     reset = np.arange(t) == np.array([22, 16])[:, None]
     arguments = (tokens, state, empty)
     rule = Rule(variant)
-    expected = both(by_token, rule, reset, arguments)
+    expected = both(IN_XLA, rule, reset, arguments)
     close(both(interpreted, rule, reset, arguments), expected, 2e-5)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
 
@@ -118,8 +108,7 @@ def test_half_precision_agrees_with_xla(interpreted):
     high = (*(x.astype(jnp.float32) for x in high), 0.1 * gamma)
     empty = lattice_init_state(b, h, SLOTS, WIDTH, c)
     rule = Rule("sim")
-    xla = functools.partial(in_chunks, lattice_xla)
-    expected = both(xla, rule, None, (high, None, empty))
+    expected = both(IN_XLA, rule, None, (high, None, empty))
     actual = both(interpreted, rule, None, ((*low[:3], 0.1 * gamma), None, empty))
     close(actual, expected, 2e-2)
     assert actual[0][2].dtype == jnp.bfloat16
