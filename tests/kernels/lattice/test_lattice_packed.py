@@ -156,6 +156,11 @@ def test_values_and_gradients_agree_with_xla(variant, sizes, places, resets, mos
     close(found, expected, 3e-6)
 
 
+# Relative errors of the XLA form in bfloat16, in thousandths, for the tokens of the
+# test below: of reads and the memory, and of gradients of tokens and the memory.
+XLA_ERRORS = 4.45, 2.76, 4.26, 4.91, 5.58, 4.22, 5.40
+
+
 @pytest.mark.slow
 def test_bfloat16_error_is_no_larger_than_xla():
     variant, (b, t, h, d, c) = "enc", (1, 100, 2, 64, 64)
@@ -166,9 +171,10 @@ def test_bfloat16_error_is_no_larger_than_xla():
     exact = both(lattice_xla, variant, high, *arguments, in_phase=True)
     # The test above has memory that is not written: here the lighter interpreter.
     kernel = both(PLAINLY_INTERPRETED, variant, low, *arguments, in_phase=True)
-    xla = distances(both(lattice_xla, variant, low, *arguments, in_phase=True), exact)
-    for path, distance in distances(kernel, exact).items():
-        assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
+    # The open tokens are those given, and have no gradient.
+    found = {path: x for path, x in distances(kernel, exact).items() if x}
+    for (path, distance), xla in zip(found.items(), XLA_ERRORS, strict=True):
+        assert distance <= 1.05e-3 * xla + 1e-4, (path, distance, xla)
     assert kernel[0][0].dtype == jnp.bfloat16
 
 

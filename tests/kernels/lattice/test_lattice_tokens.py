@@ -56,6 +56,11 @@ def test_values_and_gradients_agree_with_xla(variant, sizes):
     assert all(np.abs(x).max() > 1e-3 for x in leaves)
 
 
+# Relative errors of the XLA form in bfloat16, in thousandths, for the tokens of the
+# test below: of reads and the memory, and of gradients of tokens and both memories.
+XLA_ERRORS = 1.63, 0, 2.03, 1.96, 2.36, 1.61, 0.85, 0
+
+
 @pytest.mark.slow
 def test_bfloat16_error_is_no_larger_than_xla():
     b, t, h, d = 1, 5, 1, 128
@@ -66,9 +71,9 @@ def test_bfloat16_error_is_no_larger_than_xla():
     arguments = state, np.zeros((b, t), bool), state.start
     exact = both(lattice_xla, "enc", high, *arguments)
     kernel = both(PLAINLY_INTERPRETED, "enc", low, *arguments)
-    xla = distances(both(lattice_xla, "enc", low, *arguments), exact)
-    for path, distance in distances(kernel, exact).items():
-        assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
+    found = distances(kernel, exact)
+    for (path, distance), xla in zip(found.items(), XLA_ERRORS, strict=True):
+        assert distance <= 1.05e-3 * xla + 1e-4, (path, distance, xla)
     assert kernel[0][0].dtype == jnp.bfloat16
 
 

@@ -181,9 +181,15 @@ def test_values_and_gradients_agree_with_xla(sizes, place, resets):
     reset = np.arange(t) == np.array(resets)[:, None]
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, arguments, reset)
-    # The kernels of single tokens are those of small chunks.
-    form = PLAINLY_INTERPRETED if c == 1 else INTERPRETED
-    close(both(form, arguments, reset), expected, 3e-6)
+    close(both(INTERPRETED, arguments, reset), expected, 3e-6)
+
+
+# Relative errors of the XLA form in bfloat16, in thousandths, for the tokens of the
+# test below, by chunk size: of memories and reads, gradients of tokens and memories.
+XLA_ERRORS = {
+    16: (1.60, 1.97, 2.60, 4.36, 4.99, 4.33, 6.29, 1.63, 2.65, 4.44, 4.43),
+    8: (1.70, 2.01, 2.93, 4.35, 4.24, 4.38, 4.90, 2.52, 3.28, 3.43, 4.56),
+}
 
 
 @pytest.mark.slow
@@ -200,7 +206,8 @@ def test_bfloat16_error_is_no_larger_than_xla(c, t, seed):
     exact = both(trellis_xla, (high, None, empty))
     # The test above has memory that is not written: here the lighter interpreter.
     kernel = both(PLAINLY_INTERPRETED, (low, None, empty))
-    xla = distances(both(trellis_xla, (low, None, empty)), exact)
-    for path, distance in distances(kernel, exact).items():
-        assert distance <= 1.05 * xla[path] + 1e-4, (path, distance, xla[path])
+    # The open tokens are those given, and have no gradient.
+    found = {path: x for path, x in distances(kernel, exact).items() if x}
+    for (path, distance), xla in zip(found.items(), XLA_ERRORS[c], strict=True):
+        assert distance <= 1.05e-3 * xla + 1e-4, (path, distance, xla)
     assert kernel[0][1].dtype == jnp.bfloat16
