@@ -88,10 +88,10 @@ def check(found):
 
 @pytest.mark.parametrize(
     ("family", "what"),
-    [("elastic", "evaluate"), ("trellis", "train"), ("lattice", "evaluate")],
+    [("elastic", "evaluate"), ("lattice", "train")],
 )
-def test_a_step_of_each_recurrent_system(family, what):
-    """Gradients of all kernels are compiled in `tests/kernels`."""
+def test_a_step_of_a_recurrent_system(family, what):
+    """All kernels and their gradients are compiled in `tests/kernels`."""
     request = Request(training(family), what, CHIPS)
     made = compiled(request, cycles=False)
     check(report(request, made))
@@ -141,7 +141,7 @@ def test_store_on_the_host_takes_no_device_memory():
     assert isinstance(stage, MPlusStage)
 
     # More than all else together, whose tiles have padding.
-    sizes = dataclasses.replace(stage.memory, store_size=2**14)
+    sizes = dataclasses.replace(stage.memory, store_size=2**12)
 
     def stored(where):
         memory = dataclasses.replace(sizes, store_memory=where)
@@ -160,9 +160,9 @@ def test_store_on_the_host_takes_no_device_memory():
 
 
 def test_needed_memory_of_a_step_that_is_too_large():
-    # 8 million tokens: the compiler refuses before it schedules anything. Rows of few
-    # tokens would take longer to read than the step to compile.
-    run = training("transformer", rows=2**11, context=2**12)
+    # 8 million tokens: the compiler refuses before it schedules anything. Many rows
+    # would take longer to read than the step to compile.
+    run = training("transformer", rows=2**6, context=2**17)
     request = Request(run, "train", CHIPS)
     found = report(request, compiled(request, cycles=False))
     assert not found["fits"] and found["memory"]["largest"] == "temporaries"
