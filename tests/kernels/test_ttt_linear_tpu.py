@@ -100,7 +100,9 @@ def test_values_and_gradients_agree_with_xla(b, t, h, width, places, resets, mos
         patch.setattr(blocks, "PACKS", most)
         patch.setattr(chunk_kernels, "BATCH", most)
         patch.setattr(chunk_kernels, "TOKENS", 32)
-        found = both(functools.partial(ttt_linear_tpu, interpret=INTERPRETER), *given)
+        # Memory is written alike in both: one shows that it is.
+        by = INTERPRETER if places[0] == 0 else True
+        found = both(functools.partial(ttt_linear_tpu, interpret=by), *given)
     close(found, expected, 2e-6)
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected[1]))
 

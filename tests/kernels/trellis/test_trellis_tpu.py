@@ -173,7 +173,6 @@ def compiled(name, mesh_shape, specs, sizes, dtype, check_vma=None):
     [
         # Heads in pairs.
         ("v5p:2x2x1", (1, 64, 4, 128, 128, 128, 64), jnp.bfloat16),
-        ("v6e:2x2", (1, 40, 2, 64, 128, 64, 32), jnp.float32),
         # Chunks of fewer than 16 tokens. Seven packs fill what a program may take.
         ("v5e:2x2", (14, 16, 2, 128, 128, 128, 1), jnp.bfloat16),
     ],
@@ -185,14 +184,14 @@ def test_the_gradient_compiles(name, sizes, dtype):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    "name, check_vma, size, dtype",
-    [("v5e:2x2", True, 16, jnp.bfloat16), ("v6e:2x2", False, 4, jnp.float32)],
+    "name, check_vma, size",
+    [("v6e:2x2", True, 16), ("v5e:2x2", False, 4)],
 )
-def test_the_gradient_compiles_over_a_mesh(name, check_vma, size, dtype):
+def test_the_gradient_compiles_over_a_mesh(name, check_vma, size):
     """Rows and heads are apart: nothing is exchanged."""
     specs = P("data"), P("data", None, "model"), P("data", "model")
     sizes = (2, 16, 4, 64, 64, 64, size)
-    text = compiled(name, (2, 2), specs, sizes, dtype, check_vma=check_vma)
+    text = compiled(name, (2, 2), specs, sizes, jnp.float32, check_vma=check_vma)
     assert "trellis_backward" in text
     # The sum of the loss over devices is the one thing that is.
     assert "all-gather" not in text and "all-to-all" not in text
