@@ -25,7 +25,7 @@ def main() -> None:
     # its layers.
     qwen, mamba = config("qwen3_5_text"), config("mamba2")
     sizes = dataclasses.replace(
-        qwen, mechanisms=(*qwen.layers, mamba.layers[0]), num_layers=3
+        qwen, mechanisms=(*qwen.layers, mamba.layers[0]), num_layers=3, remat=False
     )
 
     def make():

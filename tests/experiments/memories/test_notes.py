@@ -17,7 +17,7 @@ from memjax.models import LanguageModel
 TEXT = np.arange(5000, dtype=np.uint8)
 FIRST_NUMBER = notes.FIRST_NUMBER
 #: Of a training: both stages compile one program.
-SHORT = mqar.SMALL.scale._replace(layers=1, context_length=64, tokens_per_update=192)
+SHORT = mqar.SMALL.scale._replace(layers=1, context_length=64, tokens_per_update=64)
 
 
 @pytest.fixture(name="test", scope="module")
@@ -121,8 +121,10 @@ def test_gates_start_where_they_hardly_forget():
 
 @pytest.mark.slow
 def test_the_program_runs_and_keeps_what_it_trained(tmp_path, capsys, monkeypatch):
+    beginnings = {name: notes.text_of(name)[:10_000] for name in ("train", "test")}
+    monkeypatch.setattr(notes, "text_of", beginnings.get)
     monkeypatch.setattr(program, "STAGES", (SHORT, SHORT))
-    monkeypatch.setattr(mqar, "SMALL", mqar.SMALL._replace(scale=SHORT))
+    monkeypatch.setattr(mqar, "SMALL", mqar.SMALL._replace(scale=SHORT, pairs=(2,)))
     config = program.Config(
         models=("DeltaNet",),
         updates=(1, 1),

@@ -87,7 +87,7 @@ def test_baselines_have_the_bytes_of_the_memory():
     model = memory_model()
     size = methods.LatentMemory(model).state_bytes()
     # Rows of the store are on the host, in float32.
-    assert size.host == 2 * MEMORY.store_size * 16 * 4
+    assert size.host == MEMORY.store_size * 16 * 4
     sizes = methods.sizes_for(model, chunk=CHUNK, question=60, longest=3 * CHUNK)
     assert sizes.device < sizes.all <= 400
     built = {
@@ -99,8 +99,8 @@ def test_baselines_have_the_bytes_of_the_memory():
         label, method = built[name]
         tokens = sizes.device if wanted == size.device else sizes.all
         assert label == f"window of {tokens - 4} tokens and 4 sinks"
-        # A token is a key and a value of 8 floats in two layers, and a mask.
-        assert 0 <= method.state_bytes(CHUNK).device - wanted < 2 * 2 * 8 * 4 + 1
+        # A token is a key and a value of 8 floats, and a mask.
+        assert 0 <= method.state_bytes(CHUNK).device - wanted < 2 * 8 * 4 + 1
 
 
 def test_store_of_attention_is_on_the_device():

@@ -43,7 +43,7 @@ MEMORY = MPlusConfig(
 @functools.cache
 def backbone() -> LanguageModel:
     return drawn(
-        lambda: LanguageModel(make_config(256, capacity=400), key=jax.random.key(0))
+        lambda: LanguageModel(make_config(256, capacity=400, num_layers=1), key=jax.random.key(0))
     )
 
 

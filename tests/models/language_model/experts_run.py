@@ -13,6 +13,7 @@ from memjax.models.language_model.config import BlockStyle
 from memjax.models.language_model.hidden.router import ExpertsConfig
 from memjax.training.distributed import sharding
 from memjax.training.distributed.sharding import MeshConfig
+from tests import tiny
 
 EXPERTS = ExpertsConfig(
     12,
@@ -31,16 +32,16 @@ CONFIG = ModelConfig(
     vocab_size=16,
     model_dim=8,
     dtype="float32",
+    remat=False,
 )
 MESH = MeshConfig(fsdp=2, tensor=2, sequence=2)
 
 
 def main() -> None:
     """Loss and gradients on a mesh, and what the devices hold and send."""
-    graph, params, rest = nnx.split(
-        LanguageModel(CONFIG, rngs=nnx.Rngs(0)), nnx.Param, ...
-    )
-    tokens = jax.random.randint(jax.random.key(1), (4, 6), 0, 16)
+    model = tiny.drawn(lambda: LanguageModel(CONFIG, key=jax.random.key(0)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    tokens = tiny.tokens(1, 4, 6) % CONFIG.vocab_size
 
     @jax.jit
     @jax.value_and_grad
