@@ -1,4 +1,4 @@
-"""Commands called in this process, and sizes of a tiny model."""
+"""Commands called in this process, and sizes of a tiny run."""
 
 import contextlib
 import io
@@ -6,13 +6,8 @@ import io
 import pytest
 
 from memjax.cli import main as cli
+from tests.cli.sizes import TRANSFORMER as TRANSFORMER
 
-TRANSFORMER = """
-    transformer-tiny --model.model-dim 16 --model.hidden-dim 16 --model.num-layers 1
-    --model.mechanisms.0.model-dim 16 --model.mechanisms.0.num-heads 2
-    --model.mechanisms.0.num-kv-heads 1 --model.mechanisms.0.head-dim 8
-    --model.mechanisms.0.window 8
-""".split()
 # TensorBoard takes a second to import.
 SIZES = """
     --loop.writers --data.tokenizer bytes --data.context-length 16 --data.batch-size 2

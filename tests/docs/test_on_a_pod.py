@@ -49,7 +49,7 @@ def run(block, folder, gs, **environment):
 def run_here(command):
     """What `memjax` prints, called in this process: to start another takes seconds."""
     words = shlex.split(command)[1:]
-    code, out, err = commands.run(*platform_tools.small(words))
+    code, out, err = commands.run(*platform_tools.small(words, devices=1))
     assert code == 0, err
     return "\n".join([out, *err])
 
@@ -60,7 +60,13 @@ def run_here(command):
 def test_commands_run(number, tmp_path, gs, monkeypatch):
     here = re.findall("^memjax .*", BLOCKS[number], re.M)
     block = re.sub("^memjax .*\n", "", BLOCKS[number], flags=re.M)
-    printed, calls = run(block, tmp_path, gs)
+    # What Slurm starts trains here: pods are in `tests/training/test_pods.py`.
+    job = "".join(re.findall("^srun --kill-on-bad-exit=1 (.*)", block, re.M))
+    job = job.replace("/shared/", f"{tmp_path}/shared/")
+    printed, calls = run(block, tmp_path, gs, HAS_RUN=job)
+    if job:
+        assert f"srun --kill-on-bad-exit=1 {job}" in calls
+        here.append(job)
     monkeypatch.chdir(tmp_path)
     printed, calls = printed + "".join(map(run_here, here)), calls + here
     trained = [call for call in calls if call.startswith("memjax train")]
