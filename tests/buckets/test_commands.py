@@ -103,6 +103,6 @@ def test_fine_tuning_reads_and_writes_a_bucket(gs: Store, tmp_path: Path) -> Non
             assert outcome.reason == "finished"
     names = Bucket(tuned).entries()
     assert {"stage1/config.json", "stage2/metrics.jsonl"} <= set(names)
-    assert isinstance(memjax.load(tuned).model, HMT)
     loaded = memjax.load(tuned)
+    assert isinstance(loaded.model, HMT)
     loaded.model.save(tmp_path / "exported", loaded.text)

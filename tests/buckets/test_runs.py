@@ -23,6 +23,9 @@ from tests.training import toy_run
 from tests.training.processes import Process, pod, toy_program
 
 LOOP = {"steps": 12, "save_every": 5, "log_every": 1, "evaluate_every": 6}
+in_gs, in_s3 = (
+    pytest.mark.parametrize("store", [name], indirect=True) for name in ("gs", "s3")
+)
 
 
 def losses(bucket: Bucket) -> dict[int, float]:
@@ -38,7 +41,9 @@ def _whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# A run that is killed in `gs` equals it too.
 @pytest.mark.slow
+@in_s3
 def test_run_in_a_bucket_equals_one_on_a_disk(
     url: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +69,7 @@ def test_run_in_a_bucket_equals_one_on_a_disk(
 
 @pytest.mark.slow
 # Saves that were cut short are in `test_checkpoints.py`, for both stores.
-@pytest.mark.parametrize("store", ["gs"], indirect=True)
+@in_gs
 def test_killed_run_resumes_bit_for_bit(store: Store, url: str, whole: Path) -> None:
     slow = LOOP | {"sleep": 0.1}
     process = Process(toy_program, Path(url), slow, environment=store.environment)
@@ -100,11 +105,6 @@ def test_bucket_that_refuses_for_a_while_costs_only_time(
         assert toy_run.main(Path(url), LOOP) == 0
         assert store.proxy.met == 3
     assert Bucket(url).read("final.bin") == (whole / "final.bin").read_bytes()
-
-
-in_gs, in_s3 = (
-    pytest.mark.parametrize("store", [name], indirect=True) for name in ("gs", "s3")
-)
 
 
 # A lock is an object that only one can write: `test_buckets.py` has both stores.
