@@ -60,21 +60,19 @@ MODEL = ModelConfig(
     remat=False,
 )
 HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim=4)
-BLOCK: dict[str, Any] = dict(model_dim=16, num_heads=8, key_dim=4, value_dim=4)
-WINDOW = SlidingWindowConfig(**HEADS, window=8)
-#: Mechanisms with divided sequences. Other linear ones, and slots, join their memories
-#: as linear attention does; `mechanisms/layers/divided_run.py` has them. TTT and
-#: Trellis exchange tokens in the block that Lattice has.
-MECHANISMS: dict[str, MechanismConfig] = {
-    "attention": AttentionConfig(**HEADS, capacity=32),
-    "sinks": dataclasses.replace(WINDOW, sinks=2),
-    "elastic": ElasticMemoryConfig(**HEADS, block=8, order=4),
-    "beside": HybridConfig(WINDOW, DeltaNetConfig(32, 8, 4, 4)),
-    "linear_attention": LinearAttentionConfig(**BLOCK),
-    "lattice": LatticeConfig(16, num_heads=8, slots=4, value_dim=4, chunk_size=4),
+WINDOW = SlidingWindowConfig(**HEADS, window=8, sinks=2)
+EVERY_AXIS = sharding.MeshConfig(1, 2, 2, sequence=2), 8
+SEQUENCE_ALONE = sharding.MeshConfig(1, sequence=2), 2
+#: Mechanisms with divided sequences, each on a mesh. Other linear ones, slots and
+#: Elastic Memory join memories, as linear attention does: see
+#: `mechanisms/layers/divided_run.py`. TTT and Trellis exchange tokens in the block that
+#: Lattice has.
+MECHANISMS: dict[str, tuple[MechanismConfig, tuple[sharding.MeshConfig, int]]] = {
+    "attention": (AttentionConfig(**HEADS, capacity=32), SEQUENCE_ALONE),
+    "beside": (HybridConfig(WINDOW, DeltaNetConfig(32, 8, 4, 4)), EVERY_AXIS),
+    "linear_attention": (LinearAttentionConfig(16, 8, 4, 4), EVERY_AXIS),
+    "lattice": (LatticeConfig(16, 8, slots=4, value_dim=4, chunk_size=4), EVERY_AXIS),
 }
-#: Those of which a mesh that divides nothing but sequences gathers nothing.
-UNGATHERED = ("attention", "sinks")
 #: Families of which a layer is compiled.
 COMPILED = ("transformer", "trellis")
 CONFIG = StepConfig(carry_memory=True)
@@ -118,20 +116,11 @@ def run(axes):
 
 
 def sequences() -> None:
-    """An update's error against one device, and what is sent, by mechanism and mesh."""
-    every = {
-        "fsdp=2 tensor=2 sequence=2": (sharding.MeshConfig(1, 2, 2, sequence=2), 8)
-    }
-    short = {"sequence=2": (sharding.MeshConfig(1, sequence=2), 2)}
-    meshes = dict.fromkeys(MECHANISMS, every) | {
-        "attention": every | short,
-        "sinks": short,
-    }
-    found = {name: divided(MECHANISMS[name], on) for name, on in meshes.items()}
-    print(json.dumps(found))
+    """An update's error against one device, and what is sent, by mechanism."""
+    print(json.dumps({name: divided(*given) for name, given in MECHANISMS.items()}))
 
 
-def divided(mechanism, meshes):
+def divided(mechanism, on):
     model = dataclasses.replace(MODEL, mechanisms=(mechanism,))
     length, chunks, descent = 32, StepConfig(), optax.sgd(1.0)
 
@@ -146,10 +135,7 @@ def divided(mechanism, meshes):
     state = jax.device_get(jax.jit(create)())
     alone, metrics = jax.jit(update)(state, batch)
     expected = (alone.params, metrics["loss"])
-    return {
-        name: on_devices(model, update, state, batch, expected, config, devices)
-        for name, (config, devices) in meshes.items()
-    }
+    return on_devices(model, update, state, batch, expected, *on)
 
 
 def on_devices(model, update, state, batch, expected, config, devices):

@@ -31,10 +31,9 @@ MECHANISMS = {
     "gated_deltanet": GatedDeltaNetConfig(**SIZES),
     "gsa": GSAConfig(**SIZES, slots=4),
 }
-# The others join memories by the same function.
-WITH_GRADIENTS = (MECHANISMS["gated_deltanet"], MECHANISMS["gsa"])
-# All share the convolution that ends of segments meet.
-ENDS = MECHANISMS["gsa"]
+# All share the convolution that ends of segments meet. The others join memories by one
+# function; `tests/training/sharded_run.py` has its gradients.
+WITH_GRADIENTS = MECHANISMS["gsa"]
 # Two blocks a device.
 ELASTIC_SIZES = ElasticMemoryConfig(
     model_dim=12,
@@ -83,7 +82,7 @@ def in_block(config, mesh):
     programs: dict[str, Any] = {
         "packed": (mechanism.packed.whole, [(params, x, starts)])
     }
-    if config not in WITH_GRADIENTS:
+    if config != WITH_GRADIENTS:
         return differences(programs, mesh)
     apply = jax.jit(mechanism.apply)
     # Two tokens a device, where the convolution needs three.
@@ -91,9 +90,8 @@ def in_block(config, mesh):
     before, _ = apply(params, mechanism.init_state(B), short[::-1])
     gradients = jax.grad(functools.partial(loss, mechanism), (0, 1, 2), has_aux=True)
     programs["segment"] = (gradients, [(params, before, x)])
-    if config == ENDS:
-        for name, part in (("short", short), ("odd", x[:, : T - 1])):
-            programs[name] = (mechanism.apply, [(params, before, part)])
+    for name, part in (("short", short), ("odd", x[:, : T - 1])):
+        programs[name] = (mechanism.apply, [(params, before, part)])
     return differences(programs, mesh)
 
 
@@ -147,6 +145,7 @@ def differences(programs, mesh):
         found[name] = {
             "difference": float(max(jax.tree.leaves(apart))),
             "permutes": " collective-permute" in sent,
+            "exchanges": " all-to-all" in sent,
             "gathered": max(gathers(sent), default=0),
         }
     return found

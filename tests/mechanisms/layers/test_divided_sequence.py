@@ -29,6 +29,7 @@ def test_divided_tokens_equal_one_device(found, name):
 def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
     for program in {"segment", "packed"} & {*found[name]}:
         assert found[name][program]["permutes"]
+        assert not found[name][program]["exchanges"]
         assert 0 < found[name][program]["gathered"] <= MEMORIES
 
 
@@ -36,3 +37,4 @@ def test_only_memories_and_the_edge_of_the_convolution_are_sent(found, name):
 @pytest.mark.parametrize("name", divided_run.ELASTIC)
 def test_only_coefficients_are_sent(found, name):
     assert found[name]["later"]["gathered"] == COEFFICIENTS
+    assert not found[name]["later"]["exchanges"]
