@@ -55,6 +55,7 @@ def model(scenario) -> MPlus:
     config = CONFIGS[scenario]
     found = load_official(GOLDEN / "tiny_model.safetensors", HF, SIZES)
     found.config = config
+    found.backbone.config = dataclasses.replace(found.backbone.config, remat=False)
     return found
 
 
@@ -106,9 +107,21 @@ def _update(graph, params, state, new, dropped):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _trace_read(graph, params, state, tokens, new=None, kept=None):
+def _trace_read(graph, params, state, tokens, lengths, new, kept):
     model, beside = nnx.merge(graph, params), kept is not None
-    return model.trace_read(state, tokens, ReadOptions(new, beside, kept))
+    return model.trace_read(state, tokens, ReadOptions(new, beside, kept), lengths)
+
+
+def trace_read(split, state, tokens, new=None, kept=None):
+    """Reads of up to eight tokens in one program, padded behind."""
+    length = tokens.shape[1]
+    padded = np.pad(tokens, ((0, 0), (0, 8 - length)))
+    lengths = jnp.array([length], jnp.int32)
+    found = _trace_read(*split, state, padded, lengths, new, kept)
+    # Slices of numpy arrays: of jax's each would be a program.
+    logits, trace = jax.tree.map(np.asarray, found)
+    trace = trace._replace(hidden=trace.hidden[:, :, :length])
+    return logits[:, :length], trace
 
 
 def replay(scenario, check):
@@ -165,7 +178,7 @@ def check_read(golden, step, state, found):
 
     logits, trace = found
     near(logits[0], get("logits"))
-    state, trace = jax.tree.map(np.asarray, (state, trace))
+    state = jax.tree.map(np.asarray, state)
     near(trace.hidden[:, 0], get("hidden"))
     if trace.chosen is None:
         return
@@ -198,7 +211,7 @@ def test_memory_and_reads(scenario):
             return check_memory(golden, step, state, new)
         at = f"{step}/by_index" if f"{step}/by_index/ids" in golden else step
         assert at != step or scenario == "C"
-        read = _trace_read(*split, state, ids(golden, at))
+        read = trace_read(split, state, ids(golden, at))
         check_read(golden, at, state, read)
 
     replay(scenario, check)
@@ -268,5 +281,5 @@ def test_memory_tokens_by_hand(prepared):
     # Reads of new memory alone are in the test above.
     both = np.concatenate([first, chained], axis=2)
     kept = np.asarray(golden["beside_two/kept_idx"], np.int32)[None]
-    found = _trace_read(*split, state, ids(golden, "beside_two"), both, kept)
+    found = trace_read(split, state, ids(golden, "beside_two"), both, kept)
     check_read(golden, "beside_two", state, found)
