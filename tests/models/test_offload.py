@@ -24,6 +24,7 @@ SIZES = ModelConfig(
     hidden_dim=12,
     dtype="float32",
     tied_head=False,
+    remat=False,
 )
 OLDEST = dataclasses.replace(
     tiny.MPLUS, chunk_size=3, num_retrieved=3, store_size=6, key_dim=5

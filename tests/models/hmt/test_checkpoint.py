@@ -29,6 +29,7 @@ SIZES = ModelConfig(
     hidden_dim=12,
     dtype="float32",
     tied_head=False,
+    remat=False,
 )
 HF = {
     "model_type": "llama",

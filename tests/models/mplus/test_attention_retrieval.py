@@ -40,6 +40,7 @@ SIZES = ModelConfig(
     hidden_dim=12,
     dtype="float32",
     tied_head=False,
+    remat=False,
 )
 CONFIG = MPlusConfig(
     num_memory_tokens=K,

@@ -48,6 +48,7 @@ SIZES = ModelConfig(
     hidden_dim=12,
     dtype="float32",
     tied_head=False,
+    remat=False,
 )
 
 

@@ -26,6 +26,7 @@ SIZES = ModelConfig(
     model_dim=D,
     hidden_dim=12,
     dtype="float32",
+    remat=False,
 )
 BACKBONE = tiny.drawn(lambda: LanguageModel(SIZES, key=jax.random.key(0)))
 TOKENS = np.random.default_rng(1).integers(0, V, (B, C), np.int32)

@@ -26,6 +26,7 @@ SIZES = ModelConfig(
     hidden_dim=12,
     dtype="float32",
     tied_head=False,
+    remat=False,
 )
 MEMORY: Any = dict(
     num_memory_tokens=K,
