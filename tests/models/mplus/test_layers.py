@@ -76,6 +76,10 @@ def test_bos_equals_first_position_states():
         BACKBONE, "read", BACKBONE.init_state(1), mean[None, None]
     )
     last, at = BACKBONE.blocks[-1].parameters(), jnp.zeros((1, 1), jnp.int32)
-    y = write_layer(BACKBONE.config, last, bos[-1][None, None], None, at, 1)
-    y = normalize(BACKBONE.norm.get_value(), y, BACKBONE.config.norm_epsilon)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+    @jax.jit
+    def after(x):
+        y = write_layer(BACKBONE.config, last, x[None, None], None, at, 1)
+        return normalize(BACKBONE.norm.get_value(), y, BACKBONE.config.norm_epsilon)
+
+    np.testing.assert_allclose(after(bos[-1]), expected, rtol=1e-4, atol=1e-5)
