@@ -6,6 +6,7 @@ is recorded as a mark: "2" where the text begins with the answer, "1" where it o
 it, "0" where it does not, "-" where the method could not be asked.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -95,12 +96,17 @@ def difference(
     _, groups = np.unique(np.asarray(subjects)[asked], return_inverse=True)
     sums = np.bincount(groups, weights=shares - base)
     sizes = np.bincount(groups)
-    drawn = np.random.default_rng(0).multinomial(
-        len(sums), np.full(len(sums), 1 / len(sums)), size=RESAMPLES
-    )
+    drawn = _resamples(len(sums))
     low, high = np.quantile((drawn @ sums) / (drawn @ sizes), [0.025, 0.975])
     mean = float((shares - base).mean())
     return {"mean": mean, "low": float(low), "high": float(high)}
+
+
+@functools.lru_cache(maxsize=2)
+def _resamples(groups: int) -> np.ndarray:
+    """How often each of the groups is drawn, [RESAMPLES, groups]."""
+    equal = np.full(groups, 1 / groups)
+    return np.random.default_rng(0).multinomial(groups, equal, size=RESAMPLES)
 
 
 def wilson(hits: float, count: int) -> tuple[float, float]:
