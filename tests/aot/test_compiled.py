@@ -56,7 +56,7 @@ def finetuning(memory):
     samples = SampleConfig(batch_size=4, validation_texts=4)
     if memory == "hmt":
         hmt = HMTConfig(segment_length=32, num_sensory_tokens=4, num_memories=4)
-        stage = SegmentStage(hmt=hmt, data=samples, mesh=MESH)
+        stage = SegmentStage(hmt=hmt, depth=1, data=samples, mesh=MESH)
     else:
         sizes = MPlusConfig(
             num_memory_tokens=4,

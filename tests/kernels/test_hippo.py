@@ -124,7 +124,8 @@ def test_the_reference_computes_the_float64_oracle(name):
 @pytest.mark.parametrize(
     "form,banked,order",
     [
-        *((*form, N) for form in FORMS),
+        # Beyond the bank there are no other matrices than without it.
+        *((*form, N) for form in FORMS[1:]),
         ("scan", False, LOW),
         ("associative", False, LOW),
     ],
@@ -257,12 +258,8 @@ def test_the_kernel_of_polynomials_has_the_precision_of_float64(order, count):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("chip", "shared"),
-    [("v5e:2x2", True), ("v5p:2x2x1", False)],
-)
-def test_matrices_compile_for_a_mesh_with_the_kernel_in_them(chip, shared):
-    devices = topologies.get_topology_desc(chip, "tpu").devices[:4]
+def test_matrices_compile_for_a_mesh_with_the_kernel_in_them():
+    devices = topologies.get_topology_desc("v5e:2x2", "tpu").devices
     kinds = (jax.sharding.AxisType.Auto,) * 2
     shape = (2, len(devices) // 2)
     mesh = Mesh(np.array(devices).reshape(shape), ("data", "tensor"), kinds)
@@ -281,7 +278,7 @@ def test_matrices_compile_for_a_mesh_with_the_kernel_in_them(chip, shared):
     basis = jnp.asarray(np.asarray(READ[:, :1] * np.ones(8)), jnp.float32)
 
     def loss(features, state, start):
-        options = dict(start=start, in_step=shared, implementation="scan")
+        options = dict(start=start, in_step=True, implementation="scan")
         return sum(x.sum() for x in op.hippo(features, basis, state, **options))
 
     with jax.set_mesh(mesh):

@@ -116,18 +116,17 @@ def test_kernels_of_open_chunks_equal_the_step(name, options, monkeypatch):
     *tokens, state = tokens_of(name, (2, 3, 16, 8))
     if name == "lattice" and "forget" not in options:
         tokens[-1] = None
-    step = plain_step(name, **options)
-    other, _ = jax.jit(step)(*tokens, state)
+    run = jax.jit(functools.partial(three_tokens, plain_step(name, **options)))
+    # Three tokens are a chunk and one that is open.
+    other, _ = run((*tokens, state))
+    assert np.all(other.position == 1)
     given = *tokens, open_chunk.replace(jnp.array([False, True]), other, state)
-
-    def run():
-        return jax.jit(functools.partial(three_tokens, step))(given)
-
-    expected = run()
+    expected = run(given)
     kernel = functools.partial(head_kernel.by_heads_tpu, interpret=INTERPRETER)
     monkeypatch.setattr(open_chunk, "by_heads", kernel)
+    run = jax.jit(functools.partial(three_tokens, plain_step(name, **options)))
     # Operands of two parts in bfloat16: 16 bits.
-    close(run(), expected, 5e-5)
+    close(run(given), expected, 5e-5)
 
 
 @pytest.mark.slow

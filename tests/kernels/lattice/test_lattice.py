@@ -175,7 +175,6 @@ def pulled(case, implementation, arguments, reset):
     [
         CASES[4],
         pytest.param(CASES[2], marks=pytest.mark.slow),
-        pytest.param(CASES[7], marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -88,11 +88,11 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 @pytest.mark.parametrize("variant", ["dec", "enc"])
 def test_open_chunks_and_resets_agree_with_xla(interpreted, variant):
     """Whose chunks agree with the token loop in `test_lattice.py`."""
-    b, t, h, c = 2, 36, 1, 16
+    b, t, h, c = 2, 18, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     start, fresh = (rows(seed, b, h, SLOTS, WIDTH) for seed in (3, 4))
     state, empty = open_state(start, [10, 0], c), lattice_state(fresh, c)
-    reset = np.arange(t) == np.array([22, 16])[:, None]
+    reset = np.arange(t) == np.array([6, 16])[:, None]
     arguments = (tokens, state, empty)
     rule = Rule(variant)
     expected = both(IN_XLA, rule, reset, arguments)
