@@ -134,8 +134,7 @@ def gradients(**options):
 
 @pytest.mark.slow
 def test_gradients_reach_all_parameters_and_the_memory():
-    """With remat, which changes no gradient: see `test_depth.py`."""
-    options = dict(mechanisms=CONFIG.mechanisms[1:3], num_layers=2, remat=True)
+    options = dict(mechanisms=CONFIG.mechanisms[1:3], num_layers=2)
     loss, (params, memory) = found = gradients(**options)
     chex.assert_tree_all_finite(found)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(params))
