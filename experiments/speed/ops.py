@@ -16,6 +16,7 @@ maker's on a GPU or TPU, and measured on a CPU by one matrix product and one cop
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -126,6 +127,7 @@ def agreement(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
     arrays = ops.inputs(op, short, config.dtype)
     found: dict[str, float | str] = {}
 
+    @functools.cache
     def outputs(name: str) -> np.ndarray:
         run = jax.jit(ops.forward(op, name, config.chunk_size))
         return np.asarray(run(*arrays.values()), np.float32)

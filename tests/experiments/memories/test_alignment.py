@@ -13,8 +13,10 @@ from memjax.mechanisms import CELLS
 
 
 @pytest.mark.slow
-def test_memories_are_aligned_and_compared(small, tmp_path, capsys):
+def test_memories_are_aligned_and_compared(small, tmp_path, capsys, monkeypatch):
     source, backbone = small
+    # The other aligned window is another program.
+    monkeypatch.setattr(alignment, "WINDOWS", alignment.WINDOWS[:4])
     config = alignment.Config(
         only=("Gated DeltaNet",),
         seeds=(0,),
@@ -26,30 +28,29 @@ def test_memories_are_aligned_and_compared(small, tmp_path, capsys):
         more=4,
         tokens=24,
         texts=2,
-        passes=3,
+        passes=2,
         least=2,
         output=tmp_path / "alignment",
     )
     alignment.main(config)
     together = config.output.with_suffix(".json")
     found = json.loads(together.read_text())
-    trained = [alignment.ALIGNED.format(name) for name in (WIDE, WIDE_SHARED)]
-    narrow, wide, shared, aligned, _, memory = found["summary"]
+    trained = alignment.ALIGNED.format(WIDE)
+    narrow, wide, shared, aligned, memory = found["summary"]
     assert [line["name"] for line in found["summary"]] == [
-        *(WINDOW, WIDE, WIDE_SHARED, *trained, "Gated DeltaNet")
+        *(WINDOW, WIDE, WIDE_SHARED, trained, "Gated DeltaNet")
     ]
-    assert aligned["base"] == memory["base"] == trained[0]
+    assert aligned["base"] == memory["base"] == trained
     for kind in ("proofs", "code", "prose"):
         # A longer window misses less, and is compared with itself.
         assert wide[kind]["missed"] < shared[kind]["missed"] < narrow[kind]["missed"]
         assert wide[kind]["mean"] == 0 > narrow[kind]["mean"]
-        # Six updates at least do no harm, to adapters either.
+        # Four updates at least do no harm, to adapters either.
         assert aligned[kind]["missed"] < 1.1 * wide[kind]["missed"]
         assert aligned[kind]["missed"] != wide[kind]["missed"]
         assert memory[kind]["missed"] < 1.1 * narrow[kind]["missed"]
     # Keys and values of four tokens, and of two; a matrix a head.
-    sizes = {WINDOW: 0, WIDE: 4 * 64, WIDE_SHARED: 2 * 64}
-    sizes |= dict(zip(trained, (4 * 64, 2 * 64), strict=True))
+    sizes = {WINDOW: 0, WIDE: 4 * 64, WIDE_SHARED: 2 * 64, trained: 4 * 64}
     assert found["bytes"] == sizes | {"Gated DeltaNet": 2 * 64 * 4}
     capsys.readouterr()
     together.unlink()
