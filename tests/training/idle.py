@@ -11,6 +11,7 @@ import pytest
 
 from memjax.training import pretrain
 from memjax.training.finetune import finetune
+from memjax.training.monitoring import reporting
 from memjax.training.step import TrainState
 
 
@@ -20,10 +21,15 @@ def _count(state: TrainState, _: Any) -> tuple[TrainState, dict[str, float]]:
 
 @contextlib.contextmanager
 def idle_updates(idle: Callable[[Any], bool] = lambda run: True) -> Iterator[None]:
-    """Runs that are trained here, if `idle`, end as they began, after all steps."""
+    """Runs that are trained here, if `idle`, end as they began, after all steps.
+
+    None of the runs has writers besides `metrics.jsonl`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module in (pretrain, finetune):
             patch.setattr(module, "_programs", _idle(module._programs, idle))
+        # TensorBoard takes a second to import, and has tests of its own.
+        patch.setattr(reporting, "open_writers", lambda *_: [])
         yield
 
 
