@@ -42,9 +42,8 @@ MEMORY = MPlusConfig(
 
 @functools.cache
 def backbone() -> LanguageModel:
-    return drawn(
-        lambda: LanguageModel(make_config(256, capacity=400, num_layers=1), key=jax.random.key(0))
-    )
+    config = make_config(256, capacity=400, num_layers=1)
+    return drawn(lambda: LanguageModel(config, key=jax.random.key(0)))
 
 
 @functools.cache
