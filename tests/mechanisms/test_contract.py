@@ -97,8 +97,6 @@ CONFIGS: dict[str, MechanismConfig] = {
     "hybrid": HybridConfig(
         WINDOW, LatticeConfig(16, 4, slots=5, value_dim=6, chunk_size=4)
     ),
-    # Two query heads share a memory.
-    "hybrid_shared": HybridConfig(WINDOW, GatedDeltaNetConfig(16, 2, 5, 6)),
     "hybrid_elastic": HybridConfig(
         WINDOW, ElasticCellConfig(4, 2, 4, order=6, block=3)
     ),
@@ -171,7 +169,6 @@ VARIANTS = (
     "memorizing_nearest",
     "sliding_window",
     "gated_deltanet_published",
-    "hybrid_shared",
     "hybrid_elastic",
     "hybrid_infini",
     "trellis_nonlinear",
@@ -185,9 +182,11 @@ VARIANTS = (
 # One of each kind, for laws that need a compilation of their own.
 KINDS = ("sliding_window_sinks", "gated_deltanet", "trellis")
 # For these laws among the slow tests: all whose flow of a segment is their own. The
-# others differ by an op, whose own tests have its gradients and types, or by a style.
+# others differ by an op, whose own tests have its gradients and types, or by a style;
+# Mamba-2 is in "parallel", and Lattice in "hybrid".
 FLOWS = {*CONFIGS} - {*VARIANTS, "linear_attention", "deltanet", "abc", "gdn2"}
 FLOWS = FLOWS - {"melodi", "memorizing"} | {"melodi_long", "memorizing_nearest"}
+FLOWS = FLOWS - {"mamba2", "lattice"}
 
 
 def rows(names, fast):

@@ -69,10 +69,10 @@ def with_gradients(attention, weight, *tokens):
 
 
 @pytest.mark.slow
-# Whole and broken blocks and windows, by the kernels of either kind of heads.
+# Whole and broken blocks and windows, by the kernels of either kind of heads. Our own
+# has tests among the kernels.
 @pytest.mark.parametrize(
-    ("time", "groups", "window"),
-    [(T, H, None), (300, G, None), (300, H, 130), (T, G, 130)],
+    ("time", "groups", "window"), [(300, G, None), (300, H, 130), (T, G, 130)]
 )
 def test_outputs_and_gradients_are_those_of_softmax_attention(
     monkeypatch, time, groups, window
@@ -88,8 +88,8 @@ def test_outputs_and_gradients_are_those_of_softmax_attention(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("time", "samples"), [(T, 256), (300, 40)])
-def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch, time, samples):
+def test_blocks_with_a_memory_are_softmax_attention_to_both(monkeypatch):
+    time, samples = 300, 40
     sizes = [(time, H), (time, G), (time, G), (samples, G), (samples, G)]
     tokens = [draw(seed, B, 2, t, h, K) for seed, (t, h) in enumerate(sizes)]
     remembers = jnp.asarray([[False, True], [True, True]])
@@ -242,9 +242,7 @@ def test_behind_a_cache_it_compiles_on_a_mesh():
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("config", "heads"), [("v5e:2x2", H), ("v5p:2x2x1", 2 * H), ("v6e:2x2", 2 * H)]
-)
+@pytest.mark.parametrize(("config", "heads"), [("v5e:2x2", H), ("v5p:2x2x1", 2 * H)])
 def test_it_compiles_on_a_mesh(config, heads):
     # A device has one head of 64, which takes splash, or two, which take our kernel.
     mesh = four(config)
