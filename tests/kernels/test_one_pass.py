@@ -19,7 +19,7 @@ from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 #: One of each way to write, with the gates of most; the kernel is the same for all.
-OPS = ("ssd", "delta_rule", "kda", "gdn2", "gated_slots")
+OPS = ("ssd", "delta_rule", "gdn2", "gated_slots")
 #: Ops whose states have the tokens of an open chunk.
 CHUNKED = ("lattice", "trellis", "ttt_linear")
 

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
-from memjax_kernels import LATTICE_VARIANTS, lattice_init_state
+from memjax_kernels import lattice_init_state
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import blocks as pack_blocks
 from memjax_kernels._src.common.packs.chunk_kernels import Chunk
@@ -29,8 +27,6 @@ from tests.kernels.lattice.against_xla import (
     rows,
 )
 
-# A failure is not made smaller: each size compiles anew.
-WITHOUT_SHRINKING = (Phase.reuse, Phase.generate)
 EXACT = functools.partial(products.multiply, dtype=jnp.dtype("float32"))
 
 
@@ -39,22 +35,10 @@ def pack_heads(x):
     return jnp.concatenate([x[:, i] for i in range(x.shape[1])], axis=-1)
 
 
-@st.composite
-def chunks(draw):
-    most = dict(packs=2, heads=3, tokens=5, slots=4, width=4)
-    # With a single channel nothing lies across a slot: all there is would be rounding.
-    least = dict(width=2)
-    sizes = {n: draw(st.integers(least.get(n, 1), size)) for n, size in most.items()}
-    return sizes, draw(st.integers(0, 2**16)), draw(st.sampled_from(LATTICE_VARIANTS))
-
-
 @pytest.mark.slow
-@settings(max_examples=2, deadline=None, phases=WITHOUT_SHRINKING)
-@given(chunks())
-def test_packed_chunk_and_gradient_equal_single_heads(drawn):
-    sizes, seed, variant = drawn
-    number, heads, size, slots, width = sizes.values()
-    random = np.random.default_rng(seed)
+def test_packed_chunk_and_gradient_equal_single_heads():
+    variant, number, heads, size, slots, width = "sim", 2, 3, 5, 4, 3
+    random = np.random.default_rng(0)
 
     def normal(*s):
         return jnp.asarray(random.normal(size=(number, heads, *s)), "float32")

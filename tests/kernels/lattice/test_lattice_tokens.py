@@ -1,6 +1,5 @@
 """Lattice with C = 1 on a TPU for packs of heads, interpreted."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -9,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels import (
-    lattice,
-    lattice_init_state,
-    lattice_state,
-)
+from memjax_kernels import lattice_state
 from memjax_kernels._src.lattice import Rule, packed, tpu_token
 from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
@@ -27,7 +22,6 @@ from tests.kernels.lattice.against_xla import (
     draw,
     rows,
 )
-from tests.kernels.on_tpu import compiled_for_two, needs_libtpu
 
 
 @pytest.mark.slow
@@ -95,24 +89,6 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
         return last(*given)
 
     close(run(lattice_tpu), run(lattice_xla), 1e-6)
-
-
-@needs_libtpu
-def test_gradients_compile_divided_along_the_batch():
-    """Other chips, and several blocks, are in `test_lattice_tpu.py`."""
-    b, t, h, m, v = 2, 16, 4, 32, 64
-    state = lattice_init_state(b, h, m, v, 1)
-
-    def loss(q, k, v, gamma, start, reset):
-        before = dataclasses.replace(state, start=start)
-        options = {"state": before, "chunk_size": 1, "variant": "enc"}
-        after, y = lattice(q, k, v, gamma, reset=reset, **options)
-        return jnp.sum(after.start) + jnp.sum(y.astype(jnp.float32) ** 2)
-
-    tokens = draw(b, t, h, m, v, jnp.bfloat16)
-    given = (*tokens, state.start, jnp.zeros((b, t), bool))
-    text = compiled_for_two("v5p:2x2x1", jax.grad(loss, range(5)), given)
-    assert "lattice_backward" in text and "all-gather" not in text
 
 
 def test_channels_are_summed_in_all_lanes_of_their_head():
