@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import itertools
 from typing import Any
 
 import chex
@@ -88,6 +89,18 @@ def algorithm_1(x, sampling, positions, edges):
                     moved = bank.transition(N, start / stop) @ memory[which, g]
                     memory[which, g] = moved + kernel @ signal[here, g]
     return outputs, memory
+
+
+def read(mechanism, state, *ends):
+    """The state after tokens up to the last end, and their outputs, part by part.
+
+    Of few lengths: each is compiled.
+    """
+    outputs = []
+    for begin, end in itertools.pairwise(ends):
+        state, y = mechanism.apply(drawn_params(), state, drawn_inputs()[:, begin:end])
+        outputs.append(y)
+    return state, np.concatenate(outputs, axis=1)
 
 
 @jax.jit
@@ -182,9 +195,7 @@ def test_memory_is_invisible_before_the_first_block_is_compressed(call):
 def test_block_positions_do_not_depend_on_stream_length(positions):
     """With equal memories, a block reads the same at token 8 and at token 8000."""
     mechanism = elastic(positions=positions)
-    state, _ = mechanism.apply(
-        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
-    )
+    state, _ = read(mechanism, mechanism.init_state(B), 0, 4, 8)
     late = state._replace(length=jnp.full(B, 8000, jnp.int32))
     _, y = mechanism.apply(drawn_params(), state, drawn_inputs()[:, :3])
     _, z = mechanism.apply(drawn_params(), late, drawn_inputs()[:, :3])
@@ -196,25 +207,19 @@ def test_block_positions_do_not_depend_on_stream_length(positions):
 
 def test_past_blocks_are_visible_only_through_the_memory():
     mechanism = elastic()
-    a, _ = mechanism.apply(
-        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
-    )
-    b, _ = mechanism.apply(
-        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, 4:12]
-    )
+    a, _ = read(mechanism, mechanism.init_state(B), 0, 4, 8)
+    b, _ = read(mechanism, mechanism.init_state(B), 4, 8, 12)
     moved = b._replace(keys=a.keys, values=a.values)
-    _, y = mechanism.apply(drawn_params(), a, drawn_inputs()[:, 8:12])
-    _, z = mechanism.apply(drawn_params(), moved, drawn_inputs()[:, 8:12])
-    _, other = mechanism.apply(drawn_params(), b, drawn_inputs()[:, 8:12])
+    _, y = read(mechanism, a, 8, 12)
+    _, z = read(mechanism, moved, 8, 12)
+    _, other = read(mechanism, b, 8, 12)
     np.testing.assert_array_equal(y, z)
     assert np.abs(np.subtract(y, other)).max() > 1e-3
 
 
 def test_flush_compresses_a_short_block():
     mechanism = elastic()
-    state, first = mechanism.apply(
-        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :3]
-    )
+    state, first = read(mechanism, mechanism.init_state(B), 0, 3)
     flushed = flushed_of(state)
     assert (
         flushed.length.tolist() == [3] * B and flushed.open_length.tolist() == [0] * B
@@ -222,7 +227,8 @@ def test_flush_compresses_a_short_block():
     assert not any(
         map(np.any, jax.device_get((flushed.open_keys, flushed.open_values)))
     )
-    state, second = mechanism.apply(drawn_params(), flushed, drawn_inputs()[:, 3:13])
+    # From the middle of a block on, and into the middle of one.
+    state, second = read(mechanism, flushed, 3, 6, 10, 13)
     y = np.concatenate([first, second], axis=1)
     for row in range(B):
         expected = algorithm_1(
@@ -234,9 +240,7 @@ def test_flush_compresses_a_short_block():
 
 def test_flush_of_no_open_block_changes_nothing():
     mechanism = elastic()
-    state, _ = mechanism.apply(
-        drawn_params(), mechanism.init_state(B), drawn_inputs()[:, :8]
-    )
+    state, _ = read(mechanism, mechanism.init_state(B), 0, 4, 8)
     mixed = mechanism.reset(state, jnp.array([True, False]))
     chex.assert_trees_all_equal(flushed_of(mixed), mixed)
 

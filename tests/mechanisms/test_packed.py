@@ -17,9 +17,12 @@ from tests.mechanisms.test_contract import CONFIGS, HEADS
 
 B, T, D = 2, 12, 16
 PACKS = {name: c for name, c in CONFIGS.items() if c.build().packed is not None}
-# Options of an op, whose own tests have documents, and styles that see no neighbours.
+# Options of an op, whose own tests have documents, styles that see no neighbours, and
+# cells of which another row has the documents too ("parallel" has Mamba-2).
 OPTIONS = (
     "attention_full",
+    "gated_deltanet",
+    "mamba2",
     "retention",
     "gla_tied",
     "gsa_published",

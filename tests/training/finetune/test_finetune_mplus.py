@@ -373,16 +373,19 @@ def test_presets_follow_the_papers_curriculum():
 
 
 @pytest.mark.parametrize(
-    ("stage", "distance"), [("stage1", 60), ("stage2", 60), ("stage3", 200)]
+    ("stage", "distance", "steps"),
+    [("stage1", 60, 1000), ("stage2", 60, 1000), ("stage3", 200, 2000)],
 )
-def test_revisits_of_the_papers_stages_are_as_far_as_its_appendix_says(stage, distance):
+def test_revisits_of_the_papers_stages_are_as_far_as_its_appendix_says(
+    stage, distance, steps
+):
     """Counted over the chunks that are written, each here of one token."""
     tasks = dict(cast(MPlusStages, presets()["mplus-paper"]).stages())[stage].tasks
     tasks = dataclasses.replace(tasks, shortest_chunk=1, target=8, prompt=1)
     texts = [TokenisedDocument("d", "text", np.zeros(400_000, np.int32))]
     batches = TaskBatches(texts, tasks, 1, 1, 0, np.zeros(1, np.int32))
     since, distances = 0, []
-    for assignment, _ in zip(batches, range(2000), strict=False):
+    for assignment, _ in zip(batches, range(steps), strict=False):
         if assignment.task == "revisit":
             distances.append(since)
         elif assignment.batch.keep[0]:
