@@ -54,8 +54,8 @@ def test_overlap_equals_product_over_chunk():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("time", "heads", "chunk_size"),
-    # A block, and parts of others.
-    [(64, (2, 64), 2), (150, (4, 32), 16), (101, (2, 128), 64)],
+    # Blocks and a part of one.
+    [(150, (4, 32), 16), (101, (2, 128), 64)],
 )
 def test_kernels_equal_xla(time, heads, chunk_size):
     tokens = draw(time, time, *heads)
@@ -121,14 +121,9 @@ def test_unsupported_reasons(sizes, dtype, chunk_size, reason):
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("chip", "mesh_shape"),
-    [("v5e:2x2", (2, 2)), ("v5p:2x2x1", (1, 1))],
-)
-def test_the_gradient_compiles(chip, mesh_shape):
-    devices = np.array(topologies.get_topology_desc(chip, "tpu").devices)
-    devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
-    mesh = Mesh(devices, ("data", "tensor"))
+def test_the_gradient_compiles():
+    devices = np.array(topologies.get_topology_desc("v5p:2x2x1", "tpu").devices)
+    mesh = Mesh(devices.reshape(2, 2), ("data", "tensor"))
     place = NamedSharding(mesh, P("data", None, "tensor"))
     shaped = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -143,10 +143,10 @@ def test_block_diagonal_and_its_inverse(dtype):
     [
         # Open chunks, another width of values, two groups of heads.
         ((2, 40, 4, 64, 128, 64, 16), [0, 5], [16, 27]),
-        # Two chunks in a block, of two batch elements.
-        ((2, 22, 2, 64, 64, 64, 8), [0, 3], [8, 5]),
-        # Single tokens, of packs of more heads than fill the lanes of keys.
-        ((2, 19, 4, 64, 32, 64, 1), [0, 0], [3, 7]),
+        # Two chunks in a block, of packs of more heads than fill the lanes of keys.
+        ((2, 22, 4, 64, 32, 64, 8), [0, 3], [8, 5]),
+        # Single tokens.
+        ((2, 17, 2, 64, 64, 64, 1), [0, 0], [3, 7]),
     ],
 )
 def test_values_and_gradients_agree_with_xla(sizes, place, resets):
@@ -157,7 +157,9 @@ def test_values_and_gradients_agree_with_xla(sizes, place, resets):
     reset = np.arange(t) == np.array(resets)[:, None]
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, arguments, reset)
-    close(both(INTERPRETED, arguments, reset), expected, 3e-6)
+    # The kernels of single tokens are those of small chunks.
+    form = PLAINLY_INTERPRETED if c == 1 else INTERPRETED
+    close(both(form, arguments, reset), expected, 3e-6)
 
 
 # Relative errors of the XLA form in bfloat16, in thousandths, for the tokens of the
