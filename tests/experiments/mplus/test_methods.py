@@ -18,6 +18,7 @@ from tests.experiments.mplus.tiny import (
     memory_model,
     samples,
 )
+from tests.tiny import assert_close
 
 
 def test_bm25_reads_the_best_chunks_in_their_order():
@@ -35,7 +36,16 @@ def test_bm25_reads_the_best_chunks_in_their_order():
 
 
 @pytest.mark.slow
-def test_methods_with_the_whole_text_in_view_equal_full_attention():
+def test_methods_with_the_whole_text_in_view_equal_full_attention(monkeypatch):
+    # Tokens alone tell little: random models repeat one whatever they read.
+    scores, real = [], methods.generate
+
+    def generate(*args, **options):
+        found = real(*args, **options)
+        scores.append(found.log_probs)
+        return found
+
+    monkeypatch.setattr(methods, "generate", generate)
     (batch,) = samples(samples=2, num_chunks=1)
     sizes = methods.Sizes(400, 250, CHUNK, 60, 2 * CHUNK)
     names = ("full attention", "window, device", "SnapKV, device", "re-read, device")
@@ -48,13 +58,15 @@ def test_methods_with_the_whole_text_in_view_equal_full_attention():
         memory = method.start(2)
         for chunk in (batch.context, batch.chunks[0]):
             memory = method.inject(memory, chunk)
-        return method.query(memory, batch.prompts, ANSWER).tolist()
+        tokens = method.query(memory, batch.prompts, ANSWER)
+        return tokens, scores.pop()
 
-    texts = [answers(method) for method in built]
-    assert all(text == texts[0] for text in texts)
+    full, *others = (answers(method) for method in built)
+    for found in others:
+        assert_close(found, full)
     _, closed = methods.baseline("closed book", backbone(), BYTES, sizes)
-    assert answers(closed) != texts[0]
-    assert answers(methods.ReRead(backbone(), CHUNK, CHUNK, 60)) != texts[0]
+    for method in (closed, methods.ReRead(backbone(), CHUNK, CHUNK, 60)):
+        assert np.abs(answers(method)[1] - full[1]).max() > 1e-3
     found = [method.state_bytes(2 * CHUNK) for method in built]
     assert [x.host for x in found] == [0, 0, 0, 8 * CHUNK, 8 * CHUNK]
     assert found[0].device < found[1].device
