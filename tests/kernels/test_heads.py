@@ -73,7 +73,10 @@ def test_rotation_kernel_equals_xla(sizes, rows):
     def run(form):
         return with_gradients(lambda x: form(x, cos, sin), x)
 
-    close(run(ROTATE), run(xla.rotate), NEAR)
+    # Memory is written alike in both: one shows that it is.
+    lighter = {} if rows == 1 else {"interpret": True}
+    kernel = functools.partial(ROTATE, **lighter)
+    close(run(kernel), run(xla.rotate), NEAR)
 
 
 @pytest.mark.slow
@@ -87,8 +90,9 @@ def test_layout_kernels_equal_swapaxes(sizes, scale):
     def exchanged(x):
         return jnp.swapaxes(x, 1, 2)
 
+    by = True if scale == 1 else INTERPRETER
     first, last = (
-        functools.partial(layouts_tpu.moved, layouts_tpu.Static(to, scale, INTERPRETER))
+        functools.partial(layouts_tpu.moved, layouts_tpu.Static(to, scale, by))
         for to in (True, False)
     )
     for form, given in ((first, x), (last, exchanged(x))):

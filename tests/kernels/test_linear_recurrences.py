@@ -260,10 +260,10 @@ def test_defaults_are_empty_memory_and_fastest_form(name):
 @pytest.mark.slow
 def test_gradient_of_the_default_is_that_of_chunks():
     """Of any linear op: `table.run` chooses for all."""
-    arguments = draw("gsa")
+    arguments = draw("ssd")
     close(
-        with_gradients("gsa", None, arguments),
-        with_gradients("gsa", SMALL, arguments),
+        with_gradients("ssd", None, arguments),
+        with_gradients("ssd", SMALL, arguments),
         2e-5,
     )
 
