@@ -82,7 +82,9 @@ def test_killed_run_resumes_bit_for_bit(store: Store, url: str, whole: Path) -> 
     assert list(losses(bucket)) == list(range(1, 13))
 
 
+# Tracebacks are of the libraries that write there alone.
 @pytest.mark.slow
+@in_gs
 def test_bucket_that_refuses_for_a_while_costs_only_time(
     store: Store,
     url: str,

@@ -32,7 +32,7 @@ STAGE = MPlusStage(
     memory=dataclasses.replace(MEMORY, chunk_size=CHUNK, min_chunk_size=4),
     tasks=TASKS,
     data=SampleConfig(source="none", batch_size=2),
-    loop=LoopConfig(steps=6, save_every=2),
+    loop=LoopConfig(steps=6, save_every=2, writers=()),
 )
 DOCUMENTS = [
     TokenisedDocument(f"{i}", "text", np.arange(i, i + 200, dtype=np.int32) % 251)
