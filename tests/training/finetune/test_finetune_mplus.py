@@ -67,7 +67,7 @@ def stages(samples):
         memory=MEMORY,
         tasks=TASKS,
         data=samples,
-        loop=LoopConfig(steps=5, save_every=1, log_every=1),
+        loop=LoopConfig(steps=5, save_every=2, log_every=1),
         seed=0,
     )
     alone = dataclasses.replace(MEMORY, num_retrieved=0, pool_size=12)

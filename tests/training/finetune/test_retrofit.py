@@ -73,7 +73,7 @@ def _trained(base, tmp_path_factory):
     words += f" --choose-texts 2 --data.source {data.source} --data.batch-size 2"
     words += f" --data.cache-dir {data.cache_dir} --backbone {backbone}"
     for part in ("distill", "tune"):
-        words += f" --{part}.loop.steps 2 --{part}.loop.save-every 1"
+        words += f" --{part}.loop.steps 2 --{part}.loop.save-every 2"
         words += f" --{part}.loop.log-every 1 --{part}.optimizer.learning-rate 0.01"
         words += f" --{part}.optimizer.warmup-ratio 0.01"
     command = [*words.split(), "--run-dir", str(folder)]

@@ -53,7 +53,7 @@ def task_batches(count):
         tokens = rng.integers(0, V, (B, T + 1)).astype(np.int32)
         yield TaskBatch(
             chunks=rng.integers(0, V, (B, 2, C)).astype(np.int32),
-            lengths=np.array([[4, 3], [2, 4]], np.int32),
+            lengths=np.array([[4, 2], [3, 3]], np.int32),
             target=Target(tokens[:, :-1], tokens[:, 1:], np.ones((B, T), np.float32)),
             num_queries=np.array([2, 5], np.int32),
             keep=np.zeros(B, bool),
