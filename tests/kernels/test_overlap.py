@@ -16,6 +16,8 @@ from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 KERNEL = functools.partial(pallas_tpu.overlap_tpu, interpret=INTERPRETER)
+# Faster, for what does not depend on when memory is written.
+LIGHTER = functools.partial(pallas_tpu.overlap_tpu, interpret=True)
 
 
 def draw(seed, time, heads, width, dtype=jnp.float32):
@@ -64,7 +66,8 @@ def test_kernels_equal_xla(time, heads, chunk_size):
     def run(form):
         return with_gradients(form, chunk_size, *tokens)
 
-    close(run(KERNEL), run(overlap_with_keys), 1e-4)
+    kernel = KERNEL if time == 150 else LIGHTER
+    close(run(kernel), run(overlap_with_keys), 1e-4)
 
 
 @pytest.mark.slow
@@ -74,7 +77,7 @@ def test_bfloat16_keys_have_float32_products():
     def run(form):
         return with_gradients(form, 16, *tokens)
 
-    (found, gradients), (expected, others) = run(KERNEL), run(overlap_with_keys)
+    (found, gradients), (expected, others) = run(LIGHTER), run(overlap_with_keys)
     close(found, expected, 1e-5)
     close(gradients, others, 1e-2)
 
@@ -86,7 +89,7 @@ def test_a_gradient_of_the_gradient_is_that_of_xla():
         once = jax.grad(lambda k: (form(k, gamma, chunk_size=16)[1] ** 2).sum())
         return jax.jit(jax.grad(lambda k: (once(k) ** 2).sum()))(k)
 
-    close(twice(KERNEL), twice(overlap_with_keys), 1e-4)
+    close(twice(LIGHTER), twice(overlap_with_keys), 1e-4)
 
 
 @pytest.mark.slow  # Fast tests are also run with all annotations checked.
