@@ -63,12 +63,12 @@ HEADS: dict[str, Any] = dict(model_dim=16, num_heads=8, num_kv_heads=4, head_dim
 WINDOW = SlidingWindowConfig(**HEADS, window=8, sinks=2)
 EVERY_AXIS = sharding.MeshConfig(1, 2, 2, sequence=2), 8
 SEQUENCE_ALONE = sharding.MeshConfig(1, sequence=2), 2
-#: Mechanisms with divided sequences, each on a mesh. Other linear ones, slots and
-#: Elastic Memory join memories, as linear attention does: see
-#: `mechanisms/layers/divided_run.py`. TTT and Trellis exchange tokens in the block that
-#: Lattice has.
+#: Mechanisms with divided sequences, each on a mesh. Other linear ones and slots join
+#: memories, as linear attention does: see `mechanisms/layers/divided_run.py`. TTT and
+#: Trellis exchange tokens in the block that Lattice has.
 MECHANISMS: dict[str, tuple[MechanismConfig, tuple[sharding.MeshConfig, int]]] = {
     "attention": (AttentionConfig(**HEADS, capacity=32), SEQUENCE_ALONE),
+    "elastic": (ElasticMemoryConfig(**HEADS, block=8, order=4), EVERY_AXIS),
     "beside": (HybridConfig(WINDOW, DeltaNetConfig(32, 8, 4, 4)), EVERY_AXIS),
     "linear_attention": (LinearAttentionConfig(16, 8, 4, 4), EVERY_AXIS),
     "lattice": (LatticeConfig(16, 8, slots=4, value_dim=4, chunk_size=4), EVERY_AXIS),
