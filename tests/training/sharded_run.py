@@ -253,7 +253,7 @@ def memory() -> None:
     # In the order of their names, as trees of JAX have them.
     empty = jax.jit(lambda: model.init_state(4))()
     given = jax.device_get({"memory": empty, "params": params})
-    # Scores that are no ties at 1: devices may choose other rows of equal scores.
+    # Else rows grow to 60,000, which float32 rounds to a hundredth.
     given["params"] = jax.tree.map(lambda x: 0.3 * x, given["params"])
     alone = results(jax.jit(read), *given.values())
     mesh = sharding.make_mesh(
