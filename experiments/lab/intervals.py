@@ -79,7 +79,7 @@ def check_seeds(seeds: Sequence[int]) -> None:
 
 def median_and_range(values: Sequence[float], digits: int = 2) -> str:
     """The median of some runs and their range as text: "0.98 (0.95 to 1.00)"."""
-    if not values:
-        return ""
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f}" for value in values)
     low, median, high = np.quantile(values, (0, 0.5, 1))
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

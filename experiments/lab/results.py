@@ -159,9 +159,22 @@ def write_report(
 
 
 def show(title: str, rows: Rows) -> None:
-    """Prints rows as a table."""
-    content = arranged(rows, title)
-    screen = ScreenTable(*content.header, title=title)
-    for row in content.rows:
-        screen.add_row(*row)
-    Console().print(screen)
+    """Prints rows as a table; columns that do not fit the screen are below it."""
+    (header, rows_of, notes), console = arranged(rows, title), Console()
+    columns = [*zip(header, *rows_of, strict=True)]
+    # Words of a header may stand below each other; cells are not cut.
+    widths = [max(map(len, [*head.split(), *cells])) for head, *cells in columns]
+    left = [*range(1, len(columns))]
+    while left:
+        chosen, room = [0], console.width - widths[0] - 4
+        while left and (len(chosen) == 1 or widths[left[0]] + 3 <= room):
+            room -= widths[left[0]] + 3
+            chosen.append(left.pop(0))
+        screen = ScreenTable(title=title)
+        for i in chosen:
+            screen.add_column(header[i], width=widths[i])
+        for row in rows_of:
+            screen.add_row(*(row[i] for i in chosen))
+        console.print(screen)
+        title = ""
+    console.print(*notes, sep="\n")

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.lab import render
-from experiments.lab.results import RESULTS, load, table
+from experiments.lab.results import RESULTS, load, show, table
 
 SOURCE = "speed/hybrids"
 
@@ -102,3 +102,12 @@ def test_check_exits_with_1_and_writing_mends_it(tmp_path, monkeypatch, capsys):
     assert "study/one is stale" in capsys.readouterr().err
     assert render.main() == 0
     assert render.main(check=True) == 0
+
+
+def test_a_table_wider_than_the_screen_is_cut_between_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    cells = {f"{n} notes, later": f"{n}.00 (0.12 to 0.34)" for n in range(4)}
+    show("Answers", iter([{"model": "a name of 20 letters"} | cells, "a note"]))
+    printed = capsys.readouterr().out
+    assert all(cell in printed for cell in cells.values()) and "a note" in printed
+    assert printed.count("a name of 20 letters") == 4
