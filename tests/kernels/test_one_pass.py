@@ -133,6 +133,15 @@ def test_kernels_of_open_chunks_equal_the_step(name, options, monkeypatch):
     close(run(given), expected, 5e-5)
 
 
+@pytest.mark.parametrize("name", ["gated_delta_rule", "trellis"])
+def test_a_vmap_of_a_step_lowers_for_a_tpu(name):
+    given = tokens_of(name, (2, 3, 16, 8))
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), given)
+    step = jax.vmap(getattr(memjax_kernels, f"{name}_step"))
+    lowered = jax.jit(step).trace(*two).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
+
+
 @pytest.mark.slow
 def test_heads_of_several_blocks(monkeypatch):
     monkeypatch.setattr(one_pass, "MOST_HEADS", 8)

@@ -312,3 +312,13 @@ def test_apply_is_step_far_on_in_a_stream(tokens_before: int):
         state, y = mechanism.step(drawn_params(), state, drawn_inputs()[:, t])
         rows.append(y)
     np.testing.assert_allclose(whole, np.stack(rows, axis=1), atol=2e-6)
+
+
+@pytest.mark.usefixtures("all_platforms")
+def test_a_vmap_lowers_for_a_tpu():
+    memory = ElasticMemoryConfig(16, 2, 1, 8, block=4, order=4).build()
+    params, state = memory.init_params(jax.random.key(0)), memory.init_state(2)
+    states = jax.tree.map(lambda x: x[:, None], state)
+    apply = jax.vmap(memory.apply, in_axes=(None, 0, 0))
+    traced = jax.jit(apply).trace(params, states, jnp.zeros((2, 1, 8, 16)))
+    assert "legendre" in traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -62,6 +62,8 @@ def _on_device(points, *, order, interpret):
     ratio_low = (ratio - ratio_high).astype(np.float32)
     of_points = pl.BlockSpec((rows, LANES), lambda tile, _: (tile, 0))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    # Rows, of which `vmap` makes blocks that Mosaic takes.
+    ratios = (jnp.asarray(x)[None] for x in (ratio_high, ratio_low))
     shape = (steps * DEGREES, tiles * rows, LANES)
     values = pl.pallas_call(
         _kernel,
@@ -77,7 +79,7 @@ def _on_device(points, *, order, interpret):
         ),
         interpret=interpret,
         name="legendre",
-    )(*varying.vary_alike((*map(jnp.asarray, (ratio_high, ratio_low)), high, low)))
+    )(*varying.vary_alike((*ratios, high, low)))
     values = values.reshape(len(values), -1)[:order, : sets * count]
     values = jnp.moveaxis(values.reshape(order, sets, count), 1, 0)
     return (), values[:, None, :, None]
@@ -98,7 +100,7 @@ def _kernel(ratio_high, ratio_low, high, low, values, carried):
     def next_degree(i, pairs):
         before, now = pairs
         values[i] = now[0]
-        ratio = (ratio_high[first + i], ratio_low[first + i])
+        ratio = (ratio_high[0, first + i], ratio_low[0, first + i])
         t = _multiply(z, now)
         change = _multiply(_add(t, (-before[0], -before[1])), ratio)
         return now, _add(t, change)

@@ -97,7 +97,7 @@ def _on_device(given, changed, fixed, *, function, interpret):
 
     def kernel(number, rows, changed, fixed, new, results):
         def of(axes):
-            return number[pl.program_id(0)]
+            return number[0, pl.program_id(0)]
 
         given = jax.tree.map(lambda ref: ref[0], (rows, changed, fixed))
         found = function(multiply_in_parts, of, *given)
@@ -136,7 +136,7 @@ def _on_device(given, changed, fixed, *, function, interpret):
         ),
         interpret=interpret,
         name="by_heads",
-    )(*varying.vary_alike((number, rows, changed, fixed)))
+    )(*varying.vary_alike((number[None], rows, changed, fixed)))
     return changed, jax.tree.map(lambda x: x[:, None, None], rows)
 
 

@@ -213,8 +213,9 @@ def _placed(kind, x, together):
     shape, x = x.shape[2:], x.astype(F32)
     unit = jax.ShapeDtypeStruct((1, 1, *shape), F32)
     if kind == "gate":
-        # One number after the other: more axes would be padded.
-        return x.reshape(-1), pl.BlockSpec(memory_space=pltpu.SMEM), unit
+        # One number after the other: more axes would be padded. In a row, of which
+        # `vmap` makes blocks that Mosaic takes.
+        return x.reshape(1, -1), pl.BlockSpec(memory_space=pltpu.SMEM), unit
     rest = (0,) * len(shape)
 
     def at(b, h, *slots):
@@ -233,7 +234,7 @@ def _kernel(*refs, closed, kinds, written, heads, slotted):
     def of_head(h, i):
         ref = given[i]
         if kinds[i] == "gate":
-            return jnp.full((1, 1), ref[first + h])
+            return jnp.full((1, 1), ref[0, first + h])
         return ref[:, pl.ds(h, 1)]
 
     def one_head(h, _):
