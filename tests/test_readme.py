@@ -75,7 +75,7 @@ def test_the_examples_run(tmp_path, monkeypatch, compiled):
     folder = tmp_path / "HuggingFaceTB" / "SmolLM2-135M"
     small.save(folder, TextInterface(tokenizer))
     monkeypatch.chdir(tmp_path)
-    run(PRETRAINED.replace("2000", "20"), scope)
+    run(PRETRAINED.replace(" 100,", " 20,"), scope)
     assert scope["found"].tokens.shape == (1, 20)
     assert (tmp_path / "night").is_dir()
 
