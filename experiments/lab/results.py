@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as ScreenTable
 
@@ -160,21 +161,23 @@ def write_report(
 
 def show(title: str, rows: Rows) -> None:
     """Prints rows as a table; columns that do not fit the screen are below it."""
-    (header, rows_of, notes), console = arranged(rows, title), Console()
+    (header, rows_of, notes), console = arranged(rows, title), Console(markup=False)
     columns = [*zip(header, *rows_of, strict=True)]
-    # Words of a header may stand below each other; cells are not cut.
-    widths = [max(map(len, [*head.split(), *cells])) for head, *cells in columns]
-    left = [*range(1, len(columns))]
-    while left:
+    # Words of a header may stand below each other.
+    widths = [
+        max(map(cell_len, ["", *head.split(), *cells])) for head, *cells in columns
+    ]
+    left, shown = [*range(1, len(columns))], False
+    while left or not shown:
         chosen, room = [0], console.width - widths[0] - 4
         while left and (len(chosen) == 1 or widths[left[0]] + 3 <= room):
             room -= widths[left[0]] + 3
             chosen.append(left.pop(0))
         screen = ScreenTable(title=title)
         for i in chosen:
-            screen.add_column(header[i], width=widths[i])
+            screen.add_column(header[i], width=widths[i], overflow="fold")
         for row in rows_of:
             screen.add_row(*(row[i] for i in chosen))
         console.print(screen)
-        title = ""
+        title, shown = "", True
     console.print(*notes, sep="\n")

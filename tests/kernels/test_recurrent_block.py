@@ -147,6 +147,40 @@ def test_heads_have_requested_norm():
     np.testing.assert_allclose(norms, 3.0, rtol=1e-5)
 
 
+@pytest.mark.parametrize("taps", [1, 4])
+def test_the_kernel_has_one_tap_and_gradients_in_the_dtypes_given(taps):
+    x, filters, before = convolution_inputs(10, 1, 16, 2, 64)
+    given = x, filters[4 - taps :].astype(jnp.bfloat16), before[:, 4 - taps :]
+
+    def gradients(x, filters, before, bias):
+        def convolve(*given):
+            return CONVOLUTION(*given[:3], None, *given[3:], unit_norm=False)
+
+        return jax.vjp(convolve, x, filters, before, bias)[1](x)
+
+    found = jax.eval_shape(gradients, *given, jnp.ones((2, 64)))
+    assert [y.dtype.name for y in found] == ["bfloat16"] * 2 + ["float32"] * 2
+
+
+@pytest.mark.slow
+def test_the_derivative_of_large_inputs_and_an_exact_bias():
+    x = jnp.ones((1, 16, 1, 128), jnp.bfloat16)
+    before, bias = jnp.zeros((1, 3, 1, 128)), jnp.full((1, 128), 100.3)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(form, filters, bias, x):
+        def convolve(x):
+            return form(x, filters, before, None, bias, unit_norm=False)
+
+        y, pull = jax.vjp(convolve, x)
+        return y, pull(jnp.ones_like(y))
+
+    large = jnp.full((4, 1, 128), 2.0**28), 0 * bias, x
+    near = jnp.full((4, 1, 128), 25.0, jnp.bfloat16), bias, -x
+    for given in (large, near):
+        close(both(CONVOLUTION, *given), both(xla.short_convolution, *given), 1e-2)
+
+
 @pytest.mark.slow
 def test_convolution_is_split_invariant():
     x, filters, before = convolution_inputs(4, 1, 96, 2, 64)

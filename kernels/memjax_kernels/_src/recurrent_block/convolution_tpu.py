@@ -13,6 +13,7 @@ half the operations.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +62,8 @@ def short_convolution_tpu(
     """`short_convolution` in kernels."""
     seen, taps = None, filters.shape[0]
     if bias is not None:
-        filters = jnp.concatenate([filters, bias.astype(filters.dtype)[None]])
+        both = jnp.result_type(filters, bias)
+        filters = jnp.concatenate([filters.astype(both), bias.astype(both)[None]])
     if positions is not None:
         seen = jnp.minimum(positions, taps - 1).astype(BF16)
         # A column for each head, as a mesh divides heads.
@@ -112,13 +114,13 @@ def _backward(static: Static, primals, residuals, cotangents):
     d_x, d_filters = _call(static, True, x, filters, before, seen, d_y)
     d_filters = d_filters.reshape(x.shape[0], -1, SHARE, *x.shape[2:])
     # That of the halves.
-    d_filters = 0.5 * d_filters.sum(axis=(0, 2))[None]
+    d_filters = (0.5 * d_filters.sum(axis=(0, 2))[None]).astype(filters.dtype)
     # Earlier inputs reach the first tokens alone. All heads are one axis in this slice,
     # or XLA would copy all tokens to another layout.
-    few, flat = static.taps - 1, lambda z: z.reshape(*z.shape[:2], -1)
+    few = static.taps - 1
 
     def begin(z):
-        return flat(z)[:, :few].reshape(z.shape[0], few, *z.shape[2:])
+        return _flat(z)[:, :few].reshape(z.shape[0], few, *z.shape[2:])
 
     seen_first = None if seen is None else seen[:, :few]
     form = functools.partial(_in_xla, static, begin(x), filters, seen=seen_first)
@@ -127,16 +129,17 @@ def _backward(static: Static, primals, residuals, cotangents):
     return d_x.reshape(x.shape), d_filters, d_before, nothing
 
 
+def _flat(z: Array) -> Array:
+    # Not -1: before one tap there are no tokens, and -1 of nothing is any size.
+    return z.reshape(*z.shape[:2], math.prod(z.shape[2:]))
+
+
 _op = gradients.of_kernels("short_convolution", _forward, _backward, _in_xla)
 
 
 def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     """One of the kernels on tokens [B, T, C]."""
-
-    def flat(z):
-        return z.reshape(*z.shape[:2], -1)
-
-    tokens = flat(x)
+    tokens = _flat(x)
     of = tiles.blocks_of(*tokens.shape)
     (batch, time, channels), size, lanes = of
     blocks = time // size
@@ -157,7 +160,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
         )
 
     def pad(z, rows, front):
-        return jnp.pad(flat(z), ((0, 0), (rows, 0) if front else (0, rows), (0, 0)))
+        return jnp.pad(_flat(z), ((0, 0), (rows, 0) if front else (0, rows), (0, 0)))
 
     taps = static.taps
     given = {
@@ -175,7 +178,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     outputs = varying.like(x, (batch, time, channels), x.dtype)
     out_specs, name = block, "short_convolution_forward"
     if d_y is not None:
-        given["d_y"] = flat(d_y), block
+        given["d_y"] = _flat(d_y), block
         shape = (batch, filters.shape[1] * SHARE, channels)
         outputs = outputs, varying.like(x, shape, F32)
         out_specs = block, fixed(shape[1], False)
@@ -287,7 +290,7 @@ def _backward_kernel(given, d_x, d_filters, inputs, behind, *, static: Static, f
             y = tile.s * tile.inverse
             d_s = tile.inverse * (d_s - y * tiles.head_sums(d_s * y, ones))
         # Twice that of z.
-        d_z = d_s * (1 + tile.tanh) * (1 + tile.h - tile.h * tile.tanh)
+        d_z = d_s * (1 + tile.tanh) * (1 + (tile.h - tile.h * tile.tanh))
         if static.has_bias:
             d_filters[SHARE * taps :, at] += tiles.eights(d_z)
         found, count = tile.filters[-1] * d_z, rows.size
