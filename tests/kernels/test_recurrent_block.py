@@ -153,8 +153,8 @@ def test_the_kernel_has_one_tap_and_gradients_in_the_dtypes_given(taps):
     given = x, filters[4 - taps :].astype(jnp.bfloat16), before[:, 4 - taps :]
 
     def gradients(x, filters, before, bias):
-        def convolve(*given):
-            return CONVOLUTION(*given[:3], None, *given[3:], unit_norm=False)
+        def convolve(x, filters, before, bias):
+            return CONVOLUTION(x, filters, before, None, bias, unit_norm=False)
 
         return jax.vjp(convolve, x, filters, before, bias)[1](x)
 
@@ -178,7 +178,7 @@ def test_the_derivative_of_large_inputs_and_an_exact_bias():
     large = jnp.full((4, 1, 128), 2.0**28), 0 * bias, x
     near = jnp.full((4, 1, 128), 25.0, jnp.bfloat16), bias, -x
     for given in (large, near):
-        close(both(CONVOLUTION, *given), both(xla.short_convolution, *given), 1e-2)
+        close(both(CONVOLUTION, *given), both(xla.short_convolution, *given), 3e-2)
 
 
 @pytest.mark.slow

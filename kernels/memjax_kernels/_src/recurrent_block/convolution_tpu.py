@@ -62,8 +62,8 @@ def short_convolution_tpu(
     """`short_convolution` in kernels."""
     seen, taps = None, filters.shape[0]
     if bias is not None:
-        both = jnp.result_type(filters, bias)
-        filters = jnp.concatenate([filters.astype(both), bias.astype(both)[None]])
+        rows = filters.astype(F32), bias.astype(F32)[None]
+        filters = jnp.concatenate(rows)
     if positions is not None:
         seen = jnp.minimum(positions, taps - 1).astype(BF16)
         # A column for each head, as a mesh divides heads.
