@@ -104,7 +104,7 @@ def test_tables_show_the_seeds_that_learned(test):
     rows = {row[""]: row for row in shown if isinstance(row, dict)}
     first = "3 notes, 64 later"
     assert rows["DeltaNet"]["learned"] == "1 of 2"
-    assert rows["DeltaNet"][first] == "1.00 (1.00 to 1.00)"
+    assert rows["DeltaNet"][first] == "1.00"
     assert rows[program.WINDOW]["learned"] == "0 of 2"
     # All of it fits the bytes, and is read again without a mistake.
     assert rows[program.WINDOW][first] == "" and rows[program.TEXT][first] == "1.00"
