@@ -19,6 +19,7 @@ the models with windows of 64.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,9 @@ def models(window: int, baselines: bool = False) -> dict[str, ModelConfig]:
         return build(name, vocab_size=TOKENIZER.vocab_size)
 
     memory = of(window, "elastic_memory")
-    one, two, size = map(state_bytes, (of(window), of(window + 1), memory))
-    wide = window + max(0, -((one - size) // (two - one)))
+    narrow, wider, size = map(state_bytes, (of(window), of(window + 1), memory))
+    # Each token of a window takes as many bytes.
+    wide = window + max(0, math.ceil((size - narrow) / (wider - narrow)))
     windows = {f"windows of {size}": of(size) for size in (window, wide)}
     others = {
         "Elastic Memory, uniform": of(window, "elastic_memory", sampling="uniform"),

@@ -104,7 +104,7 @@ def difference(
 
 @functools.lru_cache(maxsize=2)
 def _resamples(groups: int) -> np.ndarray:
-    """How often each of the groups is drawn, [RESAMPLES, groups]."""
+    """Bootstrap counts of each group, [RESAMPLES, groups]."""
     equal = np.full(groups, 1 / groups)
     return np.random.default_rng(0).multinomial(groups, equal, size=RESAMPLES)
 

@@ -56,11 +56,11 @@ def _show(saved: MemoryFolder, record: Record) -> None:
     """Prints the record; control characters could move a terminal's cursor."""
     newest = saved.newest()
     held = sum(p.stat().st_size for p in newest.rglob("*")) if newest else 0
-    s = "" if record.turns == 1 else "s"
     lines = {
         "model": record.model,
         "origin": record.origin,
-        "read": f"{record.tokens:,} tokens, {record.turns} answer{s}",
+        "read": f"{record.tokens:,} tokens, {record.turns} answer"
+        + "s" * (record.turns != 1),
         "bytes": size(held),
     }
     kinds = (saved.load(saved_bytes) or {}).items()

@@ -60,7 +60,7 @@ def run_here(command):
 def test_commands_run(number, tmp_path, gs, monkeypatch):
     here = re.findall("^memjax .*", BLOCKS[number], re.M)
     block = re.sub("^memjax .*\n", "", BLOCKS[number], flags=re.M)
-    # What Slurm starts trains here: pods are in `tests/training/test_pods.py`.
+    # The command of `srun` runs in this process; `test_pods.py` starts several.
     job = "".join(re.findall("^srun --kill-on-bad-exit=1 (.*)", block, re.M))
     job = job.replace("/shared/", f"{tmp_path}/shared/")
     printed, calls = run(block, tmp_path, gs, HAS_RUN=job)

@@ -124,7 +124,7 @@ def test_kernels_of_open_chunks_equal_the_step(name, options, monkeypatch):
     assert np.all(other.position == 1)
     given = *tokens, open_chunk.replace(jnp.array([False, True]), other, state)
     expected = run(given)
-    # What is done with memory is the same for all.
+    # The kernel is the same for all: one shows that memory is written.
     by = INTERPRETER if name == "trellis" else True
     kernel = functools.partial(head_kernel.by_heads_tpu, interpret=by)
     monkeypatch.setattr(open_chunk, "by_heads", kernel)

@@ -90,7 +90,7 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dec", "enc"])
 def test_open_chunks_and_resets_agree_with_xla(interpreted, variant):
-    """Whose chunks agree with the token loop in `test_lattice.py`."""
+    """`test_lattice.py` compares the XLA form with the token loop."""
     b, t, h, c = 2, 18, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     start, fresh = (rows(seed, b, h, SLOTS, WIDTH) for seed in (3, 4))

@@ -76,7 +76,7 @@ def both(implementation, phi, reset, arguments):
 
 @pytest.mark.slow
 def test_open_chunks_and_resets_agree_with_xla(interpreted):
-    """Whose chunks agree with the token loop in `test_trellis.py`."""
+    """`test_trellis.py` compares the XLA form with the token loop."""
     b, t, h, c = 2, 18, 1, 16
     tokens = draw(b, t, h, jnp.float32)
     state, empty = (draw_state(seed, b, h, c) for seed in (3, 4))

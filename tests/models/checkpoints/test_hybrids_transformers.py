@@ -53,8 +53,8 @@ def written(model, folder, tokens):
 #: Nemotron-H, whatever its file says.
 TIED = {kind: name for name, (kind, _) in FAMILIES.items() if kind != "nemotron_h"}
 VARIANTS = collections.Counter(kind for kind, _ in FAMILIES.values())
-#: Read in steps too: the first of those whose layers differ in more than their sizes,
-#: their hidden layers and what is read in parts.
+#: Families that are read in steps too: one for each kind of recurrent layer and of
+#: arrangement of layers.
 STEPPED = ("qwen3_5", "olmo_hybrid", "mamba2", "bamba", "falcon_h1", "nemotron_h")
 STEPPED += ("lfm2", "mamba", "recurrent_gemma")
 

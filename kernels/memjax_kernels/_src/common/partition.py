@@ -213,7 +213,7 @@ def _undivided(mesh: AbstractMesh) -> list[str]:
 
 
 def divides(*arrays: Any) -> bool:
-    """Whether the arrays' mesh has axes other than those of a `shard_map`."""
+    """True on a mesh, but not inside of a `shard_map` over all of its axes."""
     return bool(_undivided(mesh_of(*arrays)))
 
 

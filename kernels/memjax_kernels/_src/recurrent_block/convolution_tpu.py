@@ -13,7 +13,6 @@ half the operations.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from memjax_kernels._src.common import gradients, partition, varying
 from memjax_kernels._src.common.packs import tiles
 from memjax_kernels._src.common.packs.tiles import BF16, F32, LANES, ROWS
 from memjax_kernels._src.recurrent_block import xla
-from memjax_kernels._src.recurrent_block.norms import LEAST_SQUARES
+from memjax_kernels._src.recurrent_block.norms import LEAST_SQUARES, flat
 
 # Rows of a filter's share in the arrays of the kernels; and tokens of a tile.
 SHARE, TILE = 8, 64
@@ -120,7 +119,7 @@ def _backward(static: Static, primals, residuals, cotangents):
     few = static.taps - 1
 
     def begin(z):
-        return _flat(z)[:, :few].reshape(z.shape[0], few, *z.shape[2:])
+        return flat(z)[:, :few].reshape(z.shape[0], few, *z.shape[2:])
 
     seen_first = None if seen is None else seen[:, :few]
     form = functools.partial(_in_xla, static, begin(x), filters, seen=seen_first)
@@ -129,17 +128,12 @@ def _backward(static: Static, primals, residuals, cotangents):
     return d_x.reshape(x.shape), d_filters, d_before, nothing
 
 
-def _flat(z: Array) -> Array:
-    # Not -1: before one tap there are no tokens, and -1 of nothing is any size.
-    return z.reshape(*z.shape[:2], math.prod(z.shape[2:]))
-
-
 _op = gradients.of_kernels("short_convolution", _forward, _backward, _in_xla)
 
 
 def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     """One of the kernels on tokens [B, T, C]."""
-    tokens = _flat(x)
+    tokens = flat(x)
     of = tiles.blocks_of(*tokens.shape)
     (batch, time, channels), size, lanes = of
     blocks = time // size
@@ -160,7 +154,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
         )
 
     def pad(z, rows, front):
-        return jnp.pad(_flat(z), ((0, 0), (rows, 0) if front else (0, rows), (0, 0)))
+        return jnp.pad(flat(z), ((0, 0), (rows, 0) if front else (0, rows), (0, 0)))
 
     taps = static.taps
     given = {
@@ -178,7 +172,7 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     outputs = varying.like(x, (batch, time, channels), x.dtype)
     out_specs, name = block, "short_convolution_forward"
     if d_y is not None:
-        given["d_y"] = _flat(d_y), block
+        given["d_y"] = flat(d_y), block
         shape = (batch, filters.shape[1] * SHARE, channels)
         outputs = outputs, varying.like(x, shape, F32)
         out_specs = block, fixed(shape[1], False)

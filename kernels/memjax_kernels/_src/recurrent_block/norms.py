@@ -5,6 +5,8 @@ ones over all channels of a token: separate axes for heads and channels would
 need another layout on a TPU, where two heads of 64 fill the lanes of a register.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,22 +38,24 @@ def rms_norm_heads(
     high = _divide_by_root(high, _head_squares(high) / x.shape[-1] + epsilon)
     flat_scale = scale.astype(jnp.float32).reshape(-1)
     every_head = jnp.tile(flat_scale, x.shape[-2] * x.shape[-1] // flat_scale.size)
-    return scale_channels(_flat(high), every_head).reshape(x.shape)
+    return scale_channels(flat(high), every_head).reshape(x.shape)
 
 
 def _head_squares(x):
     """The sum of squares of each head, [*B, H]."""
-    return exact_product(_flat(x) ** 2, _of_head(x))
+    return exact_product(flat(x) ** 2, _of_head(x))
 
 
 def _divide_by_root(x, squares, norm=1.0):
     """x [*B, H, K] times `norm` over the roots of `squares` [*B, H]."""
     factors = exact_product(norm * jax.lax.rsqrt(squares), _of_head(x).T)
-    return (_flat(x) * factors).reshape(x.shape)
+    return (flat(x) * factors).reshape(x.shape)
 
 
-def _flat(x):
-    return x.reshape(*x.shape[:-2], -1)
+def flat(x: Float[Array, "*B H K"]) -> Float[Array, "*B HK"]:
+    """The channels of all heads as one axis."""
+    # Not -1: before one tap there are no tokens, and -1 of nothing is any size.
+    return x.reshape(*x.shape[:-2], math.prod(x.shape[-2:]))
 
 
 def _of_head(x):

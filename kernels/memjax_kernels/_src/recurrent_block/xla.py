@@ -5,13 +5,12 @@ channels of all heads are one axis inside (`norms` says why).
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from memjax_kernels._src.recurrent_block.norms import l2_normalize, rms_norm_heads
+from memjax_kernels._src.recurrent_block.norms import flat, l2_normalize, rms_norm_heads
 
 
 def short_convolution(
@@ -26,10 +25,6 @@ def short_convolution(
 ) -> Float[Array, "B T H K"]:
     """See `recurrent_block.short_convolution`, which checks the arguments."""
     width, time = filters.shape[0], x.shape[1]
-
-    def flat(z):
-        # Not -1: before one tap there are no tokens, and -1 of nothing is any size.
-        return z.reshape(*z.shape[:-2], math.prod(z.shape[-2:]))
 
     inputs = jnp.concatenate([flat(before).astype(x.dtype), flat(x)], axis=1)
     weights = flat(filters)
@@ -61,9 +56,6 @@ def gated_norm(
     heads_per_norm: int = 1,
 ) -> Float[Array, "B T H K"]:
     """See `recurrent_block.gated_norm`, which checks the arguments."""
-
-    def flat(z):
-        return z.reshape(*z.shape[:-2], -1)
 
     # Products of half precision would round twice.
     opened = activate(activation, gate.astype(jnp.float32))

@@ -203,7 +203,7 @@ def backward_kernel(
 
 
 def _flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
-    """Whether the chunk is full, and starts from `empty`: float32 [P, 1, 1]."""
+    """The flags `full` and `reset` of each pack, float32 [P, 1, 1]."""
 
     def flag(is_there, index):
         if not is_there:

@@ -112,17 +112,13 @@ def _on_device(op: Op, tokens: Tokens, state: Array, *, interpret: Any):
     columns = [] if of_channels else [g]
     columns += [] if beta is None else [beta.astype(F32)]
     gates = (jnp.stack(columns, axis=-1),) if columns else ()
-    passes = (len(columns),)
     layout = Layout(
-        1,
-        packing.group,
-        packing.heads,
-        CHUNK_SIZE,
-        passes,
-        False,
-        False,
-        1,
-        packing.ways,
+        rows=1,
+        size=CHUNK_SIZE,
+        passes=(len(columns),),
+        opens=False,
+        resets=False,
+        **packing._asdict(),
     )
     static = Static(None, layout, interpret)
     return _kernels(op)(static, Chunks(tuple(by_token), gates, None, None), state, None)

@@ -102,7 +102,7 @@ def _gathered(step, options, slots, *given):
 
 
 def _valid(slots: Integer[Array, " B"], number: int) -> Bool[Array, " B"]:
-    """Whether each slot is in [0, number) and occurs once."""
+    """True for each slot in [0, number) that is unique."""
     alone = (slots[:, None] == slots[None]).sum(1) == 1
     return alone & (slots >= 0) & (slots < number)
 
