@@ -15,7 +15,7 @@ and pairs of tokens [P, C, CC]. With S = start, D(.)
 """
 
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,27 +40,15 @@ class Options(NamedTuple):
     multiply: Multiply
 
 
-class Errors(NamedTuple):
-    """The gradient at slot i is c_i (h - phi(s_i) a_i)."""
-
-    h: Float[Array, "P C VV"]
-    a: Float[Array, "P C MM"]
-    c: Float[Array, "P C MM"]
-
-
 class Norms(NamedTuple):
     """Intermediates of the slots' norms after each token.
 
     Attributes:
-        pairs: L.
-        before: L D(w).
         taken: what the slots lose along themselves.
         across: squared norm of what they gain across themselves.
         rho: 1 / norm.
     """
 
-    pairs: Float[Array, "P C CC"]
-    before: Float[Array, "P C MM"]
     taken: Float[Array, "P C MM"]
     across: Float[Array, "P C MM"]
     rho: Float[Array, "P C MM"]
@@ -91,12 +79,14 @@ def advance(
     """
     dot, heads = options.multiply, options.heads
     slots = block_diagonal(start, heads)
-    error = errors(x, slots, options)
+    h = errors(x, slots, options)
+    a = dot(h, slots, "nt")
     yield
-    h, w = error.h, x.gate * error.c
+    w = x.gate * coefficients(x, a, options)
     apart = block_diagonal(w, heads)
     yield
-    norm = norms(h, w, apart, error.a, options)
+    pairs = weigh(dot(h, block_diagonal(h, heads), "nt"), heads)
+    norm = norms(w, a, dot(pairs, apart, "nn"), x.k.dtype)
     yield
     r = x.q.astype(F32) * norm.rho
     y = dot(r + r * norm.taken, slots, "nn")
@@ -107,30 +97,37 @@ def advance(
     return move(h, w, start, options).after, y
 
 
-def errors(x: Chunk, slots: Float[Array, "P MM VV"], options: Options) -> Errors:
-    """h, a and c of a variant's objective; `slots` is D(S)."""
-    dot, (k, v) = options.multiply, (x.k.astype(F32), x.v.astype(F32))
+def errors(
+    x: Chunk, slots: Float[Array, "P MM VV"], options: Options
+) -> Float[Array, "P C VV"]:
+    """h of a variant's objective; `slots` is D(S).
+
+    The gradient at slot i is c_i (h - phi(s_i) a_i).
+    """
+    v = x.v.astype(F32)
     match options.variant:
         case "dec":
-            h = dot(x.k, slots, "nn") - v
+            return options.multiply(x.k, slots, "nn") - v
         case "enc":
-            h = v
+            return v
         case "sim":
-            h = -v
-    a = dot(h, slots, "nt")
-    return Errors(h, a, a - k if options.variant == "enc" else k)
+            return -v
 
 
-def norms(h, w, apart, a, options: Options) -> Norms:
-    """The norms of the slots; `apart` is D(w)."""
-    dot, heads = options.multiply, options.heads
-    pairs = weigh(dot(h, block_diagonal(h, heads), "nt"), heads)
-    before = dot(pairs, apart, "nn")
-    sums = sum_tokens(jnp.concatenate([w * a, w * before], axis=-1))
+def coefficients(
+    x: Chunk, a: Float[Array, "P C MM"], options: Options
+) -> Float[Array, "P C MM"]:
+    """c of a variant's objective."""
+    k = x.k.astype(F32)
+    return a - k if options.variant == "enc" else k
+
+
+def norms(w, a, before, dtype: jnp.dtype) -> Norms:
+    """The norms of the slots; `before` is L D(w), and dtype that of the tokens."""
+    sums = sum_tokens(jnp.concatenate([w * a, w * before], axis=-1), dtype)
     taken, added = jnp.split(sums, 2, axis=-1)
     across = added - taken * taken
-    one = jnp.ones_like(across)
-    return Norms(pairs, before, taken, across, inverse_norm(one, across))
+    return Norms(taken, across, inverse_norm(jnp.ones_like(across), across))
 
 
 def move(h, w, start: Float[Array, "P M VV"], options: Options) -> Moved:
@@ -168,15 +165,16 @@ def sum_channels(x: Float[Array, "P M VV"], heads: int) -> Float[Array, "P M VV"
 
 
 def sum_tokens(
-    x: Float[Array, "P C L"], *, reverse: bool = False
+    x: Float[Array, "P C L"], dtype: Any = F32, *, reverse: bool = False
 ) -> Float[Array, "P C L"]:
     """Sums over tokens up to each, or from each on: a product with ones.
 
     Ones are exact in bfloat16, and so are three parts of a float32 together: half the
-    products of one in float32.
+    products of one in float32. Beside tokens in bfloat16 one part does: what is summed
+    is of products that round as much.
     """
     size = x.shape[1]
-    parts = packs.in_bfloat16(x)
+    parts = packs.in_bfloat16(x, 1 if dtype == jnp.bfloat16 else 3)
     shape = (x.shape[0], size, size)
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     seen = (row <= packs.lane(shape)) if reverse else (row >= packs.lane(shape))

@@ -42,17 +42,22 @@ def vjp(
     def rows(*parts):
         return jnp.concatenate([part.astype(F32) for part in parts], axis=1)
 
+    def halves(x):
+        return jnp.split(x, 2, axis=1)
+
     slots = block_diagonal(start, heads)
-    error = packed.errors(x, slots, options)
+    h = packed.errors(x, slots, options)
     yield
-    h, w = error.h, x.gate * error.c
+    # One matrix for the rows of both passes.
+    a, d_past = halves(dot(rows(h, d_y), slots, "nt"))
+    w = x.gate * packed.coefficients(x, a, options)
     apart_h, apart_w = block_diagonal(h, heads), block_diagonal(w, heads)
     yield
-    norm = packed.norms(h, w, apart_w, error.a, options)
+    pairs, d_scores = halves(dot(rows(h, d_y), apart_h, "nt"))
+    pairs, d_scores = weigh(pairs, heads), lower(-d_scores, heads)
     yield
-    q = x.q.astype(F32)
-    r = q * norm.rho
-    scores = lower(dot(r, apart_w, "nt"), heads)
+    before, d_read = halves(dot(rows(pairs, d_scores), apart_w, "nn"))
+    norm = packed.norms(w, a, before, x.k.dtype)
     yield
     moved = packed.move(h, w, start, options)
     yield
@@ -68,26 +73,25 @@ def vjp(
     yield
 
     # The reads.
-    d_past = dot(d_y, slots, "nt")
-    d_scores = lower(-dot(d_y, apart_h, "nt"), heads)
-    yield
-    d_r = d_past * (1.0 + norm.taken) + dot(d_scores, apart_w, "nn")
+    q = x.q.astype(F32)
+    r, d_r = q * norm.rho, d_past * (1.0 + norm.taken) + d_read
     d_norm = -0.5 * norm.rho * norm.rho * norm.rho * (d_r * q)
     d_norm = jnp.where(norm.across > 0, d_norm, 0.0)
     yield
     d_taken = d_past * r - 2.0 * norm.taken * d_norm
-    sums = sum_tokens(jnp.concatenate([d_taken, d_norm], axis=-1), reverse=True)
+    sums = sum_tokens(
+        jnp.concatenate([d_taken, d_norm], axis=-1), x.k.dtype, reverse=True
+    )
     of_along, of_before = jnp.split(sums, 2, axis=-1)
     yield
 
     # The writes.
     d_before = of_before * w
-    d_pairs = weigh(dot(d_before, apart_w, "nt"), heads)
+    scores, d_pairs = halves(dot(rows(r, d_before), apart_w, "nt"))
+    scores, d_pairs = lower(scores, heads), weigh(d_pairs, heads)
     yield
-    d_w = of_along * error.a + of_before * norm.before + dot(h, apart_d, "nt")
-    d_w += diagonal_blocks(
-        dot(rows(norm.pairs, d_scores), rows(d_before, r), "tn"), heads
-    )
+    d_w = of_along * a + of_before * before + dot(h, apart_d, "nt")
+    d_w += diagonal_blocks(dot(rows(pairs, d_scores), rows(d_before, r), "tn"), heads)
     yield
     d_c = x.gate * d_w
     d_a = of_along * w
@@ -111,4 +115,6 @@ def vjp(
         case "sim":
             d_k, d_v = d_c, -d_h
     d_start += diagonal_blocks(dot(rows(*by_slots), rows(*by_channels), "tn"), heads)
-    return Cotangents((d_r * norm.rho, d_k, d_v), d_w * error.c, d_start)
+    return Cotangents(
+        (d_r * norm.rho, d_k, d_v), d_w * packed.coefficients(x, a, options), d_start
+    )
