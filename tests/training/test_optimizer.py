@@ -218,3 +218,19 @@ def test_each_parameter_is_known_to_decay_or_not():
     kept += "pace_bias value_bias gate_bias filter_bias output_bias input_bias "
     kept += "recurrent_bias mixing_bias summary_prompt"
     assert found == {True: set(decayed.split()), False: set(kept.split())}
+
+
+def test_updates_of_equal_layers_are_equal_kernels():
+    """Each gradient is taken from the loop's once, not by each result again."""
+    layers, optimizer = 3, make_optimizer(CONFIG, 10)
+    params = [{"weight": jax.ShapeDtypeStruct((8, 16), jnp.float32)}] * layers
+
+    def update(params, state, stacked, tokens):
+        given = [{"weight": stacked[i] / tokens} for i in range(layers)]
+        updates, state = optimizer.update(given, state, params)
+        return optax.apply_updates(params, updates), state
+
+    stacked = jax.ShapeDtypeStruct((layers, 8, 16), jnp.float32)
+    given = params, jax.eval_shape(optimizer.init, params), stacked, 1.0
+    text = jax.jit(update).lower(*given).compile().as_text()
+    assert text is not None and text.count(" slice(") == layers
