@@ -90,7 +90,7 @@ def test_chat_ends_in_native_code(part: str) -> None:
 
 @pytest.mark.slow
 def test_experiments_end_in_one_line() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "experiments.memories.notes"]
+    command = [sys.executable, "-X", "importtime", "-m", "experiments.facts.study"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         # In the middle of its imports.

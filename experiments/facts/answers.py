@@ -15,7 +15,7 @@ from flax import nnx
 
 from experiments.facts import task
 from experiments.lab.baselines import NGram, compressed_bytes
-from experiments.memories.notes_task import text_of
+from experiments.memories.text import text_of
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.models import LanguageModel
 
@@ -62,13 +62,13 @@ def _read(graph, params, state, text, first, last):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _ask(graph, params, state, questions):
-    """Answers with all digits right [R, N]; all questions start from one state."""
+    """Right answers [R, N]; all questions start from one state."""
     shape = questions.tokens.shape
     copies = jax.tree.map(lambda x: jnp.repeat(x, shape[1], axis=0), state)
     tokens = questions.tokens.reshape(-1, shape[2])
     _, logits = nnx.merge(graph, params)(copies, tokens)
     hit = logits.argmax(axis=-1).reshape(shape) == questions.targets
-    return (hit | (questions.mask == 0)).all(axis=-1)
+    return (hit & (questions.mask > 0)).any(axis=-1)
 
 
 def read_again(
@@ -97,13 +97,13 @@ def read_again(
     def share(size: Callable[[np.ndarray], float], budget, stream, distance) -> float:
         # The log itself is not counted. Longer texts are not tried: none fits.
         if distance * LEAST_BITS > 8 * budget:
-            return 1 / task.CODES
+            return 1 / len(task.CODES)
         fits = [size(text[:distance]) <= budget for text in stream.text]
-        return float(np.where(fits, 1, 1 / task.CODES).mean())
+        return float(np.where(fits, 1, 1 / len(task.CODES)).mean())
 
     def plain(budget, stream, distance) -> float:
         since = LOG + distance - np.asarray(stream.log.places)
-        return float(np.where(since <= budget, 1, 1 / task.CODES).mean())
+        return float(np.where(since <= budget, 1, 1 / len(task.CODES)).mean())
 
     def listed(budget, stream, distance) -> float:
         return min(1.0, budget / task.dictionary_bytes(stream.log.names.shape[1]))

@@ -1,20 +1,21 @@
 """Does a memory hold more facts than a cache of as many bytes has entries?
 
+    python -m experiments.facts.study             # ten minutes on two cores
     python -m experiments.facts.study --plan
-    python -m experiments.facts.study            # resumes, writes after each run
-    python -m experiments.facts.study --only DeltaNet "learned cache" --budgets 5632
+    python -m experiments.facts.study --seeds 0 1 2 3 4 --only DeltaNet "learned cache"
 
 A log in plain bytes states 16 to 64 facts in twelve wordings, a quarter of them anew
-with another code. Text of test documents goes on for up to 1,048,576 bytes, and every
-fact is asked in other words (`task`). Rows: memories of equal parameters and
-equal state; rivals that are trained alike, a sliding window, a cache that learns what
-to keep and a GRU (`rivals`), which has more parameters than all others; baselines that
-are not trained: text, plain or compressed, which a reader who makes no mistake reads
-again. Columns: right answers, of all three digits, by facts and bytes since the log.
-The dictionary is the ceiling: a list of the facts, by a reader who knows what counts.
+with another code. Text of test documents goes on, and every fact is asked in other
+words (`task`). Rows: memories of equal parameters and equal state; rivals that are
+trained alike, a sliding window, a cache that learns what to keep and a GRU (`rivals`),
+which has more parameters than all others; baselines that are not trained: text, plain
+or compressed, which a reader who makes no mistake reads again. Columns: right answers,
+of all digits, by facts and bytes since the log. The dictionary is the ceiling: a list
+of the facts, by a reader who knows what counts.
 
-All train on texts of 256, 1,024 and 4,096 bytes. The first seed's validation texts
-choose the learning rate, neighbours of the best being tried until both are worse.
+All train on texts of 128, 512 and 2,048 bytes. With more than one of `--rates`
+the first seed's validation texts choose, neighbours of the best being tried until both
+are worse.
 
 Falsified, as the table says, if the learned cache is ahead at 32 and at 64 facts, or if
 no memory holds half of the fewest facts at 262,144 bytes.
@@ -27,44 +28,41 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 
-from experiments.facts import answers, task
+from experiments.facts import answers, tables, task
 from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
 from experiments.lab import study
-from experiments.lab.intervals import check_seeds, median_and_range
-from experiments.lab.results import RESULTS, Rows, number, settings, write_report
+from experiments.lab.intervals import check_seeds
+from experiments.lab.results import settings, write_report
 from experiments.memories import mqar, small_models
-from experiments.memories.notes_task import text_of
 from experiments.memories.recall import Row
 from experiments.memories.small_models import Scale
+from experiments.memories.text import text_of
 from memjax.config_io import to_record
 from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.models import LanguageModel, ModelConfig
 from memjax.status import say
 
-#: Trainings, the facts of their texts, and their rates relative to the first.
-STAGES: tuple[tuple[Scale, tuple[int, ...], float], ...] = (
-    (Scale(2, 32, 2, 8, 256, 12 * 256, 2000, 1.0, warmup=0.3), (1, 2, 4), 1.0),
-    (Scale(2, 32, 2, 8, 1024, 6 * 1024, 600, 1.0), (4, 8, 16), 1.0),
-    (Scale(2, 32, 2, 8, 4096, 3 * 4096, 300, 1.0), (16, 32, 64), 0.5),
+#: Trainings, and the facts of their texts.
+STAGES: tuple[tuple[Scale, tuple[int, ...]], ...] = (
+    (Scale(2, 32, 2, 8, 128, 32 * 128, 200, 1.0), (1, 2)),
+    (Scale(2, 32, 2, 8, 512, 10 * 512, 250, 1.0), (4, 8)),
+    (Scale(2, 32, 2, 8, 2048, 4 * 2048, 300, 1.0), (16, 32)),
 )
-#: Rates that may be tried, from `FIRST` up or down until the best is inside.
-RATES, FIRST = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), 1e-2
+#: The first rate that is tried.
+FIRST = 1e-2
 #: CPU minutes of DeltaNet's training, compilation and reading.
-MINUTES = 11.0
+MINUTES = 4.0
 #: Validation texts of a count.
 VALIDATION = 16
-#: Distance of the second falsifier, and the share that has to be held there.
-FAR, HALF = 262_144, 0.5
-WINDOW, CACHE, GRU = "sliding window", "learned cache", "GRU"
+WINDOW, CACHE, GRU = tables.RIVALS
 #: The most telling first.
 ROWS: dict[str, Row] = {
     "DeltaNet": Row("deltanet"),
@@ -78,7 +76,8 @@ ROWS: dict[str, Row] = {
     "Gated DeltaNet": Row("gated_deltanet"),
     GRU: Row("gru"),
 }
-MEMORIES = tuple(name for name in ROWS if name not in (WINDOW, CACHE, GRU))
+#: Three memories and the strongest rival.
+QUICK = ("DeltaNet", "TTT", "Lattice", CACHE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,29 +85,30 @@ class Config:
     """Rows, sizes and questions.
 
     Attributes:
-        only: names of the rows to run; none is all.
+        only: names of the rows to run.
         budgets: bytes of the states.
-        seeds: of parameters and training texts; 3 at least, for a range.
+        seeds: of parameters and training texts: one, or three at least for a range.
+        rates: learning rates that may be tried, ascending, 0.01 first.
         counts: facts of a log.
         distances: bytes of text between the log and the questions, ascending.
         streams: of each count; 5 at least, for an interval.
         plan: print the missing runs, and stop.
-        run_dir: of the runs' numbers.
-        output: result file, without the ending.
+        run_dir: of the runs' numbers, the result and the plot.
     """
 
-    only: tuple[str, ...] = ()
-    budgets: tuple[int, ...] = (5632, 22_528)
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    only: tuple[str, ...] = QUICK
+    budgets: tuple[int, ...] = (5632,)
+    seeds: tuple[int, ...] = (0,)
+    rates: tuple[float, ...] = (FIRST,)
     counts: tuple[int, ...] = (16, 32, 64)
-    distances: tuple[int, ...] = (256, 4096, 16_384, 65_536, FAR, 1_048_576)
+    distances: tuple[int, ...] = (256, 4096, 16_384, 65_536, 262_144)
     streams: int = 8
     plan: bool = False
     run_dir: Path = Path("runs/facts")
-    output: Path = RESULTS / "facts" / "study"
 
     def __post_init__(self):
-        check_seeds(self.seeds)
+        if len(self.seeds) != 1:
+            check_seeds(self.seeds)
         if self.streams < MIN_DOCUMENTS:
             raise ValueError(
                 f"streams must be at least {MIN_DOCUMENTS} for an interval, got "
@@ -160,7 +160,7 @@ def model(name: str, budget: int) -> ModelConfig:
 
 
 def main(config: Config) -> None:
-    """Trains the missing runs, the rates of all rows first, and writes after each."""
+    """Trains the missing runs, asks, writes after each row, and prints."""
     names = study.selected(config.only, [*ROWS])
     cases = [(name, budget) for budget in config.budgets for name in names]
     made = {case: model(*case) for case in cases}
@@ -177,24 +177,22 @@ def main(config: Config) -> None:
     parameters = small_models.parameters(model("DeltaNet", Config.budgets[0]))
     given = config.budgets, config.distances, streams, parameters
     read_again = study.once(file, lambda: answers.read_again(*given), asked)
-    results: dict[str, Any] = {"log": answers.LOG, "baselines": read_again}
-    # All rows once; then other rates; then other seeds.
-    first = config.seeds[:1]
-    for rates, seeds in (((FIRST,), first), (RATES, first), (RATES, config.seeds)):
-        for case in cases:
-            say(f"{case[0]}, {case[1]:,} bytes, rates {rates}, seeds {seeds}")
-            runs = _runs(config, made[case], rates, seeds, streams)
-            about = {
-                **{"name": case[0], "budget": case[1]},
-                "state_bytes": small_models.state_bytes(made[case]),
-                "parameters": small_models.parameters(made[case]),
-            }
-            results.setdefault("rows", {})["{}, {}".format(*case)] = about | runs
-            question = "does a memory hold more facts than a cache has entries?"
-            write_report(config.output, question, settings(config), results)
-    for line in verdict(results, config.counts, config.distances):
-        print(line)
-    print(f"wrote {config.output}.json: python -m experiments.lab.render")
+    results: dict[str, Any] = {"log": answers.LOG, "rows": {}, "baselines": read_again}
+    output, result = config.run_dir / "results", results
+    for name, budget in cases:
+        of_row = made[name, budget]
+        say(f"{name}, {budget:,} bytes")
+        about = {
+            **{"name": name, "budget": budget},
+            "state_bytes": small_models.state_bytes(of_row),
+            "parameters": small_models.parameters(of_row),
+        }
+        results["rows"][f"{name}, {budget}"] = about | _runs(config, of_row, streams)
+        question = "does a memory hold more facts than a cache has entries?"
+        result = write_report(output, question, settings(config), results)
+    tables.plot.draw(result, Path(f"{output}.png"))
+    tables.print_all(result, streams)
+    print(f"wrote {output}.json and .png")
 
 
 def _asked(config: Config) -> list[Any]:
@@ -208,22 +206,19 @@ def _identity(config: Config, made: ModelConfig) -> list[Any]:
 def _missing(
     config: Config, made: Mapping[tuple[str, int], ModelConfig]
 ) -> dict[str, float]:
-    """Minutes of the trainings that are missing: two more are tried with one seed."""
+    """Minutes of the missing trainings: of several rates two more are tried."""
     missing = {}
     for (name, budget), config_of in made.items():
         folder = config.run_dir / study.digest(_identity(config, config_of))
-        left = len(config.seeds) + 2 - len([*folder.glob("seed*/rate*.json")])
+        wanted = len(config.seeds) + min(2, len(config.rates) - 1)
+        left = wanted - len([*folder.glob("seed*/rate*.json")])
         if left > 0:
             missing[f"{name}, {budget:,} bytes, {left} trainings"] = left * MINUTES
     return missing
 
 
 def _runs(
-    config: Config,
-    made: ModelConfig,
-    rates: Sequence[float],
-    seeds: Sequence[int],
-    streams: Mapping[int, task.Stream],
+    config: Config, made: ModelConfig, streams: Mapping[int, task.Stream]
 ) -> dict[str, Any]:
     """The rate that the first seed chose, and the runs of all seeds with it."""
     identity = _identity(config, made)
@@ -236,12 +231,12 @@ def _runs(
         )
 
     def loss(rate: float) -> float:
-        return 1 - measured(rate, seeds[0]).get("validation", -math.inf)
+        return 1 - measured(rate, config.seeds[0]).get("validation", -math.inf)
 
-    chosen = study.climb_rate(rates, FIRST, loss)
+    chosen = study.climb_rate(config.rates, FIRST, loss)
     rate, tried = chosen["rate"], chosen["tried"]
     tried = {k: v if math.isfinite(v) else None for k, v in tried.items()}
-    runs = [{"seed": seed} | measured(rate, seed) for seed in seeds]
+    runs = [{"seed": seed} | measured(rate, seed) for seed in config.seeds]
     return {"learning_rate": rate, "tried": tried, "runs": runs}
 
 
@@ -254,12 +249,13 @@ def measure(
 ) -> dict[str, Any]:
     """Trains and asks; `right` are shares [distances, streams] by count.
 
-    A training that diverges has no numbers but `diverged`.
+    `first` are the answers to the first stream of each count, at each distance. A
+    training that diverges has no numbers but `diverged`.
     """
     trained, seconds = None, 0.0
     try:
-        for scale, counts, relative in STAGES:
-            own = scale._replace(learning_rate=rate * relative)
+        for scale, counts in STAGES:
+            own = scale._replace(learning_rate=rate)
             draw_batch = draw_batches(scale, counts)
             trained, more = small_models.train(own, made, seed, draw_batch, trained)
             seconds += more
@@ -273,6 +269,7 @@ def measure(
         "reading_cpu_seconds": time.process_time() - began,
         "validation": validation(trained),
         "right": {str(n): x.mean(axis=2).tolist() for n, x in found.items()},
+        "first": {str(n): x[:, 0].tolist() for n, x in found.items()},
     }
 
 
@@ -291,75 +288,11 @@ def draw_batches(scale: Scale, counts: tuple[int, ...]) -> Callable:
 
 def validation(trained: LanguageModel) -> float:
     """Share of right digits in texts of validation documents as the last stage's."""
-    scale, counts, _ = STAGES[-1]
+    scale, counts = STAGES[-1]
     text, rows = jnp.asarray(text_of("validation")), VALIDATION * len(counts)
     key = jax.random.key(mqar.VALIDATION)
     batch = task.training_batch(text, rows, counts, scale.context_length, key)
     return mqar.accuracy(trained, batch)
-
-
-def _shares(row: Mapping[str, Any], count: int, i: int) -> list[float]:
-    """Right answers at a distance with each seed; a training that diverged has none."""
-    return [
-        float(np.mean(run["right"][str(count)][i])) if "right" in run else 0.0
-        for run in row["runs"]
-    ]
-
-
-def verdict(
-    result: Mapping[str, Any], counts: Sequence[int], distances: Sequence[int]
-) -> Iterator[str]:
-    """Results of both falsifiers at each budget, by medians over seeds."""
-    rows = result["rows"].values()
-    for budget in dict.fromkeys(row["budget"] for row in rows):
-        of = {row["name"]: row for row in rows if row["budget"] == budget}
-        memories = [name for name in MEMORIES if name in of]
-        if CACHE not in of or not memories:
-            yield f"{budget:,} bytes: not decided, rows are missing"
-            continue
-
-        def median(name: str, count: int, i: int, of=of) -> float:
-            return float(np.median(_shares(of[name], count, i)))
-
-        behind = [
-            n
-            for n in counts[-2:]
-            if median(CACHE, n, 0) > max(median(name, n, 0) for name in memories)
-        ]
-        far = [i for i, distance in enumerate(distances) if distance >= FAR]
-        held = [max(median(name, counts[0], i) for name in memories) for i in far[:1]]
-        wrong = []
-        if len(behind) == len(counts[-2:]):
-            wrong.append("the learned cache is ahead of every memory")
-        if held and held[0] < HALF:
-            wrong.append(f"no memory holds half of {counts[0]} facts so far")
-        yield f"{budget:,} bytes: " + (
-            "falsified: " + "; ".join(wrong) if wrong else "holds"
-        )
-
-
-def rows_of(result: Mapping[str, Any]) -> Rows:
-    """Right answers of all rows by facts and bytes since the log."""
-    counts, distances = (result["config"][key] for key in ("counts", "distances"))
-    chosen = [i for i, x in enumerate(distances) if i == 0 or x >= FAR]
-    for row in result["rows"].values():
-        cells = {"right answers": f"{row['name']}, {row['budget']:,} bytes"}
-        cells["state, bytes"] = number(row["state_bytes"], 0)
-        cells["seeds"] = str(len(row["runs"]))
-        yield cells | {
-            f"{n} facts, {distances[i]:,} later": median_and_range(_shares(row, n, i))
-            for n in counts
-            for i in chosen
-        }
-    for budget, found in result["baselines"].items():
-        for name, by_count in found.items():
-            yield {"right answers": f"{name}, {int(budget):,} bytes"} | {
-                f"{n} facts, {distances[i]:,} later": number(by_count[str(n)][i], 2)
-                for n in counts
-                for i in chosen
-            }
-    yield "median (range) over seeds"
-    yield from verdict(result, counts, distances)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """The task of facts in a log: names and codes in plain bytes, asked in other words.
 
-A log has statements such as "the code of ANNA is 417" in twelve wordings between the
-bytes of documents. A quarter of the facts is stated again later, with another code,
-which is then the right one. Nothing marks a statement: all is text of one alphabet, in
-places of `SLOT` bytes. Questions have wordings of their own, and no content word of the
-statements but the name.
+A log has statements such as "code QX=7" in twelve wordings between the bytes of
+documents. A quarter of the facts is stated again later, with another code, which is
+then the right one. Nothing marks a statement: all is text of one alphabet, in places of
+`SLOT` bytes. Questions, such as "ring QX?7", have wordings of their own, and no word of
+the statements but the name.
 """
 
 import functools
 import math
+import string
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, UInt8
 
-from experiments.memories.notes_task import choose, text_of
+from experiments.memories.text import text_of
 from memjax.data import Split
 from memjax.data.batches.batch import Batch
 
 #: Bytes of a statement with the text around it, and of a question with its answer.
 SLOT = 32
-DIGITS, CODES, VOCAB_SIZE = 3, 1000, 256
+CODES, VOCAB_SIZE = string.digits + string.ascii_uppercase, 256
 #: A fact in this many is stated again.
 OVERWRITTEN = 4
 _LISTS = Path(__file__).with_name("wordings.txt").read_text("utf-8").split("\n\n")
@@ -51,7 +52,7 @@ def _texts(wordings: tuple[str, ...]) -> Texts:
     found = Texts(np.zeros((*shape, SLOT), np.uint8), *np.zeros((2, *shape), np.int32))
     for w, wording in enumerate(wordings):
         for n, name in enumerate(NAMES):
-            text = f"\n{wording.format(name, '#' * DIGITS)}\n".encode()
+            text = f"\n{wording.format(name, '#')}\n".encode()
             found.bytes_[w, n, : len(text)] = np.frombuffer(text, np.uint8)
             found.sizes[w, n], found.codes[w, n] = len(text), text.index(b"#")
     return found
@@ -76,12 +77,6 @@ class Log(NamedTuple):
     places: Int32[Array, "R N"]
 
 
-def digits(codes: Int32[Array, "*S"]) -> Int32[Array, "*S D"]:
-    """The bytes of codes."""
-    ones = [codes // 10**power % 10 for power in range(DIGITS - 1, -1, -1)]
-    return ord("0") + jnp.stack(ones, axis=-1)
-
-
 def _from(start: Int32[Array, "*S"]) -> Int32[Array, "*S SLOT"]:
     """The bytes of a slot, counted from `start`."""
     return (
@@ -93,10 +88,9 @@ def _from(start: Int32[Array, "*S"]) -> Int32[Array, "*S SLOT"]:
 def _fill(texts: Texts, wording: Array, name: Array, code: Array) -> tuple[Array, ...]:
     """Wordings [*S, SLOT] with names and codes, their sizes, and where codes are."""
     at = jnp.asarray(texts.codes)[wording, name]
-    place = _from(at)
-    written = jnp.take_along_axis(digits(code), jnp.clip(place, 0, DIGITS - 1), axis=-1)
-    is_code = (place >= 0) & (place < DIGITS)
-    found = jnp.where(is_code, written, jnp.asarray(texts.bytes_)[wording, name])
+    written = jnp.asarray([*CODES.encode()])[code]
+    text = jnp.asarray(texts.bytes_)[wording, name]
+    found = jnp.where(_from(at) == 0, written[..., None], text)
     return found, jnp.asarray(texts.sizes)[wording, name], at
 
 
@@ -107,6 +101,15 @@ def _put(slots: Array, at: Array, text: Array, sizes: Array, offset: Array) -> A
     inside = (source >= 0) & (source < sizes[..., None])
     row = jnp.arange(slots.shape[0])[:, None]
     return slots.at[row, at].set(jnp.where(inside, moved, slots[row, at]))
+
+
+def choose(key: Array, rows: int, among: int, count: int) -> Int32[Array, "R N"]:
+    """`count` different numbers below `among`, in random order, for each of `rows`."""
+
+    def order(key):
+        return jax.random.permutation(key, among)[:count]
+
+    return jax.vmap(order)(jax.random.split(key, rows))
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -131,7 +134,7 @@ def write_log(tokens: Int32[Array, "R T"], count: int, key: Array) -> Log:
     first, later = at[:, :again], at[:, count:]
     at = at.at[:, :again].set(jnp.minimum(first, later))
     at = at.at[:, count:].set(jnp.maximum(first, later))
-    codes = jax.random.randint(keys[2], (rows, total), 0, CODES)
+    codes = jax.random.randint(keys[2], (rows, total), 0, len(CODES))
     stated = jnp.concatenate([names, names[:, :again]], axis=1)
     wording = jax.random.randint(keys[3], (rows, total), 0, len(STATEMENTS))
     text, sizes, _ = _fill(STATED, wording, stated, codes)
@@ -147,12 +150,11 @@ def write_log(tokens: Int32[Array, "R T"], count: int, key: Array) -> Log:
 def questions(names: Array, codes: Array, key: Array) -> Batch:
     """A question for each name [*S], its answer to be given: [*S, SLOT] of a batch.
 
-    Targets are the bytes of the code, each predicted from what is before it.
+    The target is the byte of the code, predicted from what is before it.
     """
     wording = jax.random.randint(key, names.shape, 0, len(QUESTIONS))
     text, _, at = _fill(ASKED, wording, names, codes)
-    place = _from(at - 1)
-    mask = (place >= 0) & (place < DIGITS)
+    mask = _from(at - 1) == 0
     targets = jnp.roll(text, -1, axis=-1) * mask
     return Batch(text, targets, mask.astype(jnp.float32), jnp.ones(names.shape, bool))
 
@@ -243,5 +245,5 @@ def draw_streams(
 
 def dictionary_bytes(count: int) -> int:
     """Bytes of the facts where names and codes are known to be all that counts."""
-    bits = math.ceil(math.log2(len(NAMES))) + math.ceil(math.log2(CODES))
+    bits = math.ceil(math.log2(len(NAMES))) + math.ceil(math.log2(len(CODES)))
     return math.ceil(count * bits / 8)

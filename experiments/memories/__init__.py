@@ -1,1 +1,1 @@
-"""Studies of memories: equal bytes, alignment, recall, notes, books."""
+"""Studies of memories: equal bytes, alignment, recall, books."""

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, UInt8
 
 from experiments.lab.baselines import NGram
 from experiments.memories import mqar, small_models
-from experiments.memories.notes_task import text_of
 from experiments.memories.small_models import Scale
 from memjax import evaluation
-from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
+from memjax.data import Split, TokenisedDocument, load_tokenizer, load_tokens
 from memjax.data.batches.batch import Batch
 from memjax.models import ModelConfig
 
@@ -77,6 +76,12 @@ def ngrams() -> dict[str, float]:
         )
         for n in ORDERS
     }
+
+
+def text_of(split: Split) -> UInt8[np.ndarray, " T"]:
+    """The bytes of all embedded documents of a split, one after the other."""
+    documents = load_tokens("embedded", load_tokenizer("bytes"), split)
+    return np.concatenate([d.tokens for d in documents]).astype(np.uint8)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Facts in a log: questions agree with statements, and rivals are memories."""
 
+import json
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.facts import answers, rivals, task
+from experiments.facts import answers, rivals, tables, task
 from experiments.facts import study as program
 from memjax.models import LanguageModel
 from tests.tiny import drawn
@@ -18,7 +19,7 @@ NAME = f"({'|'.join(task.NAMES)})"
 def patterns(wordings):
     for wording in wordings:
         text = re.escape(wording).replace(r"\{\}", "{}")
-        yield re.compile(text.format(NAME, r"(\d{3})").encode())
+        yield re.compile(text.format(NAME, "([0-9A-Z])").encode())
 
 
 def found(text, wordings):
@@ -44,7 +45,7 @@ def test_a_training_text_asks_for_what_was_stated_last(text):
         stated, asked = found(read, task.STATEMENTS), found(read, task.QUESTIONS)
         again += len(stated) - len(dict(stated))
         assert asked and dict(asked).items() <= dict(stated).items()
-        # Each digit is predicted at the byte before it, and nothing else is.
+        # A code is predicted at the byte before it, and nothing else is.
         right = b"".join(code for _, code in asked)
         assert targets[mask > 0].astype(np.uint8).tobytes() == right
         np.testing.assert_array_equal(row[1:][mask[:-1] > 0], targets[mask > 0])
@@ -58,9 +59,12 @@ def test_a_stream_is_a_log_of_all_facts_and_then_documents():
         log = np.asarray(stream.log.tokens[row]).astype(np.uint8).tobytes()
         stated = dict(found(log, task.STATEMENTS))
         for name, code, place in zip(*(x[row] for x in stream.log[1:]), strict=True):
-            right = f"{int(code):03}".encode()
+            right = task.CODES[int(code)].encode()
             assert stated[task.NAMES[int(name)].encode()] == right
-            assert right in log[int(place) : int(place) + task.SLOT]
+            there = dict(
+                found(log[int(place) : int(place) + task.SLOT], task.STATEMENTS)
+            )
+            assert there[task.NAMES[int(name)].encode()] == right
         assert stream.text[row].tobytes() in document + document
         asked = np.asarray(stream.questions.tokens[row]).astype(np.uint8).tobytes()
         assert dict(found(asked, task.QUESTIONS)) == stated
@@ -133,10 +137,10 @@ def test_a_question_is_asked_of_the_state_at_its_distance(monkeypatch):
     state, _ = read(model, model.init_state(2), log)
     for n in range(4):
         _, logits = read(model, state, jnp.asarray(stream.questions.tokens[:, n]))
-        digits = np.asarray(stream.questions.mask[:, n]) > 0
-        likeliest = np.asarray(logits).argmax(-1)
-        hit = (likeliest == np.asarray(stream.questions.targets[:, n])) | ~digits
-        np.testing.assert_array_equal(found[0, :, n], hit.all(axis=-1))
+        at = np.asarray(stream.questions.mask[:, n]).argmax(axis=1)
+        likeliest = np.asarray(logits)[np.arange(2), at].argmax(-1)
+        right = np.asarray(stream.questions.targets[:, n])[np.arange(2), at]
+        np.testing.assert_array_equal(found[0, :, n], likeliest == right)
 
 
 def row(name, near, far):
@@ -145,13 +149,16 @@ def row(name, near, far):
 
 
 def test_the_falsifiers_are_printed():
-    def say(*rows):
-        result = {"rows": {x["name"]: x for x in rows}}
-        return [*program.verdict(result, (32, 64), (256, program.FAR))]
+    def say(*rows, far=tables.FAR):
+        config = {"counts": (32, 64), "distances": (256, far)}
+        result = {"rows": {x["name"]: x for x in rows}, "config": config}
+        return [*tables.verdict(result)]
 
-    cache = row(program.CACHE, 0.5, 0.4)
+    cache = row(tables.CACHE, 0.5, 0.4)
     assert say(cache) == ["100 bytes: not decided, rows are missing"]
     assert say(cache, row("DeltaNet", 0.6, 0.5)) == ["100 bytes: holds"]
+    (near,) = say(cache, row("DeltaNet", 0.6, 0.1), far=512)
+    assert near == "100 bytes: holds; 262,144 bytes later was not asked"
     (both,) = say(cache, row("DeltaNet", 0.4, 0.3))
     assert both == (
         "100 bytes: falsified: the learned cache is ahead of every memory; no memory "
@@ -176,3 +183,26 @@ def test_too_little_for_an_interval_is_refused(changes, message):
 def test_a_budget_smaller_than_an_entry_is_refused():
     with pytest.raises(ValueError, match="goal must be at least the 2064 bytes of one"):
         program.model(program.CACHE, 1152)
+
+
+@pytest.mark.slow
+def test_the_study_runs_and_keeps_what_it_trained(tmp_path, capsys, monkeypatch):
+    scale, counts = program.STAGES[0]
+    monkeypatch.setattr(program, "STAGES", ((scale._replace(steps=1), counts),))
+    monkeypatch.setattr(answers, "LOG", 512)
+    config = program.Config(
+        only=("DeltaNet",),
+        counts=(4,),
+        distances=(256, 512),
+        streams=5,
+        run_dir=tmp_path,
+    )
+    program.main(config)
+    said = capsys.readouterr()
+    assert "4 facts, asked 512 bytes later" in said.out and "wrong" in said.out
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert np.shape(result["rows"]["DeltaNet, 5632"]["runs"][0]["right"]["4"]) == (2, 5)
+    assert result["baselines"]["5632"]["text"]["4"] == [1.0, 1.0]
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    program.main(config)
+    assert "compiling" not in capsys.readouterr().err
