@@ -1,11 +1,13 @@
 """The corpus of the studies: long documents in fixed splits, checked by digest.
 
     python -m experiments.corpus.comparison --destination comparison
+    python -m experiments.corpus.comparison --destination comparison40 --held-out 40
 
 `comparison.json` lists the documents of each split with their digests: long documents
 that few others quote. Of each kind some were held out before any model was scored. A
 package that has changed since is refused, so that two results are on the same texts.
-Documents of the embedded corpus are in the splits that they have there.
+Documents of the embedded corpus are in the splits that they have there. Further
+held-out documents are others of the same packages, as they are today, the longest.
 """
 
 import hashlib
@@ -71,6 +73,35 @@ def fetch_comparison(
     return sorted(found)
 
 
+def add_held_out(destination: Path, listed: Iterable[Listed], number: int) -> None:
+    """Writes further test documents until each kind has `number`.
+
+    Raises:
+        ValueError: if the packages of a kind's test documents have fewer.
+    """
+    listed = [*listed]
+    known = {(x.source, x.name) for x in listed}
+    test = [x for x in listed if x.file.startswith("test/")]
+    for kind in sorted({x.file.split("/")[1] for x in test}):
+        own = [x for x in test if x.file.split("/")[1] == kind]
+        found: dict[str, bytes] = {}
+        for source in sorted({x.source for x in own}):
+            notice = destination / "licences" / f"{source}.copyright"
+            for name, text in texts_of(SOURCES[source], notice).items():
+                if (source, name) not in known:
+                    file = f"{source}__{name.replace('/', '_')}.txt"
+                    found[file] = text.encode("utf-8")
+        more = number - len(own)
+        if more > len(found):
+            raise ValueError(
+                f"held_out must be at most {len(own) + len(found)}, the documents of "
+                f"{kind!r}, got {number}"
+            )
+        longest = sorted(found, key=lambda file: len(found[file]), reverse=True)
+        for file in longest[: max(0, more)]:
+            write(destination / "test" / kind / file, found[file])
+
+
 def texts_of(source: Source, notice: Path) -> dict[str, str]:
     """The tidied texts of a source by name; its licence goes to `notice`."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -86,16 +117,21 @@ def write(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-def main(destination: Path = Path("comparison"), record: bool = False) -> None:
+def main(
+    destination: Path = Path("comparison"), record: bool = False, held_out: int = 8
+) -> None:
     """Writes the corpus; it is read as "folder:DESTINATION".
 
     Args:
         destination: folder; created if missing.
         record: list the documents as they are today in comparison.json; results on
             other texts cannot be compared with them.
+        held_out: test documents of each kind; those beyond 8 are not listed.
     """
     try:
         found = fetch_comparison(destination, read_listed(), accept=record)
+        if held_out > 8:
+            add_held_out(destination, found, held_out)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     if record:

@@ -22,6 +22,7 @@ from experiments.lab.measure import state_bytes
 from experiments.memories.alignment import MEMORIES
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
+from memjax.models.language_model.config import Dtype
 from memjax.models.language_model.rebuilt import replace_config
 from memjax.models.language_model.reread import ReReadWindow
 from memjax.models.language_model.retrofit import MemoryHeads, MemoryName, MemoryOptions
@@ -42,8 +43,8 @@ from memjax.training.finetune.stage import SampleConfig
 from memjax.training.step import StepConfig
 
 Stages = tuple[tuple[str, AnyStage], ...]
-#: Of the layer-wise distillation, which has no adapters: its rate, and its passes.
-DISTILLATION_RATE, PASSES = 5e-3, 6
+#: Of the layer-wise distillation, which has no adapters.
+DISTILLATION_RATE = 5e-3
 #: Memory tokens that a chunk of M+ becomes.
 MPLUS_TOKENS = 16
 
@@ -62,7 +63,9 @@ class Sizes:
         context: tokens of a training text, a multiple of the window.
         updates: of one text each, in all stages together but a distillation, which sees
             half of the texts before.
+        passes: of a distillation over its texts.
         rate: learning rate, of the adapters and of new parameters.
+        dtype: of activations.
         corpus: source of all documents, see `experiments.corpus.comparison`.
     """
 
@@ -72,7 +75,9 @@ class Sizes:
     more: int = 97
     context: int = 2048
     updates: int = 160
+    passes: int = 6
     rate: float = 1e-3
+    dtype: Dtype = "float32"
     corpus: str = "folder:comparison"
 
 
@@ -134,7 +139,7 @@ def _segments(setup: Setup, updates: int, **changes: Any) -> SegmentStage:
         window=setup.window,
         depth=setup.context // setup.window,
         train="lora",
-        dtype="float32",
+        dtype=setup.dtype,
         data=setup.data(),
         optimizer=setup.optimizer(),
         step=StepConfig(loss_on="all"),
@@ -190,7 +195,7 @@ def tune_hybrid(
     window has, a memory would lose by that alone. The window is longer by the bytes of
     a memory with `wider` heads.
     """
-    steps = 0 if memory == "none" else PASSES * (setup.updates // 2)
+    steps = 0 if memory == "none" else setup.passes * (setup.updates // 2)
     more = baselines.equal_tokens(setup.backbone, setup.more, wider) if wider else 0
     found = RetrofitStages(
         memory=memory,
@@ -201,8 +206,8 @@ def tune_hybrid(
         wider=more,
         context_length=setup.context,
         first_adapter=0,
-        dtype="float32",
-        passes=PASSES,
+        dtype=setup.dtype,
+        passes=setup.passes,
         data=setup.data(),
         distill=PartConfig(setup.optimizer(DISTILLATION_RATE), setup.loop(steps)),
         tune=PartConfig(setup.optimizer(), setup.loop(setup.updates)),
@@ -333,7 +338,7 @@ ROWS: dict[str, Row] = {
     "wide-shared-longer": Row(
         "wide window of a third, as many updates",
         stages=lambda s: tune_hybrid(
-            dataclasses.replace(s, updates=s.updates + PASSES * (s.updates // 2)),
+            dataclasses.replace(s, updates=s.updates + s.passes * (s.updates // 2)),
             "none",
             "key_value",
         ),

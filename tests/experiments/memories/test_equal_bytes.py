@@ -8,6 +8,8 @@ import math
 import jax
 import pytest
 
+from experiments.gpu import fifteen_minutes
+from experiments.gpu.fifteen_minutes import LONGER, MEMORIES, WINDOW
 from experiments.lab import study
 from experiments.lab.measure import state_bytes
 from experiments.memories import equal_bytes, equal_bytes_report
@@ -84,9 +86,9 @@ def test_a_memory_is_tuned_on_the_texts_of_a_window(setup):
     for stage in (window, tuned):
         assert (stage.loop.steps, stage.seed) == (6, 3)
         assert stage.optimizer == window.optimizer and stage.data == window.data
-    # Half of the texts, each as often as `PASSES`.
+    # Half of the texts, each as often as there are passes.
     assert isinstance(distilled, RetrofitStage) and distilled.part == "distill"
-    assert distilled.loop.steps == rows.PASSES * 3 and distilled.passes == rows.PASSES
+    assert distilled.loop.steps == 6 * 3 and distilled.passes == 6
 
 
 @pytest.mark.parametrize("store", [False, True])
@@ -182,11 +184,29 @@ def test_the_plan_leaves_out_finished_rows(tmp_path, capsys):
     assert "lattice, seed 1: " in said and "2 missing: " in said
 
 
+def test_more_training_is_falsified_by_either_window(tmp_path):
+    config = fifteen_minutes.Config(output=tmp_path, budgets=(9000,))
+    window, longer, memory, other = (WINDOW, LONGER, *MEMORIES)
+    # Sums over ten tokens: 0.3 and 0.1 nats a token are saved, and 0.1.
+    given = ((window, 20.0), (longer, 18.0), (memory, 17.0))
+    for name, nats in given:
+        _store(tmp_path / "9000", _result(name, nats))
+    assert list(fifteen_minutes.verdict(config))[-1].startswith("not decided")
+    _store(tmp_path / "9000", _result(other, 19.0))
+    *lines, last = fifteen_minutes.verdict(config)
+    assert last == "holds" and len(lines) == 4 and "+0.300 nats" in lines[0]
+    changed = tmp_path / "more" / "9000"
+    for name, nats in ((window, 20.0), (longer, 16.9), (memory, 17.0), (other, 19.9)):
+        _store(changed, _result(name, nats))
+    config = dataclasses.replace(config, output=changed.parent)
+    assert list(fifteen_minutes.verdict(config))[-1] == "falsified"
+
+
 @pytest.mark.slow
 def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
     source, backbone = small
-    config = equal_bytes.Config(
-        rows=("window", "wide-tuned", "gated-deltanet"),
+    config = fifteen_minutes.Config(
+        rows=("window", WINDOW, MEMORIES[0]),
         corpus=source,
         backbone=str(backbone),
         window=5,
@@ -194,7 +214,8 @@ def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
         more=4,
         context=20,
         least=5,
-        updates=4,
+        budgets=(4 * 20 + 1,),
+        dtype="float32",
         tokens=20,
         long=1,
         longest=40,
@@ -202,9 +223,11 @@ def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
         run_dir=tmp_path / "runs",
         output=tmp_path / "results",
     )
+    fifteen_minutes.main(dataclasses.replace(config, plan=True))
+    assert "3 missing" in capsys.readouterr().out
     with idle_updates():
-        equal_bytes.main(config)
-    found = json.loads((tmp_path / "results.json").read_text())
+        fifteen_minutes.main(config)
+    found = json.loads((tmp_path / "results" / "81.json").read_text())
     assert [row["row"] for row in found["rows"]] == list(config.rows)
     assert found["edges"] == config.edges
     memory = found["rows"][2]
@@ -213,5 +236,5 @@ def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
     assert set(memory["saved"]) == {"proofs", "code", "prose"}
     # Idle updates leave the gate shut: the narrow window loses to the wide one.
     assert memory["perplexity"] == pytest.approx(found["rows"][0]["perplexity"])
-    equal_bytes.main(config)
+    fifteen_minutes.main(config)
     assert "every row has its result" in capsys.readouterr().out
