@@ -26,6 +26,7 @@ names occur in training. Streams are of the same documents, from other places.
 
 import dataclasses
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
+from flax import nnx
 
 from experiments.facts import answers, tables, task
 from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
@@ -47,7 +49,9 @@ from experiments.memories.small_models import Scale
 from experiments.memories.text import text_of
 from memjax.config_io import to_record
 from memjax.evaluation.statistics import MIN_DOCUMENTS
+from memjax.mechanisms.cells.base import CellConfig
 from memjax.models import LanguageModel, ModelConfig
+from memjax.nnx.params import as_arrays, as_params
 from memjax.status import say
 
 #: Trainings, and the facts of their texts.
@@ -63,6 +67,9 @@ MINUTES = 4.0
 #: Validation texts of a count.
 VALIDATION = 16
 WINDOW, CACHE, GRU = tables.RIVALS
+#: Half-lives of forget gates before training, in tokens: the shortest is as long as a
+#: training text. By default those of Trellis are 69 tokens.
+HALF_LIVES = 2048.0, 65_536.0
 #: The most telling first.
 ROWS: dict[str, Row] = {
     "DeltaNet": Row("deltanet"),
@@ -73,7 +80,9 @@ ROWS: dict[str, Row] = {
     "Lattice": Row("lattice", {"chunk_size": 1}),
     "Trellis": Row("trellis", {"chunk_size": 1}),
     "Trellis, no gates": Row("trellis", {"chunk_size": 1, "forget": False}),
+    "Trellis, slow gates": Row("trellis", {"chunk_size": 1}),
     "Gated DeltaNet": Row("gated_deltanet"),
+    "Gated DeltaNet, slow gates": Row("gated_deltanet"),
     GRU: Row("gru"),
 }
 #: Three memories and the strongest rival.
@@ -93,7 +102,8 @@ class Config:
         distances: bytes of text between the log and the questions, ascending.
         streams: of each count; 5 at least, for an interval.
         plan: print the missing runs, and stop.
-        run_dir: of the runs' numbers, the result and the plot.
+        run_dir: of the runs' numbers, the result and the plot; rows of calls with other
+            `only` and `rates` stay in it.
     """
 
     only: tuple[str, ...] = QUICK
@@ -177,17 +187,22 @@ def main(config: Config) -> None:
     parameters = small_models.parameters(model("DeltaNet", Config.budgets[0]))
     given = config.budgets, config.distances, streams, parameters
     read_again = study.once(file, lambda: answers.read_again(*given), asked)
-    results: dict[str, Any] = {"log": answers.LOG, "rows": {}, "baselines": read_again}
-    output, result = config.run_dir / "results", results
+    output = config.run_dir / "results"
+    results: dict[str, Any] = {"log": answers.LOG, "baselines": read_again}
+    results["rows"] = _rows_before(Path(f"{output}.json"), config)
+    result = results
     for name, budget in cases:
         of_row = made[name, budget]
         say(f"{name}, {budget:,} bytes")
+        start = functools.partial(slow_gates, of_row) if "slow" in name else None
         about = {
             **{"name": name, "budget": budget},
             "state_bytes": small_models.state_bytes(of_row),
             "parameters": small_models.parameters(of_row),
         }
-        results["rows"][f"{name}, {budget}"] = about | _runs(config, of_row, streams)
+        results["rows"][f"{name}, {budget}"] = about | _runs(
+            config, of_row, streams, start
+        )
         question = "does a memory hold more facts than a cache has entries?"
         result = write_report(output, question, settings(config), results)
     tables.plot.draw(result, Path(f"{output}.png"))
@@ -195,12 +210,22 @@ def main(config: Config) -> None:
     print(f"wrote {output}.json and .png")
 
 
+def _rows_before(file: Path, config: Config) -> dict[str, Any]:
+    """Rows of calls with other `only` and `rates`; none of other settings."""
+    if not file.is_file():
+        return {}
+    before, own = json.loads(file.read_text("utf-8")), settings(config, "only", "rates")
+    same = own.items() <= before["config"].items()
+    return before["rows"] if same else {}
+
+
 def _asked(config: Config) -> list[Any]:
     return [config.counts, config.distances, config.streams, answers.LOG]
 
 
-def _identity(config: Config, made: ModelConfig) -> list[Any]:
-    return [to_record(made), STAGES, *_asked(config)]
+def _identity(config: Config, made: ModelConfig, slow: bool) -> list[Any]:
+    start = [HALF_LIVES] if slow else []
+    return [to_record(made), STAGES, *_asked(config), *start]
 
 
 def _missing(
@@ -209,7 +234,9 @@ def _missing(
     """Minutes of the missing trainings: of several rates two more are tried."""
     missing = {}
     for (name, budget), config_of in made.items():
-        folder = config.run_dir / study.digest(_identity(config, config_of))
+        folder = config.run_dir / study.digest(
+            _identity(config, config_of, "slow" in name)
+        )
         wanted = len(config.seeds) + min(2, len(config.rates) - 1)
         left = wanted - len([*folder.glob("seed*/rate*.json")])
         if left > 0:
@@ -218,17 +245,19 @@ def _missing(
 
 
 def _runs(
-    config: Config, made: ModelConfig, streams: Mapping[int, task.Stream]
+    config: Config,
+    made: ModelConfig,
+    streams: Mapping[int, task.Stream],
+    start: Callable[[int], LanguageModel] | None,
 ) -> dict[str, Any]:
     """The rate that the first seed chose, and the runs of all seeds with it."""
-    identity = _identity(config, made)
+    identity = _identity(config, made, start is not None)
     folder = config.run_dir / study.digest(identity)
 
     def measured(rate: float, seed: int) -> dict[str, Any]:
         file = folder / f"seed{seed}" / f"rate{rate:g}.json"
-        return study.once(
-            file, lambda: measure(config, made, rate, seed, streams), identity
-        )
+        given = config, made, rate, seed, streams, start and start(seed)
+        return study.once(file, lambda: measure(*given), identity)
 
     def loss(rate: float) -> float:
         return 1 - measured(rate, config.seeds[0]).get("validation", -math.inf)
@@ -246,13 +275,14 @@ def measure(
     rate: float,
     seed: int,
     streams: Mapping[int, task.Stream],
+    trained: LanguageModel | None = None,
 ) -> dict[str, Any]:
-    """Trains and asks; `right` are shares [distances, streams] by count.
+    """Trains, from a model or its seed, and asks.
 
-    `first` are the answers to the first stream of each count, at each distance. A
-    training that diverges has no numbers but `diverged`.
+    `right` are shares [distances, streams] by count, `first` the answers to the first
+    stream of each. A training that diverges has no numbers but `diverged`.
     """
-    trained, seconds = None, 0.0
+    seconds = 0.0
     try:
         for scale, counts in STAGES:
             own = scale._replace(learning_rate=rate)
@@ -273,6 +303,19 @@ def measure(
     }
 
 
+def slow_gates(config: ModelConfig, seed: int) -> LanguageModel:
+    """A model before training whose gates forget as slowly as `HALF_LIVES`."""
+    model = LanguageModel(config, key=jax.random.key(seed))
+    for mechanism, block in zip(config.layers, model.blocks, strict=True):
+        assert isinstance(mechanism, CellConfig)
+        params = as_arrays(block.mechanism)
+        # These gates have biases, or rates: they need no constant weight.
+        none = jnp.zeros(config.model_dim)
+        cell = mechanism.with_half_lives(params.cell, HALF_LIVES, none)
+        block.mechanism = nnx.data(as_params(params._replace(cell=cell)))
+    return model
+
+
 @functools.lru_cache(maxsize=len(STAGES))
 def draw_batches(scale: Scale, counts: tuple[int, ...]) -> Callable:
     """The function that draws a batch; one a stage, so that models share its text."""
@@ -287,7 +330,7 @@ def draw_batches(scale: Scale, counts: tuple[int, ...]) -> Callable:
 
 
 def validation(trained: LanguageModel) -> float:
-    """Share of right digits in texts of validation documents as the last stage's."""
+    """Share of right codes in texts of validation documents as the last stage's."""
     scale, counts = STAGES[-1]
     text, rows = jnp.asarray(text_of("validation")), VALIDATION * len(counts)
     key = jax.random.key(mqar.VALIDATION)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments.facts import answers, rivals, tables, task
 from experiments.facts import study as program
@@ -183,6 +184,16 @@ def test_too_little_for_an_interval_is_refused(changes, message):
 def test_a_budget_smaller_than_an_entry_is_refused():
     with pytest.raises(ValueError, match="goal must be at least the 2064 bytes of one"):
         program.model(program.CACHE, 1152)
+
+
+@pytest.mark.parametrize("name", ["Trellis, slow gates", "Gated DeltaNet, slow gates"])
+def test_gates_start_where_they_hardly_forget(name):
+    config = program.model(name, 5632)
+    slow = program.slow_gates(config, 0)
+    fast = LanguageModel(config, key=jax.random.key(0))
+    pairs = zip(*(jax.tree.leaves(nnx.state(x)) for x in (slow, fast)), strict=True)
+    # A bias, or a rate, in each of two layers.
+    assert 2 <= sum(not np.array_equal(a, b) for a, b in pairs) <= 4
 
 
 @pytest.mark.slow
