@@ -35,6 +35,7 @@ Baseline = Literal[
     "re-read, device",
     "SnapKV, device",
     "BM25",
+    "dense search",
     "closed book",
 ]
 Tokens = Int32[np.ndarray, "B T"]
@@ -164,6 +165,37 @@ class ReRead:
         return StateBytes(0, 4 * min(injected, self.stored))
 
 
+class DenseSearch:
+    """The chunk whose mean state of the last layer is nearest to the question's.
+
+    Each chunk is read once, alone, when it is injected; nearest is by cosine.
+    """
+
+    def __init__(self, model: LanguageModel, chunk: int, question: int):
+        self.model, self.chunk = model, chunk
+        self.best = ReRead(model, chunk, chunk, question)
+
+    def start(self, batch):
+        text = np.zeros((batch, 0, self.chunk), np.int32)
+        return text, np.zeros((batch, 0, self.model.config.model_dim))
+
+    def inject(self, memory, tokens):
+        text, means = memory
+        own = np.asarray(_mean_state(*nnx.split(self.model), jnp.asarray(tokens)))
+        text = np.append(text, np.asarray(tokens)[:, None], axis=1)
+        return text, np.append(means, own[:, None], axis=1)
+
+    def query(self, memory, prompt, count):
+        text, means = memory
+        own = np.asarray(_mean_state(*nnx.split(self.model), jnp.asarray(prompt)))
+        best = np.einsum("bnd,bd->bn", means, own).argmax(axis=1)
+        return self.best.query(text[np.arange(len(text)), best], prompt, count)
+
+    def state_bytes(self, injected):
+        means = injected // self.chunk * self.model.config.model_dim
+        return StateBytes(0, 4 * (injected + means))
+
+
 def bm25(
     tokenizer: Tokenizer, chunk: int, num_chunks: int, text: Tokens, prompt: Tokens
 ) -> Tokens:
@@ -236,6 +268,9 @@ def baseline(
             label = "BM25, 1 chunk in front of the question"
             best = functools.partial(bm25, tokenizer, chunk, 1)
             return label, ReRead(backbone, chunk, chunk, question, best)
+        case "dense search":
+            label = "dense search, 1 chunk in front of the question"
+            return label, DenseSearch(backbone, chunk, question)
         case "closed book":
             return name, ReRead(backbone, question, 0, question)
 
@@ -243,6 +278,15 @@ def baseline(
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read(graph, parameters, memory, tokens):
     return nnx.merge(graph, parameters).features(memory, tokens)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mean_state(graph, parameters, tokens):
+    """The mean of a text's states [B, D], of unit length."""
+    model = nnx.merge(graph, parameters)
+    _, states = model.features(model.init_state(tokens.shape[0]), tokens)
+    mean = states.astype(jnp.float32).mean(axis=1)
+    return mean / jnp.linalg.norm(mean, axis=-1, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

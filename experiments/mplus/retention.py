@@ -1,17 +1,19 @@
 """Knowledge retention: facts that are answered after more and more injected text.
 
     python -m experiments.mplus.retention
+    python -m experiments.mplus.retention --asked joined --after 0 16 64 256
 
 Question: which facts of the CIA World Factbook does a model still answer that were
 injected, inside their context, many tokens ago? (M+, Figures 3, 5, 8 and 9; the authors
 have SQuAD and NaturalQA.)
 Rows: M+ with its retriever, with a retriever fitted afterwards, and with attention, all
 three stages trained, and after fewer and more updates; MemoryLLM, the first two stages;
-the backbone with full attention, windows, re-read text, SnapKV, BM25, and
+the backbone with full attention, windows, re-read text, SnapKV, BM25, dense search, and
 the question alone, as it came and with adapters trained on M+'s tasks (`adapters.py`).
 Columns: share of right answers by distance in tokens; size of the state; M+'s share
 minus the row's, paired by fact. An answer is right if it occurs in ten tokens of greedy
-decoding. The other text names neither answer nor country. Facts that the backbone
+decoding. `--asked` asks in other words, of two facts joined, or of superseded facts
+(`asked.py`). The other text names neither answer nor country. Facts that the backbone
 answers closed book are left out. All trainings have as many updates, and each the rate
 of the most right answers to other facts, whose neighbours were tried.
 Not shown: other facts than those of templates. Reading fails at this size if right
@@ -36,9 +38,17 @@ import tyro
 from experiments.lab import backbones
 from experiments.lab.intervals import check_seeds
 from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
-from experiments.lab.study import climb_rate, once, selected, show_plan, train_once
+from experiments.lab.study import (
+    climb_rate,
+    digest,
+    once,
+    selected,
+    show_plan,
+    train_once,
+)
 from experiments.mplus import adapters, answers, models
 from experiments.mplus.answers import FITTED, TUNED, accuracy, query_batches, right
+from experiments.mplus.asked import Asked, ask_otherwise
 from experiments.mplus.methods import (
     Baseline,
     LatentMemory,
@@ -84,6 +94,8 @@ class Config:
     Attributes:
         only: names of rows; none is all.
         seeds: of the trainings, 3 at least; rows of the curve have the first.
+        asked: how facts are asked; other ways have a result file each.
+        after: chunks of other text before a question, ascending.
         until: ask only the first facts, a multiple of four; 0 is all.
         plan: print the missing trainings, and stop.
         run_dir: where models are stored.
@@ -92,6 +104,8 @@ class Config:
 
     only: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (42, 43, 44)
+    asked: Asked = "as stated"
+    after: tuple[int, ...] = AFTER
     until: int = 0
     plan: bool = False
     run_dir: Path = Path("runs/retention")
@@ -99,6 +113,17 @@ class Config:
 
     def __post_init__(self):
         check_seeds(self.seeds)
+        if sorted({0, *self.after}) != [*self.after] or len(self.after) < 2:
+            raise ValueError(
+                f"after must ascend from 0, two numbers at least, got {self.after}"
+            )
+
+    @property
+    def file(self) -> Path:
+        """The result file, without the ending."""
+        if self.asked == "as stated":
+            return self.output
+        return self.output.with_name(self.asked.replace(" ", "_"))
 
 
 def main(config: Config) -> None:
@@ -147,26 +172,31 @@ class Study:
         self.path = backbones.smollm2()
         found = finetune.load_backbone(self.path)
         self.backbone, self.tokenizer = found.model, found.tokenizer
-        self.facts = facts = models.load_facts()
+        self.facts = facts = ask_otherwise(models.load_facts(), config.asked)
         prompts = (self.tokenizer.encode(f"\n\n{fact.question}") for fact in facts)
         self.sizes = sizes_for(
             add_mplus(self.backbone, models.stage(3).memory, key=jax.random.key(0)),
             chunk=CHUNK,
             question=max(map(len, prompts)) + ANSWER,
-            longest=(AFTER[-1] + 1) * CHUNK,
+            longest=(config.after[-1] + 1) * CHUNK,
         )
-        file = Path(f"{config.output}.json")
+        file, distances = Path(f"{config.file}.json"), [n * CHUNK for n in config.after]
         if file.is_file():
             self.result = json.loads(file.read_text("utf-8"))
+            if self.result["distances"] != distances:
+                raise ValueError(
+                    f"after must be as in {file}, whose distances in tokens are "
+                    f"{self.result['distances']}, got {config.after}"
+                )
         else:
             asked = self.choose(facts, SAMPLES)
             self.result = {
                 "facts": [fact._asdict() for fact in asked],
-                "distances": [count * CHUNK for count in AFTER],
+                "distances": distances,
                 "rows": {},
             }
         asked = [Question(**fact) for fact in self.result["facts"]]
-        self.batches = self.samples(asked, AFTER[-1])
+        self.batches = self.samples(asked, config.after[-1])
 
     def choose(self, facts: Sequence[Question], count: int) -> list[Question]:
         """Facts that the backbone does not answer closed book."""
@@ -189,7 +219,7 @@ class Study:
         """Facts that no row is asked."""
         asked = {fact["question"] for fact in self.result["facts"]}
         others = [fact for fact in self.facts if fact.question not in asked]
-        return self.samples(self.choose(others, VALIDATION), AFTER[1])
+        return self.samples(self.choose(others, VALIDATION), self.config.after[1])
 
     def rate(self, kind: str) -> float:
         """The rate with the most right answers to the validation facts, by first seed.
@@ -207,13 +237,15 @@ class Study:
                 method = LatentMemory(models.load_trained(folder)[0])
             texts, tokenizer = self.validation, self.tokenizer
             parts = query_batches(
-                method, texts, tokenizer, after=AFTER[:2], answer=ANSWER
+                method, texts, tokenizer, after=self.config.after[:2], answer=ANSWER
             )
             marks = "".join(mark for batch in parts for mark in batch)
             return 1 - accuracy(right(marks))["accuracy"]
 
         def stored(rate: float) -> float:
-            file = self.config.run_dir / "rates" / f"{kind}-{rate:g}.json"
+            asked = self.config.asked, self.config.after[:2]
+            folder = self.config.run_dir / "rates" / digest(asked)
+            file = folder / f"{kind}-{rate:g}.json"
             return once(file, lambda: wrong(rate), [UPDATES, first])
 
         return climb_rate(RATES, FIRST, stored)["rate"]
@@ -229,7 +261,8 @@ class Study:
         """Asks a row the facts that it was not asked yet, and writes its answers."""
         key = name if seed is None else f"{name}, seed {seed}"
         before = self.result["rows"].get(key, {})
-        marks = before.get("marks", [""] * len(AFTER))
+        after = self.config.after
+        marks = before.get("marks", [""] * len(after))
         done = len(marks[0]) // BATCH
         batches = self.batches[done : self.config.until // BATCH or None]
         if not batches:
@@ -238,7 +271,7 @@ class Study:
         commits = before.get("commits", [])
         began = time.monotonic() - before.get("seconds", 0.0)
         for more in query_batches(
-            method, batches, self.tokenizer, after=AFTER, answer=ANSWER
+            method, batches, self.tokenizer, after=after, answer=ANSWER
         ):
             marks = [old + new for old, new in zip(marks, more, strict=True)]
             made = provenance(QUESTION, {})
@@ -251,7 +284,7 @@ class Study:
             }
             rows = self.result["rows"] | {key: row | facts}
             self.result = write_report(
-                self.config.output,
+                self.config.file,
                 QUESTION,
                 settings(self.config),
                 {part: self.result[part] for part in ("facts", "distances")}
@@ -281,7 +314,7 @@ class Study:
                 backbone = adapters.load(folder, backbone)
             (of,) = (x for x in get_args(Baseline) if name in (x, f"{x}, {TUNED}"))
             label, method = baseline(of, backbone, self.tokenizer, self.sizes)
-        injected = [(count + 1) * CHUNK for count in AFTER]
+        injected = [(count + 1) * CHUNK for count in self.config.after]
         row = {
             "method": name.removesuffix(f", {TUNED}").removesuffix(f", {FITTED}"),
             "label": label,

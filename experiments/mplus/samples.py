@@ -121,6 +121,11 @@ def _sequence(fact, passages, encode, num_chunks, chunk):
     """The context's chunk [C], and other chunks [I, C]."""
     context = encode(fact.context)
     missing, wanted = chunk - len(context), num_chunks * chunk
+    if missing < 0:
+        raise ValueError(
+            f"chunk must be at least {len(context)}, the tokens of the context of "
+            f"{fact.question!r}, got {chunk}"
+        )
     texts, total = [], 0
     for passage in _shuffled(fact, passages):
         if total >= missing + wanted:

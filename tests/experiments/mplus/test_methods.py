@@ -115,6 +115,21 @@ def test_baselines_have_the_bytes_of_the_memory():
         assert 0 <= method.state_bytes(CHUNK).device - wanted < 2 * 8 * 4 + 1
 
 
+def test_dense_search_reads_the_chunk_that_is_like_the_question():
+    (batch,) = samples(samples=2, num_chunks=1)
+    chunks, room = (batch.context, batch.chunks[0]), CHUNK + ANSWER
+    method = methods.DenseSearch(backbone(), CHUNK, room)
+    memory = method.start(2)
+    for chunk in chunks:
+        memory = method.inject(memory, chunk)
+    read_again = methods.ReRead(backbone(), CHUNK, CHUNK, room)
+    for chunk in chunks:
+        wanted = read_again.query(chunk, chunk, ANSWER)
+        np.testing.assert_array_equal(method.query(memory, chunk, ANSWER), wanted)
+    # Ids, and a mean of 16 floats a chunk.
+    assert method.state_bytes(2 * CHUNK) == (0, 4 * (2 * CHUNK + 2 * 16))
+
+
 def test_store_of_attention_is_on_the_device():
     found = models.with_attention_retrieval(memory_model())
     size = methods.LatentMemory(found).state_bytes()

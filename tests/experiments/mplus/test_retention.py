@@ -48,7 +48,7 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
     stage = models.stage(3)
     tasks = dataclasses.replace(stage.tasks, shortest_chunk=8)
     stage = dataclasses.replace(stage, memory=MEMORY, tasks=tasks)
-    sizes = {"LENGTHS": 0, "AFTER": (0, 2), "ANSWER": ANSWER, "VALIDATION": 2}
+    sizes = {"LENGTHS": 0, "ANSWER": ANSWER, "VALIDATION": 2}
     use_tiny(monkeypatch, retention, **sizes)
     for module, name, value in (
         (retention.backbones, "smollm2", lambda: Path("tiny")),
@@ -63,9 +63,8 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, value)
     only = ("M+", f"M+, {retention.FITTED}", "closed book", "closed book, tuned")
-    config = retention.Config(
-        only, seeds=(3,), until=2, run_dir=tmp_path, output=tmp_path / "result"
-    )
+    given = {"run_dir": tmp_path, "output": tmp_path / "result", "after": (0, 2)}
+    config = retention.Config(only, seeds=(3,), until=2, **given)
 
     def read():
         return json.loads(config.output.with_suffix(".json").read_text())
@@ -92,3 +91,12 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
     old = first["rows"]["M+, seed 3"]["marks"]
     assert rows["M+, seed 3"]["marks"][0].startswith(old[0])
     assert rows["closed book"] == first["rows"]["closed book"]
+    with pytest.raises(ValueError, match="after must be as in .*, got .0, 1."):
+        retention.main(dataclasses.replace(config, after=(0, 1)))
+    with pytest.raises(ValueError, match=r"after must ascend from 0, .*got \(1, 2\)"):
+        dataclasses.replace(config, after=(1, 2))
+    # Two sentences are longer than a chunk of the tiny models.
+    config = dataclasses.replace(config, asked="superseded")
+    assert config.file == tmp_path / "superseded"
+    with pytest.raises(ValueError, match="chunk must be at least .* tokens of the"):
+        retention.main(config)
