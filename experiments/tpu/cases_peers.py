@@ -68,24 +68,20 @@ def fused(peer: str, key_heads: int, heads: int) -> Program:
     return Program(run, arguments, donated=(3, 4))
 
 
-def one_by_one(key_heads: int, heads: int) -> Program:
-    """Our kernels for what a serving kernel does."""
+def ours(key_heads: int, heads: int) -> Program:
+    """Our kernel for what a serving kernel does."""
     floats = functools.partial(shape, dtype=jnp.float32)
 
-    def run(qkv: Any, filters: Any, b: Any, a: Any, a_log: Any, dt_bias: Any) -> Any:
-        def convolved(x: Any, filters: Any, norm: bool) -> Any:
-            x = x.reshape(1, TIME, -1, WIDTH)
-            before = jnp.zeros((1, TAPS - 1, *x.shape[2:]), x.dtype)
-            return memjax_kernels.short_convolution(x, filters, before, unit_norm=norm)
-
-        q, k, v = map(convolved, qkv, filters, (True, True, False))
-        g = -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
-        state, y = memjax_kernels.gated_delta_rule(q, k, v, jax.nn.sigmoid(b), g)
-        return state, y.reshape(1, TIME, -1)
+    def run(qkv: Any, filters: Any, *gates: Any) -> Any:
+        qkv = tuple(x.reshape(1, TIME, -1, WIDTH) for x in qkv)
+        before = tuple(jnp.zeros_like(x[:, : TAPS - 1]) for x in qkv)
+        rule = memjax_kernels.convolved_gated_delta_rule
+        state, last, y = rule(qkv, filters, before, *gates)
+        return state, last, y.reshape(1, TIME, -1)
 
     sizes = (key_heads, key_heads, heads)
-    qkv = [shape(1, TIME, n * WIDTH) for n in sizes]
-    filters = [floats(TAPS, n, WIDTH) for n in sizes]
+    qkv = tuple(shape(1, TIME, n * WIDTH) for n in sizes)
+    filters = tuple(floats(TAPS, n, WIDTH) for n in sizes)
     gate, weight = floats(1, TIME, heads), floats(heads)
     return Program(run, (qkv, filters, gate, gate, weight, weight))
 
@@ -127,7 +123,7 @@ def table() -> dict[str, Case]:
     for peer in ("flywheel-tpu", "tokamax"):
         build = functools.partial(fused, peer, 16, 32)
         builds[f"v5e/16/32/{peer}/fused/forward"] = build
-    builds["v5e/16/32/memjax/fused/forward"] = lambda: one_by_one(16, 32)
+    builds["v5e/16/32/memjax/fused/forward"] = lambda: ours(16, 32)
     build = functools.partial(fused, "tpu-inference", 16, 16)
     builds["v6e/16/16/tpu-inference/fused/forward"] = build
     found = {}

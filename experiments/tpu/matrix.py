@@ -21,6 +21,7 @@ TPU = {
     "gla": RECURRENCES,
     "delta_rule": RECURRENCES,
     "gated_delta_rule": RECURRENCES,
+    "convolved_gated_delta_rule": "test_convolved",
     "kda": RECURRENCES,
     "gdn2": RECURRENCES,
     "gated_slots": RECURRENCES,

@@ -35,6 +35,7 @@ from memjax_kernels._src.lattice import (
 )
 from memjax_kernels._src.lattice.memory import LatticeInitial
 from memjax_kernels._src.linear import gla, linear_attention, ssd
+from memjax_kernels._src.linear.convolved import convolved_gated_delta_rule
 from memjax_kernels._src.linear.delta_rules import (
     delta_rule,
     gated_delta_rule,
@@ -128,6 +129,7 @@ __all__ = [
     "build_hippo_bank",
     "cached_attention",
     "causal_attention",
+    "convolved_gated_delta_rule",
     "delta_rule",
     "delta_rule_init_state",
     "delta_rule_step",

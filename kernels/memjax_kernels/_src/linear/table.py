@@ -75,7 +75,7 @@ def run(
         | dict(op.gates)
         | {name: f"{a}?" if state is None else a for name, a in op.state.items()}
     )
-    _check_heads(*tokens[:3])
+    check_heads(*tokens[:3])
     given = zip(axes.items(), (*tokens, *memories), strict=True)
     sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in given})
     for name, memory in zip(op.state, memories, strict=True):
@@ -142,7 +142,7 @@ def chunked(op: LinearOp, chunk_size: int, *given: Any) -> tuple[Any, Any]:
     return scan_groups(op.advance, tokens, state, reset, chunk_size)
 
 
-def _check_heads(q, k, v):
+def check_heads(q, k, v):
     """Raises ValueError unless the heads of q and k divide those of v."""
     if any(len(getattr(x, "shape", ())) != 4 for x in (q, k, v)):
         return

@@ -60,7 +60,7 @@ def unsupported(q: Any, k: Any, v: Any) -> str:
         return reason
     if q.shape[1] < CHUNK_SIZE:
         return f"{q.shape[1]} tokens are less than a chunk of {CHUNK_SIZE}"
-    if not _pack(q, v):
+    if not packing_of(q, v):
         return (
             f"no number of {v.shape[2]} heads fills {LANES} lanes with keys of "
             f"{q.shape[3]} and values of {v.shape[3]}, and fits in VMEM"
@@ -100,7 +100,7 @@ def recur(
 
 
 def _on_device(op: Op, tokens: Tokens, state: Array, *, interpret: Any):
-    packing = _pack(tokens.q, tokens.v)
+    packing = packing_of(tokens.q, tokens.v)
     if not packing:
         # A device of a mesh may hold heads that fill no lanes.
         return _in_xla(op, tokens, state)
@@ -145,7 +145,7 @@ def _repeat(x: Array, copies: int) -> Array:
     return x if copies == 1 else jnp.repeat(x, copies, axis=-2)
 
 
-def _pack(q: Any, v: Any) -> Packing | None:
+def packing_of(q: Any, v: Any) -> Packing | None:
     """The packing of as few heads as fill the lanes, and of as many packs as fit.
 
     Of a key head's value heads as many share it as can; the others need copies. Shapes
