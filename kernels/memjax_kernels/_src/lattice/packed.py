@@ -14,6 +14,7 @@ and pairs of tokens [P, C, CC]. With S = start, D(.)
 |x| are sums over a slot's channels.
 """
 
+import functools
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ def move(h, w, start: Float[Array, "P M VV"], options: Options) -> Moved:
     """The memory after the chunk."""
     heads = options.heads
     written = diagonal_blocks(options.multiply(w, h, "tn"), heads)
-    along = sum_channels(start * written, heads)
+    along = sum_rounded(start * written, options, 2)
     memory = start + along * start - written
     squares = sum_channels(memory * memory, heads)
     filled = squares > 0
@@ -162,6 +163,20 @@ def _tokens(shape, heads):
 def sum_channels(x: Float[Array, "P M VV"], heads: int) -> Float[Array, "P M VV"]:
     """The sum over each head's lanes, in all of them."""
     return packs.widen(packs.sums(x, heads), x.shape[-1])
+
+
+def sum_rounded(
+    x: Float[Array, "P M VV"], options: Options, count: int = 1
+) -> Float[Array, "P M VV"]:
+    """`sum_channels` as a product with ones of so many parts of x, rounded as operands.
+
+    Sums over lanes alone keep one unit busy while the matrix unit waits.
+    """
+    number, _, lanes = x.shape
+    ones = jnp.ones((number, lanes // options.heads, lanes), F32)
+    parts = jnp.concatenate(packs.in_bfloat16(x, count), axis=1)
+    found = options.multiply(parts, block_diagonal(ones, options.heads), "nn")
+    return functools.reduce(jnp.add, jnp.split(found, count, axis=1))
 
 
 def sum_tokens(

@@ -16,6 +16,7 @@ from memjax_kernels._src.lattice.packed import (
     Options,
     lower,
     sum_channels,
+    sum_rounded,
     sum_tokens,
     weigh,
 )
@@ -63,7 +64,7 @@ def vjp(
     yield
 
     # The memory after the chunk.
-    d_memory = d_after - moved.after * sum_channels(moved.after * d_after, heads)
+    d_memory = d_after - moved.after * sum_rounded(moved.after * d_after, options)
     d_memory *= moved.inverse
     along = sum_channels(d_memory * start, heads)
     yield
