@@ -208,6 +208,9 @@ def make_programs(run: Run, mesh: Mesh) -> Programs:
         return on_mesh(with_rate(update, run.optimizer, run.loop.steps), layout, mesh)
 
     step = run.make_step(compiled)
+    if mesh.size == 1 and run.kind == "train" and run.language_model.scan_layers:
+        # A layer at a time by one program: XLA compiles each draw of a program anew.
+        return lambda key: jax.device_put(run.create_state(key), layout), step
     return jax.jit(run.create_state, out_shardings=layout), step
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,6 +123,16 @@ def test_memory_is_carried_from_batch_to_batch(config, whole):
         found.append(float(metrics["loss"]))
     carried = [v["loss"] for _, kind, v in losses(whole) if kind == "train"]
     assert found[0] == carried[0] and not set(found[1:]) & set(carried[1:])
+
+
+def test_layers_of_a_loop_are_drawn_as_by_one_program(config):
+    looped = dataclasses.replace(MODEL, num_layers=2, scan_layers=True)
+    config = dataclasses.replace(config, model=looped)
+    drawn, _ = run.build_step(config, sharding.make_mesh(config.mesh))
+    at_once = jax.jit(config.create_state)(jax.random.key(config.seed))
+    chex.assert_trees_all_close(drawn.params, at_once.params, rtol=1e-5, atol=1e-7)
+    one, other = (jax.tree.leaves(block) for block in drawn.params["blocks"].values())
+    assert not np.array_equal(one[0], other[0])
 
 
 @pytest.mark.slow

@@ -159,6 +159,20 @@ class Block(nnx.Module):
         return BlockParams(*map(of, BlockParams._fields))
 
 
+def draw_block(
+    config: ModelConfig, mechanism: Mechanism, style: BlockStyle, key: PRNGKeyArray
+) -> Block:
+    """A layer; where equal ones are a loop, one program draws each of them."""
+    if not config.scan_layers:
+        return Block(config, mechanism, style, key=key)
+    return nnx.merge(*_drawn(config, mechanism, style, key))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn(config, mechanism, style, key):
+    return nnx.split(Block(config, mechanism, style, key=key))
+
+
 def apply_or_step(
     mechanism: Mechanism, params: PyTree, state: PyTree, x: Float[Array, "B T D"]
 ) -> tuple[PyTree, Float[Array, "B T D"]]:

@@ -34,8 +34,8 @@ from memjax.models.language_model.config import Dtype, ModelConfig, build_once
 from memjax.models.language_model.depth import Layer, run_layers
 from memjax.models.language_model.inputs import next_positions, rows_of
 from memjax.models.language_model.layers import (
-    Block,
     apply_or_step,
+    draw_block,
     init_norm,
     normalize,
     run_layer,
@@ -82,7 +82,7 @@ class LanguageModel(Savable, nnx.Module):
         e = self.width
         self.embedding = nnx.Param(jax.random.normal(embed_key, (v, e)) * e**-0.5)
         self.blocks = nnx.List(
-            Block(config, build_once(mechanism), config.style(i), key=block_key)
+            draw_block(config, build_once(mechanism), config.style(i), block_key)
             for i, (mechanism, block_key) in enumerate(
                 zip(config.layers, block_keys, strict=True)
             )
