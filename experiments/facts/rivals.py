@@ -34,7 +34,7 @@ from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax.mechanisms.layers.recurrent.style import RecurrentStyle
 
 #: Tokens of a chunk, in which dropped tokens still have gradients.
-CHUNK = 1024
+CHUNK = 256
 #: Units of a block of the GRU; the longest time constant before training, in tokens.
 UNITS, LONGEST = 32, 1024.0
 #: Of empty entries, and of no token.

@@ -11,6 +11,7 @@ from flax import nnx
 
 from experiments.facts import answers, rivals, tables, task
 from experiments.facts import study as program
+from memjax.config_io import to_record
 from memjax.models import LanguageModel
 from tests.tiny import drawn
 
@@ -217,3 +218,12 @@ def test_the_study_runs_and_keeps_what_it_trained(tmp_path, capsys, monkeypatch)
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     program.main(config)
     assert "compiling" not in capsys.readouterr().err
+
+
+def test_a_cache_shrinks_and_nothing_else_changes():
+    made = program.model(program.CACHE, 5632)
+    found = [to_record(x) for x, _ in program.stages_of(made)]
+    sizes = [x["mechanisms"][0].pop("entries") for x in found]
+    assert sizes == [128, 32, 8, 8, 8] and all(x == found[0] for x in found)
+    memory = program.model("DeltaNet", 5632)
+    assert [*program.stages_of(memory)] == [(memory, x) for x in program.STAGES]
