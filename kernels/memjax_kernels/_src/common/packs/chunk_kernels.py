@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, PyTree
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import columns
 from memjax_kernels._src.common.packs.blocks import (
-    BLOCK_BYTES,
     divisor,
     group_size,
 )
@@ -34,6 +33,9 @@ F32 = jnp.float32
 # At most: batch elements of a program, and tokens of all packs that go through phases
 # in step. A short chunk alone waits for its products.
 BATCH, TOKENS = 4, 256
+# Limit up to which a program takes further batch elements, by estimate: a little below
+# what Mosaic is allowed.
+ROWS_BYTES = 56 << 20
 
 
 class Chunk(NamedTuple):
@@ -126,7 +128,7 @@ def op_of(name: str, *brought: Any, **also: Any) -> Callable[..., Any]:
         each = heads * head_bytes
         group = group_size(number // heads, each)
         # Batch elements of a program, each with its tokens in all packs.
-        rows = divisor(b, min(BATCH, BLOCK_BYTES // (group * each)))
+        rows = divisor(b, min(BATCH, ROWS_BYTES // (group * each)))
         phased = rows // divisor(rows, max(1, TOKENS // (group * size)))
         resets = x.reset is not None
         layout = Layout(rows, group, heads, size, (1,), True, resets, phased)
