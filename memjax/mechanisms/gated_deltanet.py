@@ -19,6 +19,7 @@ from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.deltanet import DeltaRuleConfig, write_rates
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
+from memjax.mechanisms.layers.recurrent.projections import Unconvolved
 from memjax.mechanisms.mamba2 import (
     DECAY_AXES,
     DecayParams,
@@ -27,6 +28,7 @@ from memjax.mechanisms.mamba2 import (
     init_decay,
 )
 from memjax_kernels import (
+    convolved_gated_delta_rule,
     gated_delta_rule,
     gated_delta_rule_init_state,
     gated_delta_rule_step,
@@ -50,6 +52,8 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
             reset_chunk=1,
             apply_share=linear_share(apply),
             shares_keys=True,
+            # One kernel on a TPU, if no other implementation is asked for.
+            convolved=convolved if self.implementation is None else None,
         )
 
     def with_half_lives(
@@ -123,4 +127,30 @@ def apply(
     _, g = decay(params.decay, x)
     return gated_delta_rule(
         q, k, v, beta, g, memory, reset=reset, implementation=config.implementation
+    )
+
+
+def convolved(
+    config: GatedDeltaNetConfig,
+    params: GatedDeltaNetParams,
+    memory: Float[Array, "B H K V"] | None,
+    given: Unconvolved,
+    x: Float[Array, "B T D"],
+    reset: Bool[Array, "B T"] | None = None,
+) -> tuple[
+    Float[Array, "B H K V"], tuple[Array, Array, Array], Float[Array, "B T H V"]
+]:
+    """`apply` of what is not convolved yet, and the last inputs of the convolutions."""
+    pace = params.decay.pace
+    return convolved_gated_delta_rule(
+        *given[:3],
+        gates.linear_logits(x, params.rate),
+        gates.linear_logits(x, pace.weight),
+        params.decay.log_rate,
+        pace.bias,
+        memory,
+        biases=given.biases,
+        reset=reset,
+        scale=config.style.query_scale,
+        max_rate=config.max_rate,
     )

@@ -12,6 +12,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
+from memjax.mechanisms.layers.recurrent.style import RecurrentStyle
 from memjax_kernels import (
     convolved_gated_delta_rule,
     gated_delta_rule,
@@ -220,15 +222,19 @@ def test_what_the_kernel_refuses_is_said():
     assert "fill no 128 lanes" in reason(64, 2, 4, key=192)
 
 
-@needs_libtpu
-def test_it_compiles_for_a_tpu_as_one_kernel():
+def on_v5e(tree):
+    """The types of arrays on one device of a v5e."""
     device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
     sharding = SingleDeviceSharding(device)
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        draw(128, 2, 4, dtype="bfloat16"),
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
     )
-    text = jax.jit(by_op).lower(arguments).compile().as_text()
+
+
+@needs_libtpu
+def test_it_compiles_for_a_tpu_as_one_kernel():
+    arguments = on_v5e(draw(128, 2, 4, dtype="bfloat16"))
+    text = str(jax.jit(by_op).lower(arguments).compile().as_text())
     assert text.count("tpu_custom_call") == 1
 
     def loss(x):
@@ -237,3 +243,16 @@ def test_it_compiles_for_a_tpu_as_one_kernel():
     text = str(jax.jit(jax.grad(loss)).lower(arguments).as_text())
     assert "delta_rule_backward" in text
     assert "convolved_gated_delta_rule_forward" not in text
+
+
+@needs_libtpu
+def test_published_layers_prefill_by_it():
+    style = RecurrentStyle(num_key_heads=1, conv_value=True, gate="silu")
+    layer = GatedDeltaNetConfig(64, 2, 128, 128, style=style).build()
+    params = jax.eval_shape(layer.init_params, jax.random.key(0))
+    state = jax.eval_shape(lambda: layer.init_state(1))
+    x = jax.ShapeDtypeStruct((1, 64, 64), jnp.bfloat16)
+    given = on_v5e((params, state, x))
+    text = str(jax.jit(layer.apply).lower(*given).as_text())
+    assert text.count("convolved_gated_delta_rule_forward") == 1
+    assert "short_convolution" not in text

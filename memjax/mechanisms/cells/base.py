@@ -21,7 +21,7 @@ Shapes: B batch, T time, D model, H heads, G heads of keys and values, K key, V 
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -76,6 +76,8 @@ class Cell(NamedTuple):
             dividing H. Others get a copy for each head.
         apply_share: `apply` of one device's share of the tokens, inside
             `divided_sequence.on_shares`; None if tokens cannot be divided.
+        convolved: `apply` of q, k and v before their convolutions, which also gives the
+            last inputs of these; None if it is no faster.
     """
 
     init_params: InitParams
@@ -86,6 +88,7 @@ class Cell(NamedTuple):
     reset_chunk: int | None = None
     apply_share: CellApply | None = None
     shares_keys: bool = False
+    convolved: Callable[..., Any] | None = None
 
 
 @runtime_checkable
@@ -170,10 +173,13 @@ def bind(
     reset_chunk: int | None = None,
     apply_share: Callable | None = None,
     shares_keys: bool = False,
+    convolved: Callable | None = None,
 ) -> Cell:
     """The cell of a configuration, from functions that take the configuration first."""
     if apply_share is not None:
         apply_share = functools.partial(apply_share, config)
+    if convolved is not None:
+        convolved = functools.partial(convolved, config)
     return Cell(
         init_params=functools.partial(init_params, config),
         init_state=functools.partial(init_state, config),
@@ -183,4 +189,5 @@ def bind(
         reset_chunk=reset_chunk,
         apply_share=apply_share,
         shares_keys=shares_keys,
+        convolved=convolved,
     )

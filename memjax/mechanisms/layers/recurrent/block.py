@@ -46,6 +46,7 @@ from memjax.mechanisms.layers.recurrent.projections import (
     param_axes,
     part_shape,
     qkv_projection,
+    unconvolved,
 )
 from memjax.mechanisms.layers.recurrent.style import RecurrentSizes
 from memjax_kernels._src.common.partition import sequence_ways
@@ -202,6 +203,16 @@ def _segment(config, cell, read, params, state, x, flags):
     """The memory's `read` between the projections."""
     starts, positions = flags or (None, None)
     resets = () if starts is None else (starts,)
+    # Not of a share of the tokens, whose memory is joined to others.
+    if cell.convolved is not None and read is cell.apply:
+        given = unconvolved(config, params, state, x)
+        if given is not None:
+            seen = cell_input(config, x)
+            memory, (*window, values), y = cell.convolved(
+                params.cell, state.memory, given, seen, *resets
+            )
+            state = BlockState(jnp.stack(window, axis=2), memory, values)
+            return state, output_projection(config, params, x, y)
     state, (q, k, v) = qkv_projection(config, params, state, x, positions)
     if not cell.shares_keys:
         q, k = (

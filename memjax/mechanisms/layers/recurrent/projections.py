@@ -66,6 +66,15 @@ class QKV(NamedTuple):
     v: Float[Array, "B T H V"]
 
 
+class Unconvolved(NamedTuple):
+    """Of q, k and v, what `memjax_kernels.convolved_gated_delta_rule` takes."""
+
+    inputs: tuple[Array, Array, Array]
+    filters: tuple[Array, Array, Array]
+    before: tuple[Array, Array, Array]
+    biases: tuple[Array, Array, Array] | None
+
+
 _NORM_AXES = {
     "head": axes(),
     "group": axes("heads"),
@@ -173,18 +182,8 @@ def qkv_projection(
     """
     check_input(x, config.model_dim, state)
     style = config.style
-    _, projections, groups, _ = part_shape(params.query_key)
-
-    def project(weight, heads, factor=1.0):
-        y = channels_by_heads(flat_product(x, weight), heads)
-        return times(y.reshape(*x.shape[:2], heads, -1), factor)
-
-    factors = (style.query_multiplier, style.key_multiplier)
-    # Two products, where one would have to be cut in two again.
-    inputs = [
-        project(_part(params.query_key, i), groups, factors[i])
-        for i in range(projections)
-    ]
+    *inputs, v = _inputs(config, params, x)
+    projections = len(inputs)
     before = [state.window[:, :, i] for i in range(projections)]
     # One projection that both share, or one for each. Unit norm bounds what a write can
     # do: a step of γ |k|² <= 2 does not diverge.
@@ -206,7 +205,6 @@ def qkv_projection(
 
     q, k = filtered(0), filtered(1)
     window = jnp.stack(list(map(last_inputs, before, inputs)), axis=2)
-    v = project(params.value, config.num_heads, style.value_multiplier)
     values = None
     if params.value_filters is not None:
         before_values = state.values
@@ -224,6 +222,50 @@ def qkv_projection(
         v = _activated(v, style.value_silu, unit_norm=False)
     q = times(q, style.query_scale)
     return BlockState(window, state.memory, values), QKV(q, k, v)
+
+
+def unconvolved(
+    config: RecurrentSizes,
+    params: BlockParams,
+    state: BlockState,
+    x: Float[Array, "B T D"],
+) -> Unconvolved | None:
+    """What `qkv_projection` convolves, if it is q, k and v, with silu and unit norm."""
+    style = config.style
+    usual = style.unit_norm and style.query_silu and style.key_silu
+    filters, of_values, before = params.filters, params.value_filters, state.values
+    if filters is None or of_values is None or before is None or not usual:
+        return None
+    check_input(x, config.model_dim, state)
+    biases = None
+    if params.filter_bias is not None:
+        assert params.value_bias is not None
+        biases = params.filter_bias[0], params.filter_bias[1], params.value_bias
+    q, k, v = _inputs(config, params, x)
+    return Unconvolved(
+        inputs=(q, k, v),
+        filters=(filters[:, 0], filters[:, 1], of_values),
+        before=(state.window[:, :, 0], state.window[:, :, 1], before),
+        biases=biases,
+    )
+
+
+def _inputs(config, params, x):
+    """The projections before any convolution: of q and k, or of both, and of v."""
+    style = config.style
+    _, projections, groups, _ = part_shape(params.query_key)
+
+    def project(weight, heads, factor=1.0):
+        y = channels_by_heads(flat_product(x, weight), heads)
+        return times(y.reshape(*x.shape[:2], heads, -1), factor)
+
+    factors = (style.query_multiplier, style.key_multiplier)
+    # Products of their own, where one would have to be cut again.
+    inputs = [
+        project(_part(params.query_key, i), groups, factors[i])
+        for i in range(projections)
+    ]
+    return *inputs, project(params.value, config.num_heads, style.value_multiplier)
 
 
 def _activated(x, silu, unit_norm):
