@@ -9,9 +9,9 @@ with another code. Text of test documents goes on, and every fact is asked in ot
 words (`task`). Rows: memories of equal parameters and equal state; rivals that are
 trained alike, a sliding window, a cache that learns what to keep and a GRU (`rivals`),
 which has more parameters than all others; baselines that are not trained: text, plain
-or compressed, which a reader who makes no mistake reads again. Columns: right answers by
-facts and bytes since the log. The dictionary is the ceiling: a list of the facts, by a
-reader who knows what counts.
+or compressed, which a reader who makes no mistake reads again. Columns: right answers,
+by facts and bytes since the log. The dictionary is the ceiling: a list of the facts, by
+a reader who knows what counts.
 
 All train on texts of 128, 512 and 2,048 bytes; the cache, which learns nothing while it
 drops what it cannot attend to yet, begins with more entries, and has more updates
