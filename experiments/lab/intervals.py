@@ -1,5 +1,6 @@
 """Differences between models with their intervals: by document, and by seed."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,3 +84,24 @@ def median_and_range(values: Sequence[float], digits: int = 2) -> str:
         return "".join(f"{value:.{digits}f}" for value in values)
     low, median, high = np.quantile(values, (0, 0.5, 1))
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def against_paper(
+    paper: Mapping[str, float], ours: Mapping[str, Sequence[float]]
+) -> str:
+    """A paper's order of some rows, lowest first, and the pairs that differ here.
+
+    Rows that the paper has equal have no order; here medians over seeds have.
+    """
+    rows = sorted(ours, key=paper.__getitem__)
+    medians = {row: float(np.median(ours[row])) for row in rows}
+    wrong = [
+        f"{high} is not above {low}"
+        for low, high in itertools.combinations(rows, 2)
+        # Not <=: NaN has no order.
+        if paper[low] < paper[high] and not medians[low] < medians[high]
+    ]
+    found = "differs here: " + "; ".join(wrong) if wrong else "the same here"
+    equal = itertools.groupby(rows, key=paper.__getitem__)
+    order = " < ".join(" = ".join(group) for _, group in equal)
+    return f"{order} in the paper; {found}"

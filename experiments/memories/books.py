@@ -39,12 +39,13 @@ from experiments.lab.intervals import (
 )
 from experiments.lab.results import Rows, figure, number, settings, table, write_report
 from memjax import evaluation
+from memjax.checks import check_sizes
 from memjax.config_io import to_record
 from memjax.data import TokenisedDocument, load_tokenizer, load_tokens
 from memjax.evaluation import TokenLosses, plots
 from memjax.evaluation.drawing import source_of
 from memjax.evaluation.losses import cut_texts
-from memjax.models import ModelConfig
+from memjax.models import LanguageModel, ModelConfig
 from memjax.models.language_model.presets import TINY
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
@@ -91,16 +92,22 @@ class Config:
         return evaluation.log2_bins(self.context_length, first=self.window)
 
 
-def models(window: int, baselines: bool = False) -> dict[str, ModelConfig]:
+def models(
+    window: int, baselines: bool = False, times: int = 1
+) -> dict[str, ModelConfig]:
     """The rows: windows, the shortest with no fewer bytes than the memory, the memory.
 
-    A model has three layers; the memory is in the middle one.
+    A model has three layers; the memory is in the middle one. It has `times` the
+    numbers of 1, and is read at as many times the points, as far back.
     """
-    read = dict(order=64, memory_tokens=32, sampling="exponential", decay=0.8)
-    options = {"melodi": {"memory_tokens": 11}, "memorizing": {"queue": 64}}
+    check_sizes(times=times)
+    read = dict(order=64 * times, memory_tokens=32 * times, decay=0.8 ** (1 / times))
+    melodi, queue = {"memory_tokens": -(-32 * times // 3)}, {"queue": 64 * times}
+    options = {"melodi": melodi, "memorizing": queue}
 
     def of(window: int, name: str = "sliding_window", **changed: Any) -> ModelConfig:
-        chosen = options | {"elastic_memory": read | changed}
+        own = {"elastic_memory": {"sampling": "exponential"} | read | changed}
+        chosen = options | own
         size = dataclasses.replace(TINY, num_layers=3, window=window, options=chosen)
         build = size.model if name in ("infini", "melodi") else size.with_memory
         return build(name, vocab_size=TOKENIZER.vocab_size)
@@ -150,27 +157,18 @@ def main(config: Config) -> None:
     keys = key_tokens(config, texts) if config.reference else None
 
     def measured(name: str, seed: int, folder: Path) -> dict[str, Any]:
-        settings = run_config(config, made[name], seed)
-        study.train_once(folder, lambda: run.train(settings, folder))
-        _, model = run.load_model(folder)
-        losses = evaluation.token_losses(
-            model, texts, tokens_per_call=config.context_length, batch_size=8
-        )
-        found = {
+        model = trained(run_config(config, made[name], seed), folder)
+        losses = score(model, texts, keys, config.context_length)
+        binned = {k: measure.bin_losses(x, config.edges) for k, x in losses.items()}
+        return binned | {
             "parameters": measure.num_parameters(model),
-            "state_bytes": state_bytes(settings.model),
-            "texts": measure.bin_losses(losses, config.edges),
+            "state_bytes": state_bytes(made[name]),
         }
-        if keys is not None:
-            kept = evaluation.keep_key_tokens(losses, keys, texts, tokenizer=TOKENIZER)
-            found["keys"] = measure.bin_losses(kept, config.edges)
-        return found
 
-    def identity(name: str, seed: int) -> list[Any]:
-        trained = to_record(run_config(config, made[name], seed))
-        return [trained, config.test_texts, *filter(None, [config.reference])]
+    def said(name: str, seed: int) -> list[Any]:
+        return identity(config, made[name], seed)
 
-    rows = study.run_all(wanted, measured, run_dir=config.run_dir, identity=identity)
+    rows = study.run_all(wanted, measured, run_dir=config.run_dir, identity=said)
     found = report(config, rows)
     output = config.run_dir / "results"
     question = "does a memory help beyond the window?"
@@ -183,13 +181,49 @@ def main(config: Config) -> None:
     print(f"wrote {output}.json and .png")
 
 
+def trained(settings: run.RunConfig, folder: Path) -> LanguageModel:
+    """The model of a run's folder, which trains unless it has before."""
+    study.train_once(folder, lambda: run.train(settings, folder))
+    return run.load_model(folder)[1]
+
+
+def identity(config: Config, model: ModelConfig, seed: int) -> list[Any]:
+    """The settings that the numbers of a run depend on."""
+    record = to_record(run_config(config, model, seed))
+    return [record, config.test_texts, *filter(None, [config.reference])]
+
+
+def score(
+    model: LanguageModel,
+    texts: list[TokenisedDocument],
+    keys: evaluation.KeyTokens | None,
+    tokens_per_call: int,
+) -> dict[str, TokenLosses]:
+    """Losses of all tokens, "texts", and where `keys` are given of those, "keys"."""
+    found = evaluation.token_losses(model, texts, tokens_per_call=tokens_per_call)
+    if keys is None:
+        return {"texts": found}
+    kept = evaluation.keep_key_tokens(found, keys, texts, tokenizer=TOKENIZER)
+    return {"texts": found, "keys": kept}
+
+
 def test_texts(config: Config) -> list[TokenisedDocument]:
-    """The first held-out texts of each document."""
+    """The first held-out texts of each document.
+
+    Raises:
+        ValueError: if no document is as long as a text.
+    """
     longest = config.test_texts * config.context_length + 1
     documents = [
         document._replace(tokens=document.tokens[:longest])
         for document in load_tokens(config.source, TOKENIZER, "test")
     ]
+    most = max((len(document.tokens) for document in documents), default=0)
+    if most <= config.context_length:
+        raise ValueError(
+            f"context_length must be below the {most} tokens of the longest test "
+            f"document of source={config.source!r}, got {config.context_length}"
+        )
     texts = cut_texts(documents, config.context_length)
     cut = "\ufffd" if config.reference else None
     return [x for x in texts if not cut or cut not in TOKENIZER.decode(x.tokens[:])]

@@ -62,6 +62,8 @@ def test_wrong_block_is_named(tmp_path):
 
 def test_table_in_no_document_or_in_two_is_named(tmp_path):
     tables, files = {"study/one": one}, [tmp_path / "a.md", tmp_path / "b.md"]
+    # A study that has not been run yet has none to stand in.
+    assert not [*render.problems([], {"study/lost": lost}, tmp_path)]
     assert [*render.problems([], tables, tmp_path)] == [
         "table study/one is in no document"
     ]
