@@ -3,6 +3,7 @@
     python -m experiments.memories.recall                # all mechanisms
     python -m experiments.memories.recall --of trellis   # Trellis: parts, defaults
     python -m experiments.memories.recall --of lattice   # Lattice: parts
+    python -m experiments.memories.recall --of contexts --seeds 0 1 2
     python -m experiments.memories.recall --plan
 
 Rows: every mechanism with the width of the model's heads, as the papers compare, and
@@ -11,8 +12,11 @@ keeps all tokens and is the ceiling, a sliding window of the same bytes the floo
 ablations have the papers' variants and the choices that the papers leave open. Columns:
 seeds that learned multi-query recall (`mqar`), and what those answer, by pairs and by
 length of the sequence. `trellis` also models the bytes of `text`: its validation
-columns choose defaults, in which no test has a say. A training is 80 CPU seconds and
-compiles in 20; a row takes 7 of them (`climb_rate`): 10 minutes of a core.
+columns choose defaults, in which no test has a say. `contexts` is Trellis's figure 2
+with table 4 (perplexity of bytes against training context; ours are a fourth of the
+paper's) and figure 3 (against training FLOPs, by models of other widths; updates of
+memories are not counted). A training is 80 CPU seconds, of text more, and compiles in
+20; a row takes 7 of them (`climb_rate`): 10 minutes of a core.
 
 It does not show what a language model recalls: models of 31,000 parameters learn
 nothing but this task. Language models that a CPU can train are beaten by counted
@@ -33,11 +37,13 @@ from experiments.memories import mqar, recall_tables, small_models, text
 from memjax.config_io import to_record
 from memjax.models import ModelConfig
 from memjax.status import say
+from memjax.training.monitoring.model_flops import flops_per_token
+from memjax.training.pretrain import abstract_model
 from memjax_kernels import TRELLIS_PHIS
 
 Column = Literal["width", "bytes"]
 #: CPU minutes of one training.
-MINUTES = 1.7
+MINUTES = {"recall": 1.7, "text": 5.0}
 #: Rates that may be tried, from `FIRST` up or down until the best is inside.
 RATES, FIRST = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), 1e-2
 #: Trellis as it has the best perplexity.
@@ -138,12 +144,21 @@ LATTICE: dict[str, Row] = _BASELINES | {
 }
 
 
+CONTEXTS: dict[str, Row] = {name: MODELS[name] for name in recall_tables.PAPER} | {
+    f"Trellis, {name}": TRELLIS[name] for name in ("without forget gate", SMALL_STEPS)
+}
+
+
 class Study(NamedTuple):
-    """A table: its question and rows, and whether text is modelled too."""
+    """A table: its question and rows, and whether text is modelled too.
+
+    With `scales` text alone is, by models and trainings of these.
+    """
 
     question: str
     rows: dict[str, Row]
     text: bool = False
+    scales: tuple[small_models.Scale, ...] = ()
 
 
 STUDIES = {
@@ -154,6 +169,15 @@ STUDIES = {
         "what does each part of Trellis bring, and which defaults learn?", TRELLIS, True
     ),
     "lattice": Study("what does each part of Lattice bring to recall?", LATTICE),
+    "contexts": Study(
+        "is Trellis ahead at every training context and number of FLOPs?",
+        CONTEXTS,
+        True,
+        tuple(
+            [text.SCALE._replace(context_length=x) for x in recall_tables.LENGTHS]
+            + [text.SCALE._replace(model_dim=x) for x in (32, 128)]
+        ),
+    ),
 }
 
 
@@ -172,7 +196,7 @@ class Config:
         output: folder of the result file.
     """
 
-    of: Literal["recall", "trellis", "lattice"] = "recall"
+    of: Literal["recall", "trellis", "lattice", "contexts"] = "recall"
     only: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ("width", "bytes")
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -186,12 +210,13 @@ class Config:
 
 
 class Case(NamedTuple):
-    """A row in one column, with its model of a task."""
+    """A row in one column, with its model of a task; `scale` is that of text."""
 
     name: str
     column: Column
     task: Literal["recall", "text"]
     model: ModelConfig
+    scale: small_models.Scale = text.SCALE
 
 
 def model(task: mqar.Task, row: Row, column: Column) -> ModelConfig:
@@ -221,10 +246,13 @@ def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Cas
     found = [
         Case(name, column, "recall", equal(name, column, mqar.SMALL))
         for name, column in order
+        if not chosen.scales
     ]
     if chosen.text:
         found += [
-            Case(name, column, "text", equal(name, column, text.TASK))
+            Case(name, column, "text", equal(name, column, task), task.scale)
+            for scale in chosen.scales or (text.SCALE,)
+            for task in [text.TASK._replace(scale=scale)]
             for name, column in order
             if column == "width"
         ]
@@ -233,7 +261,7 @@ def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Cas
 
 def _home(config: Config, case: Case) -> tuple[list[Any], Path]:
     """The settings that the runs of a row depend on, and their folder."""
-    task = text.SCALE if case.task == "text" else mqar.SMALL
+    task = case.scale if case.task == "text" else mqar.SMALL
     identity = [to_record(case.model), task._asdict(), config.test_rows]
     return identity, config.run_dir / study.digest(identity)
 
@@ -248,7 +276,7 @@ def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
     def measure(rate: float, seed: int) -> dict[str, Any]:
         try:
             if case.task == "text":
-                return text.measure(case.model, rate, seed)
+                return text.measure(case.model, rate, seed, case.scale)
             return mqar.measure(mqar.SMALL, case.model, rate, seed, config.test_rows)
         except FloatingPointError as error:
             return {"diverged": str(error)}
@@ -275,6 +303,12 @@ def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
         "parameters": small_models.parameters(case.model),
         "hidden_dim": case.model.hidden_dim,
     }
+    if case.task == "text":
+        length, updates = case.scale.context_length, case.scale.steps
+        each = flops_per_token(abstract_model(case.model), length)
+        tera_flops = each * case.scale.tokens_per_update * updates / 1e12
+        sizes = {"context": length, "model_width": case.scale.model_dim}
+        about |= sizes | {"tera_flops": tera_flops}
     return [
         about | {"seed": seed} | trained(chosen["rate"], seed) for seed in config.seeds
     ]
@@ -287,12 +321,13 @@ def main(config: Config) -> None:
     made = [case for case in made if case.name in names]
     if config.plan:
         # Three rates with the first seed, one with each of the others.
-        minutes, last = (2 + len(config.seeds)) * MINUTES, f"seed{config.seeds[-1]}"
+        trainings, last = 2 + len(config.seeds), f"seed{config.seeds[-1]}"
         # A model of both columns is trained once.
         missing = {_home(config, x)[1] / last: x for x in reversed(made)}
         study.show_plan(
             {
-                f"{x.name}, {x.column}, {x.task}": minutes
+                f"{x.name}, {x.column}, {x.task} {folder.parent.name}": trainings
+                * MINUTES[x.task]
                 for folder, x in reversed(missing.items())
                 if not folder.is_dir()
             }
@@ -316,6 +351,8 @@ def main(config: Config) -> None:
     length, counts = task.scale.context_length, task.pairs
     if config.of == "recall":
         length, counts = task.lengths[1], task.tested[-3:]
+    if STUDIES[config.of].scales:
+        return show(question, recall_tables.by_context.rows(report))
     show(question, recall_tables.complete(report, length, counts))
 
 

@@ -3,12 +3,23 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lab.intervals import median_and_range
+from experiments.lab.intervals import against_paper, median_and_range
 from experiments.lab.results import Rows, number, spread, table
 
 #: Accuracy on the fewest pairs from which on a model has learned the task: twice the
 #: rate of a guess among the values shown.
 LEARNED = 0.5
+#: Training contexts, and Trellis's table 4 at contexts of Books four times as long.
+LENGTHS = (128, 256, 512, 1024, 2048)
+PAPER = {
+    "Trellis": (19.09, 17.92, 17.19, 16.71, 16.56),
+    "Gated DeltaNet": (19.71, 18.62, 17.85, 17.48, 17.40),
+    "TTT": (19.91, 18.78, 18.19, 18.03, 18.54),
+    "Mamba2": (19.96, 18.89, 18.19, 18.07, 18.23),
+    "DeltaNet": (20.21, 19.21, 18.44, 17.90, 18.05),
+    "Linear Attention": (20.84, 19.96, 19.60, 19.64, 20.34),
+    "Transformer++": (20.60, 19.39, 18.89, 18.38, 18.85),
+}
 
 
 def _by_pairs(summary: list[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
@@ -90,3 +101,31 @@ def both_columns(result: Mapping[str, Any]) -> Rows:
     """Recall at equal width and in equal bytes, at a length with room for all pairs."""
     task = result["task"]
     return complete(result, task["lengths"][1], task["tested"][-3:])
+
+
+@table("memories/contexts", "memories/columns/contexts")
+def by_context(result: Mapping[str, Any]) -> Rows:
+    """Perplexity by training context and FLOPs, beside Trellis's paper."""
+    found: dict[tuple[int, int], dict[str, list[Mapping[str, Any]]]] = {}
+    for run in result["rows"]:
+        size = (run["context"], run["model_width"])
+        found.setdefault(size, {}).setdefault(run["name"], []).append(run)
+    for (context, width), rows in found.items():
+        ours, paper = {}, {}
+        for name, runs in rows.items():
+            ours[name] = [x["perplexity"] for x in runs if "perplexity" in x]
+            known = width == result["text"]["model_dim"] and name in PAPER
+            figure = PAPER[name][LENGTHS.index(context)] if known else None
+            if name in PAPER:
+                # Of other widths the paper has a picture, in which Trellis is lowest.
+                paper[name] = figure or float(name != "Trellis")
+            yield {
+                "PPL per byte": name,
+                "context": f"{context}",
+                "width of the model": f"{width}",
+                "training, TFLOP": number(runs[0]["tera_flops"], 1),
+                "PPL": median_and_range(ours[name]),
+                "PPL of the paper": number(figure, 2),
+            }
+        order = against_paper(paper, {name: ours[name] for name in paper})
+        yield f"context of {context}, width of {width}: {order}"

@@ -5,6 +5,7 @@ documents is printed beside their perplexities, for models so small hardly beat 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,14 +30,20 @@ SCORED = 16_384
 ORDERS = (2, 3, 4)
 
 
-def measure(model: ModelConfig, rate: float, seed: int) -> dict[str, Any]:
+def measure(
+    model: ModelConfig, rate: float, seed: int, scale: Scale = SCALE
+) -> dict[str, Any]:
     """Trains, then scores the beginnings of the validation documents.
 
     Raises:
         FloatingPointError: if the training diverges.
+        ValueError: if an update, or the shortest document, has no text as long as that.
     """
-    scale = SCALE._replace(learning_rate=rate)
-    trained, seconds = small_models.train(scale, model, seed, draw)
+    least = min(len(x.tokens) - 1 for x in _validation())
+    if (length := scale.context_length) > (most := min(scale.tokens_per_update, least)):
+        raise ValueError(f"context_length must be at most {most}, got {length}")
+    scale = scale._replace(learning_rate=rate)
+    trained, seconds = small_models.train(scale, model, seed, _drawing(length))
     losses = evaluation.token_losses(
         trained,
         _validation(),
@@ -46,13 +53,19 @@ def measure(model: ModelConfig, rate: float, seed: int) -> dict[str, Any]:
     return {"perplexity": evaluation.perplexity(losses), "cpu_seconds": seconds}
 
 
-def draw(seed: int | Array, step: int | Array) -> Batch:
+@functools.cache
+def _drawing(length: int) -> Callable[[Array, Array], Batch]:
+    """One function a length, so that seeds share a program."""
+    return functools.partial(draw, length)
+
+
+def draw(length: int, seed: int | Array, step: int | Array) -> Batch:
     """Excerpts of the training documents, as all models see them."""
-    length, text = SCALE.context_length, jnp.asarray(_training())
+    text = jnp.asarray(_training())
     key = jax.random.fold_in(jax.random.key(seed), step)
     rows = SCALE.tokens_per_update // length
     start = jax.random.randint(key, (rows,), 0, text.shape[0] - length)
-    found = text[start[:, None] + jnp.arange(length + 1)].astype(jnp.int32)
+    found = text[start[:, None] + jnp.arange(length + 1)[None]].astype(jnp.int32)
     return Batch(
         tokens=found[:, :-1],
         targets=found[:, 1:],

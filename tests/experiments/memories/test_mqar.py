@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.memories import mqar, recall, recall_tables, small_models
+from experiments.lab.results import arranged
+from experiments.memories import mqar, recall, recall_tables, small_models, text
 from memjax.training import LoopConfig, OptimizerConfig
 from memjax.training import pretrain as run
 from memjax.training.distributed import sharding
@@ -65,6 +66,27 @@ def test_recall_trains_complete_rows_and_resumes(tiny, tmp_path, capsys, monkeyp
     assert not trained
     recall.main(dataclasses.replace(config, plan=True))
     assert "0 missing" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_contexts_stand_beside_those_of_the_paper(tmp_path, monkeypatch):
+    scale = text.SCALE._replace(layers=1, model_dim=8, slots=4, steps=1)
+    scales = (scale._replace(context_length=128), scale._replace(model_dim=16))
+    study = recall.STUDIES["contexts"]._replace(scales=scales)
+    monkeypatch.setitem(recall.STUDIES, "contexts", study)
+    short = [x._replace(tokens=x.tokens[:257]) for x in text._validation()]
+    patched = dict(SCALE=scale, _validation=lambda: short, ngrams=dict)
+    for name, value in patched.items():
+        monkeypatch.setattr(text, name, value)
+    recall.main(config_of(tmp_path, "DeltaNet", of="contexts", seeds=(0, 1, 2)))
+    report = json.loads((tmp_path / "contexts.json").read_text())
+    rows = arranged(recall_tables.by_context.rows(report), "")
+    assert [row[1:3] for row in rows.rows] == [["128", "8"], ["256", "16"]]
+    assert [row[-1] for row in rows.rows] == ["20.21", ""]
+    assert "DeltaNet in the paper" in rows.notes[0]
+    model = small_models.base_model(scale, 256, "deltanet", 1)
+    with pytest.raises(ValueError, match="context_length must be at most 256"):
+        text.measure(model, 1.0, 0, scale._replace(context_length=4096))
 
 
 def test_a_training_that_diverges_did_not_learn(tiny, tmp_path, monkeypatch):
