@@ -119,7 +119,7 @@ def test_segments_in_a_row_are_one():
     ("sizes", "options"),
     [
         ((70, 1, 2), {"dtype": "bfloat16"}),
-        ((64, 2, 2), {"key": 64, "value": 64, "taps": 2}),
+        ((64, 4, 4), {"key": 64, "value": 64, "taps": 2}),
     ],
 )
 def test_kernel_equals_the_ops(sizes, options):
