@@ -1,1 +1,1 @@
-"""Studies of memories: equal bytes, alignment, recall, books."""
+"""Studies of memories: equal bytes, recall, books."""

@@ -19,7 +19,6 @@ import jax
 
 from experiments.lab import baselines
 from experiments.lab.measure import state_bytes
-from experiments.memories.alignment import MEMORIES
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.config import Dtype
@@ -301,25 +300,32 @@ class Row(NamedTuple):
     cost: float = 1.0
 
 
-def _memory(label: str) -> Row:
-    """A memory as the study of alignment has it."""
-    name, options = MEMORIES[label]
+def _memory(label: str, name: MemoryName, **options: Any) -> Row:
     return Row(label, stages=lambda s: tune_hybrid(s, name, **options), cost=1.5)
 
 
-#: Memories beside the window by row.
+_SHARED: dict[str, Any] = {"heads": "key_value"}
+_TRELLIS: dict[str, Any] = {"slots": 27, "chunk_size": 4}
+#: Memories beside the window, in the bytes of 97 of SmolLM2's keys and values in a
+#: layer; of 33 where one memory serves the three query heads that share them.
 _BESIDE = {
-    "elastic-uniform": "Elastic, uniform",
-    "elastic-exponential": "Elastic, exponential",
-    "lattice": "Lattice",
-    "lattice-width": "Lattice, equal width",
-    "trellis": "Trellis, C = 4",
-    "trellis-width": "Trellis, equal width",
-    "gated-deltanet": "Gated DeltaNet",
-    "lattice-shared": "Lattice, shared",
-    "trellis-shared": "Trellis, C = 4, shared",
-    "gated-deltanet-shared": "Gated DeltaNet, shared",
-    "infini": "Infini-attention",
+    "elastic-uniform": _memory("Elastic, uniform", "elastic", order=64),
+    "elastic-exponential": _memory(
+        "Elastic, exponential", "elastic", order=64, sampling="exponential"
+    ),
+    "lattice": _memory("Lattice", "lattice", slots=38),
+    "lattice-width": _memory("Lattice, equal width", "lattice", slots=64),
+    "trellis": _memory("Trellis, C = 4", "trellis", **_TRELLIS),
+    "trellis-width": _memory("Trellis, equal width", "trellis", slots=64),
+    "gated-deltanet": _memory("Gated DeltaNet", "gated_deltanet"),
+    "lattice-shared": _memory("Lattice, shared", "lattice", slots=38, **_SHARED),
+    "trellis-shared": _memory(
+        "Trellis, C = 4, shared", "trellis", **_TRELLIS, **_SHARED
+    ),
+    "gated-deltanet-shared": _memory(
+        "Gated DeltaNet, shared", "gated_deltanet", **_SHARED
+    ),
+    "infini": _memory("Infini-attention", "infini"),
 }
 ROWS: dict[str, Row] = {
     "full": Row("full attention, not tuned", full_attention, cost=2.5),
@@ -345,7 +351,7 @@ ROWS: dict[str, Row] = {
         cost=4.0,
     ),
     "reread-tuned": Row("re-read window", stages=_tune_reread, cost=2.2),
-    **{row: _memory(label) for row, label in _BESIDE.items()},
+    **_BESIDE,
     "hmt": Row("HMT", stages=_tune_hmt, cost=1.6),
     "rmt": Row("RMT", stages=_tune_rmt, cost=1.4),
     "mplus": Row("M+", stages=lambda s: tune_mplus(s, True), cost=2.0),

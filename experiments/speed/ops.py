@@ -1,17 +1,17 @@
 """Speed of the ops, and their distance from the device's roofline.
 
     OPENBLAS_NUM_THREADS=1 python -m experiments.speed.ops
-    python -m experiments.speed.ops --shapes 8 2048 12 64 --lengths 16384 65536 \\
-        --dtype bfloat16 --longest-loop 1000 --longest-attention 65536 \\
-        --repeats 20 --output experiments/results/speed/ops_gpu  # on a GPU
+    python -m experiments.speed.ops --shapes 8 2048 12 64 --dtype bfloat16 \\
+        --longest-loop 1000 --longest-attention 65536 --repeats 20 \\
+        --output experiments/results/speed/ops_gpu  # on a GPU
 
 Every op in every implementation that runs here, forward and with backward, by
 interleaved timing; with it causal attention (cuDNN on a GPU) and, on a GPU where it is
 installed, flash-linear-attention. Each must first agree with the token loop: one that
 does not, or does not run, is named and not timed, and the exit code is 1 if it is ours.
-Then Trellis, Lattice and attention against length. `times_roofline` is the time over
-the least that the device allows for the op's operations and bytes; its peaks are the
-maker's on a GPU or TPU, and measured on a CPU by one matrix product and one copy.
+`times_roofline` is the time over the least that the device allows for the op's
+operations and bytes; its peaks are the maker's on a GPU or TPU, and measured on a CPU
+by one matrix product and one copy.
 """
 
 import concurrent.futures
@@ -37,7 +37,6 @@ from memjax.checks import check_sizes, require_known
 
 #: Relative RMS from the token loop that agrees, by dtype of the inputs.
 AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}
-GROWN = ("trellis", "lattice", "attention")
 
 #: Passes by implementation and direction; each waits for its result.
 Calls = dict[tuple[str, str], Callable[[], Any]]
@@ -50,7 +49,6 @@ class Config:
     Attributes:
         ops: which ops.
         shapes: (batch, tokens, heads, width).
-        lengths: tokens at which growth is timed, heads and width of the first shape.
         chunk_size: of TTT-linear, Trellis and Lattice.
         dtype: of the inputs.
         longest_loop: the token loop is timed up to this many tokens.
@@ -62,7 +60,6 @@ class Config:
 
     ops: tuple[str, ...] = tuple(ops.ARGUMENTS)
     shapes: tuple[tuple[int, int, int, int], ...] = ((1, 4096, 4, 64),)
-    lengths: tuple[int, ...] = (1024, 4096, 8192, 16384)
     chunk_size: int = 64
     dtype: str = "float32"
     longest_loop: int = 4096
@@ -217,7 +214,7 @@ def main(config: Config) -> int:
     """Checks, times, prints and writes the results after every shape; the exit code."""
     name, device = this_device()
     result: dict[str, Any] = {"peaks": {"of": name} | device._asdict()}
-    result |= {"agreement": {}, "shapes": [], "growth": [], "failed": []}
+    result |= {"agreement": {}, "shapes": [], "failed": []}
 
     def agreed(op: str, shape: Shape) -> dict[str, float | str]:
         key, known = f"{op} {shape.width}", result["agreement"]
@@ -229,16 +226,16 @@ def main(config: Config) -> int:
                     result["failed"].append(row)
         return known[key]
 
-    def time_all(names: list[str], shape: Shape, config: Config, into: str) -> None:
+    def time_all(shape: Shape) -> None:
         # Compiled side by side, before any is timed.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             running = {
                 op: pool.submit(compiled_calls, op, shape, config, agreed(op, shape))
-                for op in names
+                for op in config.ops
             }
         for op, calls in running.items():
             rows, failed = measure(op, shape, config, device, calls.result())
-            result[into] += rows
+            result["shapes"] += rows
             result["failed"] += failed
             columns = ("median_s", "min_s", "max_s", "times_roofline")
             cells = (
@@ -250,12 +247,7 @@ def main(config: Config) -> int:
         write_report(config.output, "speed of the ops", settings(config), result)
 
     for sizes in config.shapes:
-        time_all(list(config.ops), Shape(*sizes), config, "shapes")
-    first = Shape(*config.shapes[0])._replace(batch=1)
-    brief = dataclasses.replace(config, longest_loop=0)
-    for length in config.lengths:
-        grown = [op for op in GROWN if op in config.ops]
-        time_all(grown, first._replace(time=length), brief, "growth")
+        time_all(Shape(*sizes))
     for row in result["failed"]:
         print("not timed:", *(f"{k} {v}," for k, v in row.items()))
     ours = {row["implementation"] for row in result["failed"]}

@@ -68,20 +68,3 @@ def ops_gpu(result: dict[str, Any]) -> Rows:
                 cells[f"{words}, {name}: ms"] = ms
         best = min(row["times_roofline"] for (_, d), row in of.items() if d == "both")
         yield cells | {"fastest over roofline": times(best)}
-
-
-@table("ops/growth_gpu", "speed/ops_gpu")
-def ops_growth_gpu(result: dict[str, Any]) -> Rows:
-    """Milliseconds at one long sequence."""
-    found: dict[tuple[str, int], dict[str, str]] = {}
-    for row in result["growth"]:
-        key = f"{row['op']}, {row['implementation']}", row["time"]
-        milliseconds = number(1e3 * row["median_s"], 2)
-        found.setdefault(key, {})[row["pass"]] = milliseconds
-    for (name, tokens), of in found.items():
-        yield {
-            "op": name,
-            "tokens": f"{tokens:,}",
-            "forward: ms": of["forward"],
-            "with backward: ms": of["both"],
-        }

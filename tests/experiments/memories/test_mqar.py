@@ -163,19 +163,19 @@ def test_updates_on_the_device_equal_those_of_the_training_loop():
 def test_models_have_equal_parameters_and_widths_or_states(study):
     made = recall.cases(study)
     assert len(set(made)) == len(made)
-    for task, width in (("recall", 16), ("text", 32)):
-        models = [case.model for case in made if case.task == task]
-        counts = [small_models.parameters(model) for model in models]
+    for task, scale in {(case.task, case.scale) for case in made}:
+        some = [case for case in made if (case.task, case.scale) == (task, scale)]
+        counts = [small_models.parameters(case.model) for case in some]
         # One hidden unit of the feed-forward layers more or less.
-        most = 3 * 2 * models[0].model_dim if models else 0
-        assert max(counts, default=0) - min(counts, default=0) <= most
-        for case in made:
+        assert max(counts) - min(counts) <= 3 * 2 * some[0].model.model_dim
+        width = 16 if task == "recall" else scale.model_dim // scale.heads
+        for case in some:
             (mechanism,) = case.model.mechanisms
             own = {
                 getattr(mechanism, name, width)
                 for name in ("slots", "key_dim", "value_dim")
             }
-            if (case.task, case.column) == (task, "width"):
+            if case.column == "width":
                 apart = {"half the width": width // 2}.get(case.name, width)
                 assert case.name == "Transformer++" or own == {apart}
     budget = mqar.budget(mqar.SMALL)

@@ -19,8 +19,6 @@ def test_every_implementation_has_both_passes(tmp_path, monkeypatch):
     config = ops.Config(
         ops=("trellis", "attention"),
         shapes=(SMALL,),
-        # The program of the shape above.
-        lengths=(40,),
         chunk_size=16,
         repeats=1,
         output=tmp_path / "ops",
@@ -35,7 +33,6 @@ def test_every_implementation_has_both_passes(tmp_path, monkeypatch):
         least = max(row["flops"] / report["peaks"]["flops"], moved)
         assert row["times_roofline"] == pytest.approx(row["median_s"] / least)
     assert report["agreement"]["trellis 16"]["xla"] < 1e-4
-    assert {row["time"] for row in report["growth"]} == {40}
 
 
 def test_implementation_that_disagrees_is_not_timed(monkeypatch):
