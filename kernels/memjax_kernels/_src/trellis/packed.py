@@ -31,8 +31,8 @@ from memjax_kernels._src.common.packs.decays import (
     decays,
     until_end,
 )
-from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.chunk import Options
+from memjax_kernels._src.trellis.packed_functions import activate, error_gradient
 
 F32 = jnp.float32
 
@@ -66,13 +66,6 @@ def units(alpha: Float[Array, "P C MM"], heads: int) -> Float[Array, "P M MM"]:
     return (slot == packs.within(shape, slots)).astype(alpha.dtype)
 
 
-def eye(x: Array, size: int) -> Array:
-    """The unit matrix in the dtype of x, [P, size, size]."""
-    shape = (x.shape[0], size, size)
-    rows = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return (rows == packs.lane(shape)).astype(x.dtype)
-
-
 class Prepared(NamedTuple):
     """Values that depend on tokens and gates alone.
 
@@ -81,7 +74,6 @@ class Prepared(NamedTuple):
         q: D(q).
         k: D(k).
         v: D(v).
-        scores: D(A) of the first pass.
         left: decays of both passes.
     """
 
@@ -89,7 +81,6 @@ class Prepared(NamedTuple):
     q: Float[Array, "P CC KK"]
     k: Float[Array, "P CC KK"]
     v: Float[Array, "P CC VV"]
-    scores: Float[Array, "P CC CC"]
     left: tuple[Decays, Decays]
 
 
@@ -101,9 +92,7 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates], options: Options) -> Prepared:
     # Computed once where both are the same.
     both = left, (left if second is first else decays(second))
     dq, dk, dv = (block_diagonal(y, heads) for y in (x.q, x.k, x.v))
-    scores = options.multiply(x.q, dk, "nt") * left.between
-    scores = block_diagonal(scores, heads)
-    return Prepared(targets(x.alpha, heads, options), dq, dk, dv, scores, both)
+    return Prepared(targets(x.alpha, heads, options), dq, dk, dv, both)
 
 
 def advance(
@@ -119,9 +108,14 @@ def advance(
     Yields between its phases; see `common.packs.staggered`.
     """
     dot, heads = options.multiply, len(gates[0].total.column)
-    target, dq, dk, dv, scores, (first, second) = ready
-    u = gates[0].gamma * error_gradient(options, dot(keys, dk, "nt"), target)
+    target, dq, dk, dv, (first, second) = ready
+    size, width = x.v.shape[1:]
+    # One matrix for the rows of both.
+    rows = jnp.concatenate([x.q.astype(F32), keys], axis=1)
+    products = dot(rows, dk, "nt")
+    u = gates[0].gamma * error_gradient(options, products[:, size:], target)
     yield
+    scores = block_diagonal(products[:, :size] * first.between, heads)
     reads = first.decay * dot(keys, dq, "nt") - dot(u, scores, "nt")
     yield
     after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
@@ -129,7 +123,7 @@ def advance(
 
     yield
     f = activate(options, reads)
-    by_token = dot(eye(f, f.shape[-1]), f, "nt")
+    by_token = jnp.swapaxes(f, 1, 2)
     yield
     u = gates[1].gamma * error_gradient(options, dot(values, dv, "nt"), target)
     yield
@@ -137,21 +131,8 @@ def advance(
     parts = [scores, u * until_end(gates[1].total)]
     yield
     written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
-    size, width = x.v.shape[1:]
     yield
     past = diagonal_blocks(dot(by_token, values, "nn"), heads)
     y = decay_by_token(gates[1].total, width) * past - written[:, :size]
     after_values = decay_at_end(gates[1].total, width) * values - written[:, size:]
     return (after_keys, after_values), y
-
-
-def activate(options: Options, reads: Array) -> Array:
-    """f of the first pass's reads, slots as rows."""
-    return functions.apply(options.activation, reads, packs.over_slots, packs.sigmoid)
-
-
-def error_gradient(options: Options, z: Array, target: Array) -> Array:
-    """E of a memory's prediction."""
-    return functions.error_gradient(
-        options.phi, z, target, packs.over_slots, packs.sigmoid
-    )

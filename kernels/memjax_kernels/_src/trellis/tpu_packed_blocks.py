@@ -7,31 +7,86 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.chunkwise import Layout
-from memjax_kernels._src.trellis import packed
-from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.packed import Chunk, Gates
+from memjax_kernels._src.trellis.packed import Gates
 
 F32 = jnp.float32
 
 
-class Block(NamedTuple):
-    """The chunks of P = rows * group packs, before any memory is read."""
+class Packs(NamedTuple):
+    """The packs from `start` to before `stop` of the P = rows * group of a program.
 
-    tokens: Chunk
-    gates: tuple[Gates, Gates]
-    ready: packed.Prepared
+    They are read where a computation takes them and written where it ends: values that
+    wait for those of other packs would be spilled.
+    """
+
+    start: int
+    stop: int
+    layout: Layout
+
+    def tokens(self, ref) -> Float[Array, "p C DD"]:
+        """Those of a reference [rows, C, group DD]."""
+        width = ref.shape[2] // self.layout.group
+        return jnp.stack(
+            [ref[row, :, i * width : (i + 1) * width] for row, i in self._places()]
+        )
+
+    def store_tokens(self, ref, x: Float[Array, "p C DD"]) -> None:
+        """Undoes `tokens`."""
+        width = x.shape[-1]
+        for each, (row, i) in zip(x, self._places(), strict=True):
+            ref[row, :, i * width : (i + 1) * width] = each.astype(ref.dtype)
+
+    def memories(self, refs):
+        """Those of references [rows, group, M, DD], in float32."""
+
+        def read(ref):
+            return jnp.stack([ref[place] for place in self._places()]).astype(F32)
+
+        return jax.tree.map(read, refs)
+
+    def store_memories(self, refs, values) -> None:
+        """Undoes `memories`."""
+
+        def write(ref, x):
+            for each, place in zip(x, self._places(), strict=True):
+                ref[place] = each.astype(ref.dtype)
+
+        jax.tree.map(write, refs, values)
+
+    def of(self, x):
+        """Those of an array of all packs; None of none."""
+        return jax.tree.map(lambda x: x[self.start : self.stop], x)
+
+    def gates(self, both: tuple[Gates, Gates]) -> tuple[Gates, Gates]:
+        """Those of all packs' gates; passes that share a total still do."""
+        first, second = both
+        total = self.of(first.total)
+        same = second.total is first.total
+        return (
+            Gates(self.of(first.gamma), total),
+            Gates(self.of(second.gamma), total if same else self.of(second.total)),
+        )
+
+    def _places(self) -> list[tuple[int, int]]:
+        """The batch element and the number in it of each pack."""
+        return [divmod(i, self.layout.group) for i in range(self.start, self.stop)]
 
 
-def read(x, layout: Layout, options: Options) -> Block:
-    """All chunks of references to `chunkwise.Blocks`."""
-    tokens = Chunk(*(packs.load_rows(ref, layout.group) for ref in x.tokens))
-    gates = _gates(x.gates[:, :, : layout.gate_columns], layout)
-    return Block(tokens, gates, packed.prepare(tokens, gates, options))
+def each_group(layout: Layout) -> list[Packs]:
+    """The groups of packs that go through the phases one behind the other."""
+    size = layout.rows * layout.group // layout.phased
+    starts = range(0, layout.rows * layout.group, size)
+    return [Packs(start, start + size, layout) for start in starts]
+
+
+def gates(x, layout: Layout) -> tuple[Gates, Gates]:
+    """Gates of all packs, of references to `chunkwise.Blocks`."""
+    return _gates(x.gates[:, :, : layout.gate_columns], layout)
 
 
 def flags(x, layout: Layout) -> tuple[Array | None, Array | None]:

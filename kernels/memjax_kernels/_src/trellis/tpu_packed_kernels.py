@@ -5,7 +5,6 @@ all chunks of a head share: they hold the memories, or their cotangents, between
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jaxtyping import Array
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs.chunk_kernels import choose, load, store
 from memjax_kernels._src.common.packs.chunkwise import Layout
-from memjax_kernels._src.common.packs.staggered import staggered
+from memjax_kernels._src.common.packs.staggered import in_turn
 from memjax_kernels._src.trellis import packed, packed_gradient
 from memjax_kernels._src.trellis import tpu_packed_blocks as blocks
 from memjax_kernels._src.trellis.chunk import Options
@@ -37,19 +36,25 @@ def forward_kernel(
         # Chunks of a head share this output block.
         store(after, load(before))
 
-    block = blocks.read(x, layout, options)
+    gates = blocks.gates(x, layout)
     full, reset = blocks.flags(x, layout)
-    start = load(after)
-    if reset is not None:
-        start = choose(reset, load(empty), start)
-    if residuals is not None:
-        store(residuals, start)
-    given: Any = (block.tokens, block.ready, block.gates, *start)
-    advance = functools.partial(packed.advance, options=options)
-    new, read = staggered(advance, given, layout.phased, FORWARD_LAG)
-    # A chunk that stays open leaves the memories at its start.
-    store(after, choose(full, new, start))
-    packs.store_rows(y, read)
+
+    def advance(of: blocks.Packs):
+        tokens = packed.Chunk(*map(of.tokens, x.tokens))
+        given = of.gates(gates)
+        ready = packed.prepare(tokens, given, options)
+        yield
+        start = of.memories(after)
+        if reset is not None:
+            start = choose(of.of(reset), of.memories(empty), start)
+        if residuals is not None:
+            of.store_memories(residuals, start)
+        new, read = yield from packed.advance(tokens, ready, given, *start, options)
+        # A chunk that stays open leaves the memories at its start.
+        of.store_memories(after, choose(of.of(full), new, start))
+        of.store_tokens(y, read)
+
+    in_turn([advance(of) for of in blocks.each_group(layout)], FORWARD_LAG)
 
 
 def backward_kernel(
@@ -73,29 +78,41 @@ def backward_kernel(
         store(d_before, load(d_after))
         store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
 
-    block = blocks.read(x, layout, options)
+    gates = blocks.gates(x, layout)
     full, reset = blocks.flags(x, layout)
-    d = load(d_before)
-    zeros = jax.tree.map(jnp.zeros_like, d)
-    given_y = packs.load_rows(d_y, layout.group)
-    given: Any = (
-        *(block.tokens, block.ready, block.gates, *load(residuals)),
-        *(choose(full, d, zeros), given_y),
-    )
-    vjp = functools.partial(packed_gradient.vjp, options=options)
-    found = staggered(vjp, given, layout.phased, BACKWARD_LAG)
-    d_start = add_unless(full, (found.keys, found.values), d)
-    if reset is not None:
-        # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        emptied = choose(reset, d_start, zeros)
-        store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
-        d_start = choose(reset, zeros, d_start)
-    store(d_before, d_start)
-    for ref, d in zip(d_tokens, found.x, strict=True):
-        packs.store_rows(ref, d)
-    sums = (_from_sums(d, layout.heads) for d in found.total)
-    rows = jnp.concatenate([*found.gamma, *sums], axis=1)
-    d_gates[...] = rows.reshape(d_gates.shape)
+
+    def vjp(of: blocks.Packs):
+        tokens = packed.Chunk(*map(of.tokens, x.tokens))
+        given = of.gates(gates)
+        ready = packed.prepare(tokens, given, options)
+        yield
+        d = of.memories(d_before)
+        zeros = jax.tree.map(jnp.zeros_like, d)
+        found = yield from packed_gradient.vjp(
+            tokens,
+            ready,
+            given,
+            *of.memories(residuals),
+            choose(of.of(full), d, zeros),
+            of.tokens(d_y),
+            options,
+        )
+        d_start = add_unless(of.of(full), (found.keys, found.values), d)
+        if reset is not None:
+            # Every reset reads `empty`, so that its gradient is a sum over chunks.
+            emptied = choose(of.of(reset), d_start, zeros)
+            sums = jax.tree.map(jnp.add, of.memories(d_empty), emptied)
+            of.store_memories(d_empty, sums)
+            d_start = choose(of.of(reset), zeros, d_start)
+        of.store_memories(d_before, d_start)
+        for ref, d in zip(d_tokens, found.x, strict=True):
+            of.store_tokens(ref, d)
+        return found.gamma, found.total
+
+    parts = in_turn([vjp(of) for of in blocks.each_group(layout)], BACKWARD_LAG)
+    gamma, total = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    rows = [*gamma, *(_from_sums(d, layout.heads) for d in total)]
+    d_gates[...] = jnp.concatenate(rows, axis=1).reshape(d_gates.shape)
 
 
 def _from_sums(d: Array, heads: int) -> Array:

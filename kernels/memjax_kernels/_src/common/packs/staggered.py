@@ -5,7 +5,7 @@ in step leave the matrix unit idle in some, and the others idle in the rest; whe
 group's products stand between another group's sums, both run at once.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -29,19 +29,29 @@ def staggered(
     """
     if groups == 1:
         return _result(function(*arrays))
-    found: dict[int, Any] = {}
 
     def begin(i):
         part = jax.tree.map(lambda x: jnp.split(x, groups)[i], arrays)
-        found[i] = yield from function(*part)
+        return function(*part)
 
-    waiting = [begin(i) for i in range(groups)]
+    found = in_turn([begin(i) for i in range(groups)], lag)
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+
+
+def in_turn(computations: Sequence[Phases], lag: int) -> list[Any]:
+    """The results of computations, each `lag` phases behind the one before it."""
+    found: dict[int, Any] = {}
+
+    def run(i):
+        found[i] = yield from computations[i]
+
+    waiting = [run(i) for i in range(len(computations))]
     phase = 0
-    while len(found) < groups:
+    while len(found) < len(waiting):
         for phases in waiting[: phase // lag + 1]:
             next(phases, None)
         phase += 1
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *map(found.get, range(groups)))
+    return [found[i] for i in range(len(waiting))]
 
 
 def _result(phases: Phases) -> Any:
