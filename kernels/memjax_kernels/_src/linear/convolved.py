@@ -111,6 +111,8 @@ def convolved_gated_delta_rule(
         if getattr(first, "shape", None) != expected:
             got = getattr(first, "shape", type(first).__name__)
             raise ValueError(f"before of {part} must have shape {expected}, got {got}")
+        if not jnp.issubdtype(first.dtype, jnp.floating):
+            raise ValueError(f"before of {part} must be floating, got {first.dtype}")
     arguments.check_float32("state", state)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     if not 0 < max_rate <= 2:

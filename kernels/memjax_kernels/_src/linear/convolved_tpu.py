@@ -37,7 +37,7 @@ F32 = jnp.float32
 # Rows of filters and their bias, and of the inputs before a chunk.
 ROWS = 8
 # The logit of tokens that are none: they write nothing and forget nothing.
-NONE = -1e30
+NONE = -jnp.inf
 
 
 class Segment(NamedTuple):
@@ -124,10 +124,13 @@ def convolved_gated_delta_rule_tpu(
         seen = padded(jnp.broadcast_to(seen[..., None], x.rates.shape), 1.0)
     logits = padded(x.rates, NONE), padded(x.paces, NONE)
     tokens = Chunks(jax.tree.map(split, x.inputs), *logits, seen)
-    of_heads = jnp.stack([x.pace_bias, -jnp.exp(x.log_rate.astype(F32))], axis=1)
+    biases, speeds = (y.astype(F32) for y in (x.pace_bias, x.log_rate))
+    # Infinite ones would leave NaN where there is no token.
+    largest = jnp.finfo(F32).max
+    of_heads = jnp.clip(jnp.stack([biases, -jnp.exp(speeds)], 1), -largest, largest)
     static = Static(taps, x.biases is not None, scale, max_rate, interpret)
     form = partition.chunkwise(functools.partial(_on_device, static))
-    given = tuple(_weights(x, i) for i in range(3)), of_heads.astype(F32)[None]
+    given = tuple(_weights(x, i) for i in range(3)), of_heads[None]
     state, y = form(tokens, *given, x.state)
     return state, chunks.join(y, time, None)
 
