@@ -26,7 +26,7 @@ from memjax_kernels._src.linear.steps import (
 )
 from memjax_kernels._src.linear.table import check_heads
 from memjax_kernels._src.recurrent_block import short_convolution
-from memjax_kernels._src.recurrent_block.norms import flat
+from memjax_kernels._src.recurrent_block.xla import last_inputs
 
 Implementation = Literal["xla", "pallas_tpu"]
 #: Of queries, keys and values.
@@ -142,12 +142,7 @@ def convolved_gated_delta_rule(
 
 def _last_inputs(seen: Array | None, before: Array, x: Array) -> Array:
     """As many as there were before, zeros before the last reset."""
-    few, time = before.shape[1], x.shape[1]
-    # All heads are one axis in this slice, or XLA would copy all tokens to another
-    # layout.
-    newest = flat(x)[:, max(0, time - few) :].astype(before.dtype)
-    last = jnp.concatenate([flat(before), newest], axis=1)
-    last = last[:, last.shape[1] - few :].reshape(before.shape)
+    last = last_inputs(before, x)
     if seen is None:
         return last
     back = jnp.arange(last.shape[1])[::-1]

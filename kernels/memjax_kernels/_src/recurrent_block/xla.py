@@ -5,6 +5,7 @@ channels of all heads are one axis inside (`norms` says why).
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,22 @@ def short_convolution(
         convolved = jax.nn.silu(convolved)
     y = convolved.reshape(x.shape)
     return (l2_normalize(y) if unit_norm else y).astype(x.dtype)
+
+
+def last_inputs(
+    before: Float[Array, "B _ *C"], x: Float[Array, "B T *C"]
+) -> Float[Array, "B _ *C"]:
+    """As many of the newest inputs as were before x, in the dtype of `before`."""
+    few, time = before.shape[1], x.shape[1]
+
+    # Channels are one axis in this slice, or XLA would copy all tokens to another
+    # layout on a TPU.
+    def joined(z):
+        return z.reshape(*z.shape[:2], math.prod(z.shape[2:]))
+
+    newest = joined(x)[:, max(0, time - few) :].astype(before.dtype)
+    last = jnp.concatenate([joined(before), newest], axis=1)
+    return last[:, last.shape[1] - few :].reshape(before.shape)
 
 
 def gated_norm(
