@@ -127,10 +127,10 @@ class Config:
                 f"{self.streams}"
             )
         if any(n % answers.PIECE for n in self.distances) or (
-            sorted(set(self.distances)) != [*self.distances]
+            sorted({max(0, n) for n in self.distances} or {0}) != [*self.distances]
         ):
             raise ValueError(
-                f"distances must ascend, each a multiple of {answers.PIECE}, "
+                f"distances must ascend from 0 on, multiples of {answers.PIECE}, "
                 f"got {self.distances}"
             )
         if not all(1 <= n <= len(task.NAMES) for n in self.counts):

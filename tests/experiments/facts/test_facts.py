@@ -173,7 +173,9 @@ def test_the_falsifiers_are_printed():
     [
         (dict(streams=4), "streams must be at least 5 for an interval, got 4"),
         (dict(seeds=(0, 1)), "seeds must be at least 3"),
-        (dict(distances=(100,)), "each a multiple of 256"),
+        (dict(distances=(100,)), "distances must ascend from 0 on, multiples of 256"),
+        (dict(distances=(-256, 0)), "distances must ascend from 0 on"),
+        (dict(distances=()), "distances must ascend from 0 on"),
         (dict(counts=(65,)), r"counts must be in \[1, 64\], got \(65,\)"),
     ],
 )
