@@ -62,8 +62,8 @@ STAGES: tuple[Stage, ...] = (
     (Scale(2, 32, 2, 8, 512, 10 * 512, 250, 1.0), (4, 8)),
     (Scale(2, 32, 2, 8, 2048, 4 * 2048, 300, 1.0), (16, 32)),
 )
-#: The first rate that is tried.
-FIRST = 1e-2
+#: The first rate that is tried; that of a cache once it drops tokens, relative to it.
+FIRST, LOWER = 1e-2, 0.3
 #: CPU minutes of DeltaNet's training, compilation and reading.
 MINUTES = 4.0
 #: Validation texts of a count.
@@ -113,7 +113,7 @@ class Config:
     seeds: tuple[int, ...] = (0,)
     rates: tuple[float, ...] = (FIRST,)
     counts: tuple[int, ...] = (16, 32, 64)
-    distances: tuple[int, ...] = (256, 4096, 16_384, 65_536, 262_144)
+    distances: tuple[int, ...] = (256, 4096, 16_384, 65_536)
     streams: int = 8
     plan: bool = False
     run_dir: Path = Path("runs/facts")
@@ -225,23 +225,26 @@ def _asked(config: Config) -> list[Any]:
     return [config.counts, config.distances, config.streams, answers.LOG]
 
 
-def stages_of(made: ModelConfig) -> Iterator[tuple[ModelConfig, Stage]]:
-    """The trainings of a model, each with its model.
+def stages_of(made: ModelConfig) -> Iterator[tuple[ModelConfig, Stage, float]]:
+    """The trainings of a model, each with its model and its rate relative to the first.
 
     A cache that drops tokens from the start learns nothing: it begins with an entry for
-    each byte of the shortest texts, and then has a quarter.
+    each byte of the shortest texts, has a quarter next, and a lower rate from then on.
     """
     (cache,), (scale, _) = made.mechanisms, STAGES[0]
-    if isinstance(cache, LearnedCacheConfig):
-        for entries in (scale.context_length, scale.context_length // 4):
-            larger = dataclasses.replace(cache, entries=max(entries, cache.entries))
-            yield dataclasses.replace(made, mechanisms=(larger,)), STAGES[0]
-    yield from ((made, stage) for stage in STAGES)
+    is_cache = isinstance(cache, LearnedCacheConfig)
+    if is_cache:
+        for part in (1, 4):
+            entries = max(scale.context_length // part, cache.entries)
+            larger = dataclasses.replace(cache, entries=entries)
+            rate = 1.0 if part == 1 else LOWER
+            yield dataclasses.replace(made, mechanisms=(larger,)), STAGES[0], rate
+    yield from ((made, stage, LOWER if is_cache else 1.0) for stage in STAGES)
 
 
 def _identity(config: Config, made: ModelConfig, slow: bool) -> list[Any]:
     start = [HALF_LIVES] if slow else []
-    start += [to_record(x) for x, _ in stages_of(made) if x != made]
+    start += [[to_record(x), LOWER] for x, *_ in stages_of(made) if x != made]
     return [to_record(made), STAGES, *_asked(config), *start]
 
 
@@ -301,8 +304,8 @@ def measure(
     """
     seconds = 0.0
     try:
-        for sized, (scale, counts) in stages_of(made):
-            own = scale._replace(learning_rate=rate)
+        for sized, (scale, counts), relative in stages_of(made):
+            own = scale._replace(learning_rate=rate * relative)
             draw_batch = draw_batches(scale, counts)
             trained, more = small_models.train(own, sized, seed, draw_batch, trained)
             seconds += more
