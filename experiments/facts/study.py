@@ -1,7 +1,6 @@
 """Does a memory hold more facts than a cache of as many bytes has entries?
 
     python -m experiments.facts.study             # ten minutes on two cores
-    python -m experiments.facts.study --plan
     python -m experiments.facts.study --seeds 0 1 2 3 4 --only DeltaNet "learned cache"
 
 A log in plain bytes states 16 to 64 facts in twelve wordings, a quarter of them anew
@@ -55,6 +54,7 @@ from memjax.models import LanguageModel, ModelConfig
 from memjax.nnx.params import as_arrays, as_params
 from memjax.status import say
 
+QUESTION = "does a memory hold more facts than a cache has entries?"
 #: A training, and the facts of its texts.
 Stage = tuple[Scale, tuple[int, ...]]
 STAGES: tuple[Stage, ...] = (
@@ -64,6 +64,8 @@ STAGES: tuple[Stage, ...] = (
 )
 #: The first rate that is tried; that of a cache once it drops tokens, relative to it.
 FIRST, LOWER = 1e-2, 0.3
+#: Most facts of a text that a cache learns from.
+CACHED = 4, 8
 #: CPU minutes of DeltaNet's training, compilation and reading.
 MINUTES = 4.0
 #: Validation texts of a count.
@@ -189,24 +191,18 @@ def main(config: Config) -> None:
     parameters = small_models.parameters(model("DeltaNet", Config.budgets[0]))
     given = config.budgets, config.distances, streams, parameters
     read_again = study.once(file, lambda: answers.read_again(*given), asked)
-    output = config.run_dir / "results"
+    output, result = config.run_dir / "results", {}
     results: dict[str, Any] = {"log": answers.LOG, "baselines": read_again}
     results["rows"] = _rows_before(Path(f"{output}.json"), config)
-    result = results
     for name, budget in cases:
         of_row = made[name, budget]
         say(f"{name}, {budget:,} bytes")
         start = functools.partial(slow_gates, of_row) if "slow" in name else None
-        about = {
-            **{"name": name, "budget": budget},
-            "state_bytes": small_models.state_bytes(of_row),
-            "parameters": small_models.parameters(of_row),
-        }
-        results["rows"][f"{name}, {budget}"] = about | _runs(
-            config, of_row, streams, start
-        )
-        question = "does a memory hold more facts than a cache has entries?"
-        result = write_report(output, question, settings(config), results)
+        sizes = small_models.state_bytes(of_row), small_models.parameters(of_row)
+        row = {"name": name, "budget": budget, "state_bytes": sizes[0]}
+        row |= {"parameters": sizes[1]} | _runs(config, of_row, streams, start)
+        results["rows"][f"{name}, {budget}"] = row
+        result = write_report(output, QUESTION, settings(config), results)
     tables.plot.draw(result, Path(f"{output}.png"))
     tables.print_all(result, streams)
     print(f"wrote {output}.json and .png")
@@ -217,8 +213,7 @@ def _rows_before(file: Path, config: Config) -> dict[str, Any]:
     if not file.is_file():
         return {}
     before, own = json.loads(file.read_text("utf-8")), settings(config, "only", "rates")
-    same = own.items() <= before["config"].items()
-    return before["rows"] if same else {}
+    return before["rows"] if own.items() <= before["config"].items() else {}
 
 
 def _asked(config: Config) -> list[Any]:
@@ -229,22 +224,24 @@ def stages_of(made: ModelConfig) -> Iterator[tuple[ModelConfig, Stage, float]]:
     """The trainings of a model, each with its model and its rate relative to the first.
 
     A cache that drops tokens from the start learns nothing: it begins with an entry for
-    each byte of the shortest texts, has a quarter next, and a lower rate from then on.
+    each byte of the shortest texts, and has a quarter next. With its own entries it has
+    a lower rate, and no more facts than these: else it forgets what it has learned.
     """
     (cache,), (scale, _) = made.mechanisms, STAGES[0]
-    is_cache = isinstance(cache, LearnedCacheConfig)
-    if is_cache:
-        for part in (1, 4):
-            entries = max(scale.context_length // part, cache.entries)
-            larger = dataclasses.replace(cache, entries=entries)
-            rate = 1.0 if part == 1 else LOWER
-            yield dataclasses.replace(made, mechanisms=(larger,)), STAGES[0], rate
-    yield from ((made, stage, LOWER if is_cache else 1.0) for stage in STAGES)
+    if not isinstance(cache, LearnedCacheConfig):
+        yield from ((made, stage, 1.0) for stage in STAGES)
+        return
+    for part in (1, 4):
+        entries = max(scale.context_length // part, cache.entries)
+        larger = dataclasses.replace(cache, entries=entries)
+        yield dataclasses.replace(made, mechanisms=(larger,)), STAGES[0], 1.0
+    for scale, counts in STAGES:
+        yield made, (scale, tuple(map(min, counts, CACHED))), LOWER
 
 
 def _identity(config: Config, made: ModelConfig, slow: bool) -> list[Any]:
     start = [HALF_LIVES] if slow else []
-    start += [[to_record(x), LOWER] for x, *_ in stages_of(made) if x != made]
+    start += [[to_record(x), LOWER, CACHED] for x, *_ in stages_of(made) if x != made]
     return [to_record(made), STAGES, *_asked(config), *start]
 
 

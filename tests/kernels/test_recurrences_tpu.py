@@ -139,7 +139,7 @@ def draw_wide(name, monkeypatch):
         jax.ShapeDtypeStruct((2, LENGTH, h, d), jnp.float32)
         for h, d in zip((heads // ways, heads), widths, strict=True)
     )
-    assert recurrence._pack(q, v) == packing
+    assert recurrence.packing_of(q, v) == packing
 
     def drawn(seed, dtype=jnp.float32):
         key, value = widths
