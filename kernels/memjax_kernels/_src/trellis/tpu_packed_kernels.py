@@ -49,7 +49,10 @@ def forward_kernel(
             start = choose(of.of(reset), of.memories(empty), start)
         if residuals is not None:
             of.store_memories(residuals, start)
-        new, read = yield from packed.advance(tokens, ready, given, *start, options)
+        keys, values = start
+        new, read = yield from packed.advance(
+            tokens, ready, given, keys, values, options
+        )
         # A chunk that stays open leaves the memories at its start.
         of.store_memories(after, choose(of.of(full), new, start))
         of.store_tokens(y, read)
@@ -86,13 +89,14 @@ def backward_kernel(
         given = of.gates(gates)
         ready = packed.prepare(tokens, given, options)
         yield
-        d = of.memories(d_before)
+        d, (keys, values) = of.memories(d_before), of.memories(residuals)
         zeros = jax.tree.map(jnp.zeros_like, d)
         found = yield from packed_gradient.vjp(
             tokens,
             ready,
             given,
-            *of.memories(residuals),
+            keys,
+            values,
             choose(of.of(full), d, zeros),
             of.tokens(d_y),
             options,
