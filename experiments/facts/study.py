@@ -62,10 +62,8 @@ STAGES: tuple[Stage, ...] = (
     (Scale(2, 32, 2, 8, 512, 10 * 512, 250, 1.0), (4, 8)),
     (Scale(2, 32, 2, 8, 2048, 4 * 2048, 300, 1.0), (16, 32)),
 )
-#: The first rate that is tried; that of a cache once it drops tokens, relative to it.
-FIRST, LOWER = 1e-2, 0.3
-#: Most facts of a text that a cache learns from.
-CACHED = 4, 8
+#: The first rate that is tried.
+FIRST = 1e-2
 #: CPU minutes of DeltaNet's training, compilation and reading.
 MINUTES = 4.0
 #: Validation texts of a count.
@@ -220,28 +218,23 @@ def _asked(config: Config) -> list[Any]:
     return [config.counts, config.distances, config.streams, answers.LOG]
 
 
-def stages_of(made: ModelConfig) -> Iterator[tuple[ModelConfig, Stage, float]]:
-    """The trainings of a model, each with its model and its rate relative to the first.
+def stages_of(made: ModelConfig) -> Iterator[tuple[ModelConfig, Stage]]:
+    """The trainings of a model, each with its model.
 
     A cache that drops tokens from the start learns nothing: it begins with an entry for
-    each byte of the shortest texts, and has a quarter next. With its own entries it has
-    a lower rate, and no more facts than these: else it forgets what it has learned.
+    each byte of the shortest texts, and then has a quarter.
     """
     (cache,), (scale, _) = made.mechanisms, STAGES[0]
-    if not isinstance(cache, LearnedCacheConfig):
-        yield from ((made, stage, 1.0) for stage in STAGES)
-        return
-    for part in (1, 4):
-        entries = max(scale.context_length // part, cache.entries)
-        larger = dataclasses.replace(cache, entries=entries)
-        yield dataclasses.replace(made, mechanisms=(larger,)), STAGES[0], 1.0
-    for scale, counts in STAGES:
-        yield made, (scale, tuple(map(min, counts, CACHED))), LOWER
+    if isinstance(cache, LearnedCacheConfig):
+        for entries in (scale.context_length, scale.context_length // 4):
+            larger = dataclasses.replace(cache, entries=max(entries, cache.entries))
+            yield dataclasses.replace(made, mechanisms=(larger,)), STAGES[0]
+    yield from ((made, stage) for stage in STAGES)
 
 
 def _identity(config: Config, made: ModelConfig, slow: bool) -> list[Any]:
     start = [HALF_LIVES] if slow else []
-    start += [[to_record(x), LOWER, CACHED] for x, *_ in stages_of(made) if x != made]
+    start += [to_record(x) for x, _ in stages_of(made) if x != made]
     return [to_record(made), STAGES, *_asked(config), *start]
 
 
@@ -301,8 +294,8 @@ def measure(
     """
     seconds = 0.0
     try:
-        for sized, (scale, counts), relative in stages_of(made):
-            own = scale._replace(learning_rate=rate * relative)
+        for sized, (scale, counts) in stages_of(made):
+            own = scale._replace(learning_rate=rate)
             draw_batch = draw_batches(scale, counts)
             trained, more = small_models.train(own, sized, seed, draw_batch, trained)
             seconds += more

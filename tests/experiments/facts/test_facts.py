@@ -224,8 +224,8 @@ def test_the_study_runs_and_keeps_what_it_trained(tmp_path, capsys, monkeypatch)
 
 def test_a_cache_shrinks_and_nothing_else_changes():
     made = program.model(program.CACHE, 5632)
-    found = [to_record(x) for x, *_ in program.stages_of(made)]
+    found = [to_record(x) for x, _ in program.stages_of(made)]
     sizes = [x["mechanisms"][0].pop("entries") for x in found]
     assert sizes == [128, 32, 8, 8, 8] and all(x == found[0] for x in found)
     memory = program.model("DeltaNet", 5632)
-    assert [*program.stages_of(memory)] == [(memory, x, 1.0) for x in program.STAGES]
+    assert [*program.stages_of(memory)] == [(memory, x) for x in program.STAGES]
