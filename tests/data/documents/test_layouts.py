@@ -37,8 +37,8 @@ def splits(spec):
     ("name", "content"),
     [
         ("a.jsonl", BOM + lines("one", "two")),
-        ("a.jsonl.gz", gzip.compress(BOM + lines("one", "two"))),
-        ("a.json.gz", gzip.compress(lines("one", "two"))),
+        ("a.jsonl.gz", gzip.compress(BOM + lines("one", "two"), mtime=0)),
+        ("a.json.gz", gzip.compress(lines("one", "two"), mtime=0)),
         # Parallel compressors write one frame after the other.
         ("a.jsonl.zst", zstd(lines("one") + b"\n") + zstd(lines("two"))),
         ("a.json", b' [{"text": "one"}, {"text": "two"}]'),
