@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.facts.tables import by_distance
 from experiments.hmt.rows import Row
 from experiments.lab.measure import KINDS
 from experiments.lab.results import (
@@ -30,7 +31,7 @@ from memjax.models import HMTConfig
 from memjax.training.finetune.segment_stage import SegmentStage
 
 EQUAL, FACTS = "memories/equal_bytes", "mplus/retention"
-LENGTH, RECALL, NOTES = "hmt/smollm2/length", "memories/recall", "memories/notes"
+LENGTH, RECALL, LOG = "hmt/smollm2/length", "memories/recall", "facts/study"
 BOOKS, CYCLES, HYBRIDS = "memories/books_window8", "tpu/cycles", "speed/hybrids"
 #: A token of text is stored as an int32.
 BYTES_OF_ID = 4
@@ -44,7 +45,6 @@ SAVING = {
     "rmt": "RMT",
 }
 FITTED = "M+, retriever fitted afterwards"
-COMPRESSED = "compressed text, read again"
 #: Rows of the third plot, in two panels; windows that end there.
 ASKED = (
     "BM25, tuned",
@@ -54,7 +54,7 @@ ASKED = (
     "M+",
     "MemoryLLM",
 )
-NOTED = ("TTT", "DeltaNet", "Lattice", COMPRESSED, "sliding window")
+LOGGED = ("DeltaNet", "TTT", "Lattice", "learned cache", "text, LZMA")
 COLUMNS = "you have|text|you need|take|evidence|do not take|not known".split("|")
 Result = dict[str, Any]
 
@@ -64,7 +64,7 @@ def _each(find: Callable[[str], str]) -> Lookup:
     return Lookup(lambda keys: "; ".join(f"{x} {find(x)}" for x in keys.split("/")))
 
 
-@table("practice", EQUAL, FACTS, LENGTH, RECALL, NOTES, BOOKS, CYCLES, HYBRIDS)
+@table("practice", EQUAL, FACTS, LENGTH, RECALL, LOG, BOOKS, CYCLES, HYBRIDS)
 def practice(*results: Result) -> Rows:
     """A row a situation: what to take, the evidence, and what is not known."""
     yield from written(Path(__file__).with_suffix(".txt"), COLUMNS, _evidence(*results))
@@ -73,7 +73,7 @@ def practice(*results: Result) -> Rows:
 
 def _evidence(*results: Result) -> dict[str, Any]:
     """The figures that the table's cells name."""
-    equal, facts, length, recall, notes, books, cycles, hybrids = results
+    equal, facts, length, recall, log, books, cycles, hybrids = results
     methods, published = by_method(facts), hybrids["rows"][1]
 
     def answered(i: int) -> dict[str, str]:
@@ -101,11 +101,8 @@ def _evidence(*results: Result) -> dict[str, Any]:
         few, many = (number(float(np.median(x)), 2) for x in found.values())
         return f"{few} ({many})"
 
-    def noted(name: str) -> str:
-        # Newer results have the size of chunks in a name.
-        names = (x for x in notes["models"] if x.startswith(name))
-        by_count = notes["models"][next(names)]["right"]
-        few, many = (percent(by_count[n][-1]["mean"]) for n in ("4", "16"))
+    def logged(name: str) -> str:
+        few, many = (percent(by_distance(log, name, n)[-2]) for n in (16, 64))
         return f"{few} ({many})"
 
     def counted(name: str) -> str:
@@ -119,14 +116,14 @@ def _evidence(*results: Result) -> dict[str, Any]:
     return {
         "middle": f"{facts['distances'][2]:,}",
         "last": f"{facts['distances'][-1]:,}",
-        "late": f"{notes['config']['distances'][-1]:,}",
+        "late": f"{log['config']['distances'][-2]:,}",
         "sooner": answered(2),
         "right": answered(-1),
         "size": Lookup(size),
         "saved": Lookup(saved),
         "longest": {name: number(x[-1], 1) for name, x in by_length.items()},
         "pairs": _each(recalled),
-        "noted": _each(noted),
+        "logged": _each(logged),
         "counted": _each(counted),
         "published": published["name"],
         "grown": " and ".join(grown),
@@ -233,9 +230,9 @@ def plot_saved(equal: Result, path: Path) -> None:
 @figure("practice/distance", source=FACTS)
 def plot_distance(facts: Result, path: Path) -> None:
     """Right answers against the distance: a pretrained model, and small ones."""
-    notes, rows = load(NOTES), by_method(facts)
-    far, late = facts["distances"], notes["config"]["distances"]
-    source = f"{source_of(facts)}; {NOTES}: {source_of(notes)}"
+    log, rows = load(LOG), by_method(facts)
+    far, late = facts["distances"], log["config"]["distances"]
+    source = f"{source_of(facts)}; {LOG}: {source_of(log)}"
     with drawing(path, columns=2, size=(14, 5.0), source=source, sharey=True) as drawn:
         left, right = drawn.grid[0]
         for i, name in enumerate(ASKED):
@@ -245,14 +242,11 @@ def plot_distance(facts: Result, path: Path) -> None:
                 size = rows[name]["kept_bytes"][-1]["device"]
                 end = size / _bytes_a_token(load(LENGTH))
                 left.axvline(end, color="0.3", linestyle=":")
-        trellis = next(x for x in notes["models"] if x.startswith("Trellis"))
-        for i, name in enumerate((*NOTED, trellis)):
-            shares = [x["mean"] for x in notes["models"][name]["right"]["16"]]
-            drawn.line(right, late, shares, name, i)
-        right.axvline(notes["models"][COMPRESSED]["state_bytes"], color="0.3", ls=":")
+        for i, name in enumerate(LOGGED):
+            drawn.line(right, late, by_distance(log, name, 16), name, i)
         log_ticks(right, late)
         left.set_xticks(far, [f"{x:,}" for x in far])
         left.set(title="facts: SmolLM2-135M; dotted: a window ends")
         left.set(xlabel="tokens since", ylabel="right answers")
-        right.set(title="16 notes: small models; dotted: text of as many bytes ends")
+        right.set(title="16 facts in a log: small models, text of as many bytes")
         right.set_xlabel("bytes since")

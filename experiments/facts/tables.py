@@ -26,6 +26,15 @@ def shares(row: Mapping[str, Any], count: int, i: int) -> list[float]:
     ]
 
 
+def by_distance(result: Mapping[str, Any], name: str, count: int) -> list[float]:
+    """Medians over seeds of right answers of a row, or a baseline's, by distance."""
+    budget, listed = next(iter(result["baselines"].items()))
+    if name in listed:
+        return listed[name][str(count)]
+    row, distances = result["rows"][f"{name}, {budget}"], result["config"]["distances"]
+    return [float(np.median(shares(row, count, i))) for i in range(len(distances))]
+
+
 def verdict(result: Mapping[str, Any]) -> Iterator[str]:
     """Results of both falsifiers at each budget, by medians over seeds."""
     counts, distances = (result["config"][key] for key in ("counts", "distances"))
@@ -95,19 +104,14 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     """Right answers against the text since the log, one panel a count of facts."""
     counts, distances = (result["config"][name] for name in ("counts", "distances"))
     size = (2.5 + 5.0 * len(counts), 4.8)
-    budget = next(iter(result["baselines"]))
+    budget = int(next(iter(result["baselines"])))
     with drawing(
         path, columns=len(counts), size=size, source=source_of(result)
     ) as drawn:
         for axes, n in zip(drawn.grid[0], counts, strict=True):
-            rows = [x for x in result["rows"].values() if x["budget"] == int(budget)]
-            lines = {
-                row["name"]: [
-                    np.median(shares(row, n, i)) for i in range(len(distances))
-                ]
-                for row in rows
-            } | {k: x[str(n)] for k, x in result["baselines"][budget].items()}
-            for i, (name, line) in enumerate(lines.items()):
+            rows = (x["name"] for x in result["rows"].values() if x["budget"] == budget)
+            for i, name in enumerate((*rows, *result["baselines"][str(budget)])):
+                line = by_distance(result, name, n)
                 drawn.line(axes, distances, line, name, i, named=n == counts[-1])
             log_ticks(axes, distances)
             axes.set(title=f"{n} facts", xlabel="bytes of text since the log")
