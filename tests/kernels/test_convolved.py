@@ -100,6 +100,7 @@ def test_the_op_is_its_ops_one_after_the_other():
     close(jax.jit(by_op)(x, reset), jax.jit(by_ops)(x, reset), 1e-6)
 
 
+@pytest.mark.slow
 def test_segments_in_a_row_are_one():
     x, reset = draw(11, 1, 2, key=4, value=6, taps=3), resets(11, 5)
     op = functools.partial(convolved_gated_delta_rule, implementation="xla", **OPTIONS)
