@@ -74,7 +74,7 @@ def ours(key_heads: int, heads: int) -> Program:
 
     def run(qkv: Any, filters: Any, *gates: Any) -> Any:
         qkv = tuple(x.reshape(1, TIME, -1, WIDTH) for x in qkv)
-        before = tuple(jnp.zeros_like(x[:, : TAPS - 1]) for x in qkv)
+        before: Any = tuple(jnp.zeros_like(x[:, : TAPS - 1]) for x in qkv)
         rule = memjax_kernels.convolved_gated_delta_rule
         state, last, y = rule(qkv, filters, before, *gates)
         return state, last, y.reshape(1, TIME, -1)
