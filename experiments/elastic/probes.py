@@ -53,7 +53,7 @@ def _noisy(config, rate, layer):
     size, heads = config.num_kv_heads * config.head_dim, config.num_kv_heads
     width = config.model_dim + 2 * size
     wide, clean = dataclasses.replace(config, model_dim=width).build(), config.build()
-    # Keys stand behind the input, values behind the keys.
+    # Channels: the input, then keys, then values.
     taken = (jnp.eye(width, size, -config.model_dim - i * size) for i in (0, 1))
     key, value = (x.reshape(width, heads, -1) for x in taken)
 

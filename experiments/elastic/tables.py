@@ -48,7 +48,7 @@ PAPER = {at: (one, two) for at, one, two in (x.rsplit(" | ", 2) for x in _LINES)
 
 @dataclasses.dataclass(frozen=True)
 class Config(books.Config):
-    """Those of `books`, whose models these are, and the sizes of their memories.
+    """Settings of `books`, and the sizes of the memories.
 
     Attributes:
         sizes: of the memories, in multiples of that of `books`.
@@ -72,7 +72,7 @@ class Config(books.Config):
 def main(config: Config) -> None:
     """Trains and reads the missing runs, writes and prints."""
     sized = {x: books.models(config.window, True, int(x[:-1])) for x in config.sizes}
-    # Those of 1x have their names in `books`.
+    # Rows of 1x have the names of `books`.
     made = {
         row if size == "1x" else f"{row}, {size}": (size, row)
         for size, row in itertools.product(sized, ROWS)

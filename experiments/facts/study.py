@@ -126,9 +126,9 @@ class Config:
                 f"streams must be at least {MIN_DOCUMENTS} for an interval, got "
                 f"{self.streams}"
             )
-        if any(n % answers.PIECE for n in self.distances) or (
-            sorted({max(0, n) for n in self.distances} or {0}) != [*self.distances]
-        ):
+        is_piece = all(n >= 0 and n % answers.PIECE == 0 for n in self.distances)
+        ascend = sorted(set(self.distances)) == [*self.distances]
+        if not (self.distances and is_piece and ascend):
             raise ValueError(
                 f"distances must ascend from 0 on, multiples of {answers.PIECE}, "
                 f"got {self.distances}"
@@ -196,10 +196,14 @@ def main(config: Config) -> None:
         of_row = made[name, budget]
         say(f"{name}, {budget:,} bytes")
         start = functools.partial(slow_gates, of_row) if "slow" in name else None
-        sizes = small_models.state_bytes(of_row), small_models.parameters(of_row)
-        row = {"name": name, "budget": budget, "state_bytes": sizes[0]}
-        row |= {"parameters": sizes[1]} | _runs(config, of_row, streams, start)
-        results["rows"][f"{name}, {budget}"] = row
+        about = {
+            "name": name,
+            "budget": budget,
+            "state_bytes": small_models.state_bytes(of_row),
+            "parameters": small_models.parameters(of_row),
+        }
+        runs = _runs(config, of_row, streams, start)
+        results["rows"][f"{name}, {budget}"] = about | runs
         result = write_report(output, QUESTION, settings(config), results)
     tables.plot.draw(result, Path(f"{output}.png"))
     tables.print_all(result, streams)

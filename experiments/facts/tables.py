@@ -1,4 +1,4 @@
-"""What the study of facts shows: verdict, table, plot, bars, and answers in words."""
+"""Output of the study of facts: verdict, table, plot, bars, answers in words."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -99,7 +99,7 @@ def minutes(config: Config) -> dict[str, float]:
 
 
 def verdict(config: Config) -> Iterator[str]:
-    """What each memory saves on proofs over both windows, by budget."""
+    """Nats saved on proofs by each memory, over both windows, by budget."""
     saved = {}
     for budget in config.budgets:
         rows = study.stored(config.output / str(budget), ROWS)
