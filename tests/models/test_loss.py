@@ -17,6 +17,12 @@ HEAD = RNG.normal(size=(D, V)).astype(np.float32)
 TARGETS = RNG.integers(0, V, (B, T), dtype=np.int32)
 
 
+@pytest.fixture(autouse=True)
+def _few_positions(monkeypatch):
+    """Chunks of the few positions that the tests have."""
+    monkeypatch.setattr(loss, "LEAST_POSITIONS", 1)
+
+
 def losses_of(head, features):
     return loss.target_nll(lambda x: x @ head, features, jnp.asarray(TARGETS), V)
 
@@ -138,6 +144,12 @@ def test_last_positions_and_targets():
     kept = jnp.take_along_axis(loss.last_targets(mask, 3), places, axis=1)
     assert kept.sum(axis=1).tolist() == [3, 1, 3]
     assert loss.last_positions(mask, 9).shape == mask.shape
+
+
+@pytest.mark.parametrize("rows, chunk", [(1, 512), (4, 128), (1024, 1)])
+def test_large_vocabularies_have_chunks_of_positions(monkeypatch, rows, chunk):
+    monkeypatch.undo()
+    assert loss._chunk_size(jnp.zeros((rows, 2048), jnp.int32), 248_320) == chunk
 
 
 def test_chunk_size_is_per_device(monkeypatch):
