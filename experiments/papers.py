@@ -18,7 +18,6 @@ Result = dict[str, Any]
 @table(
     "papers",
     "memories/books_window8",
-    "memories/recall",
     "memories/columns/recall",
     "memories/trellis_steps",
     "hmt/smollm2/length",
@@ -26,14 +25,15 @@ Result = dict[str, Any]
 )
 def papers(*results: Result) -> Rows:
     """The claim of each paper, what was measured here, and at what size."""
-    books, recall, columns, steps, length, retention = results
+    books, recall, steps, length, retention = results
     saved = [f"{format_interval(x['all'])} over {k}" for k, x in books["gains"].items()]
     by_length, methods = length["perplexity"]["all"], by_method(retention)
     evidence = {
         "books": books,
         "saved": " and ".join(saved),
-        "wide": Lookup(lambda name: _at_equal_width(columns, name)),
-        "narrow": _at_training_length(recall),
+        "wide": Lookup(lambda name: _recalled(recall, name, "width")),
+        "narrow": Lookup(lambda name: _recalled(recall, name, "bytes")),
+        # The last column is of equal bytes.
         "sizes": {row["name"]: row for row in recall["rows"]},
         "recall": recall,
         "seeds": len(recall["config"]["seeds"]),
@@ -54,24 +54,9 @@ def _mean(row: Result) -> str:
     return spread(row["mean"], row["error"], 2)
 
 
-def _at_equal_width(result: Result, name: str) -> str:
-    """Recall by a mechanism and DeltaNet, of memories of one width."""
+def _recalled(result: Result, name: str, equal: str) -> str:
+    """Right answers of 16 and of 32 pairs, at equal width or in equal bytes."""
     rows = (row for row in both_columns.rows(result) if isinstance(row, dict))
-    cells = {row["right answers"]: row for row in rows}
-    seeds = cells.get(name, {}).get("equal width: learned")
-    if not seeds:
-        return "not measured"
-
-    def shares(name: str) -> str:
-        each = (f"{cells[name][f'equal width: {n} pairs']} of {n}" for n in (16, 32))
-        return f"{' and '.join(each)} pairs"
-
-    return f"{shares(name)}, DeltaNet {shares('DeltaNet')}; {seeds} seeds learned"
-
-
-def _at_training_length(result: Result) -> dict[str, str]:
-    """Recall of the most pairs of the training, in states of as many bytes."""
-    task = result["task"]
-    rows = result["accuracy"][str(task["scale"]["context_length"])]
-    most = max(task["pairs"])
-    return {row["name"]: _mean(row) for row in rows if row["pairs"] == most}
+    (cells,) = (x for x in rows if (x["right answers"], x["equal"]) == (name, equal))
+    learned = "" if cells["learned"] == "5 of 5" else f", {cells['learned']} seeds"
+    return f"{cells['16 pairs']} and {cells['32 pairs']}{learned}"

@@ -1,5 +1,6 @@
 """Tables of recall, and the rows of a study that are complete."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def by_pairs(result: Mapping[str, Any]) -> Rows:
 
 
 def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> Rows:
-    """A row a mechanism: width, bytes, seeds that learned, and what those answer.
+    """Rows of a mechanism: width, bytes, seeds that learned, and what those answer.
 
     Of a study that was stopped those rows that all of its seeds have finished.
     """
@@ -53,25 +54,24 @@ def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> R
         of = found.setdefault(run["name"], {})
         of.setdefault((run["column"], run["task"]), []).append(run)
     has_text = any(run["task"] == "text" for run in result["rows"])
-    for name, of in found.items():
-        cells = {"right answers": name}
-        for column in result["config"]["columns"]:
-            runs, at = of.get((column, "recall"), []), f"equal {column}"
-            learned = [x for x in runs if x.get("validation", (0,))[0] >= LEARNED]
-            for field in ("width", "state_bytes"):
-                own = number(runs[0][field], 0) if runs else ""
-                cells[f"{at}: {field.replace('_', ' ')}"] = own
-            cells[f"{at}: learned"] = f"{len(learned)} of {len(runs)}" if runs else ""
-            for count in counts:
-                cells[f"{at}: {count} pairs"] = median_and_range(
-                    [_score(x, count, length) for x in learned]
-                )
+    order = itertools.product(found, result["config"]["columns"])
+    for name, column in order:
+        of = found[name]
+        runs = of.get((column, "recall"), [])
+        learned = [x for x in runs if x.get("validation", (0,))[0] >= LEARNED]
+        cells = {"right answers": name, "equal": column}
+        for field in ("width", "state_bytes"):
+            cells[field.replace("_", " ")] = number(runs[0][field], 0) if runs else ""
+        cells["learned"] = f"{len(learned)} of {len(runs)}" if runs else "not trained"
+        for count in counts:
+            values = [_score(x, count, length) for x in learned]
+            cells[f"{count} pairs"] = median_and_range(values)
         if has_text:
-            runs = of.get(("width", "text"), [])
-            values = [x["perplexity"] for x in runs if "perplexity" in x]
-            cells["PPL per byte, equal width"] = median_and_range(values)
+            values = [x.get("perplexity") for x in of.get((column, "text"), [])]
+            known = [x for x in values if x is not None]
+            cells["PPL per byte"] = median_and_range(known)
         yield cells
-    yield "median (range) of the seeds that learned; cells without a row: not trained"
+    yield "median (range) of the seeds that learned"
     for order, value in result.get("ngrams", {}).items():
         yield f"PPL of {order}s {number(value, 2)}"
 
