@@ -21,7 +21,7 @@ from memjax_kernels._src.lattice.segment import Chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 
 # Phases by which a group of rows is behind the one before it, counted for a v5e.
-LAGS = 2, 6
+LAGS = 2, 7
 
 
 def heads_of_pack(size: int, heads: int, slots: int, width: int) -> int:
