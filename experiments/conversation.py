@@ -21,11 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
 from experiments.lab.backbones import smollm2
+from experiments.lab.options import run
 from experiments.lab.results import RESULTS, Rows, table, write_report
 from memjax.conversation import Conversation
 from memjax.evaluation.provenance import provenance
@@ -159,4 +159,4 @@ def answer_table(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(main)

@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import tyro
-
 from experiments.corpus.sources import SOURCES, Source, reason, tidy, unpack
+from experiments.lab.options import run
+from memjax.checks import check_sizes
 
 LISTED = Path(__file__).with_name("comparison.json")
 
@@ -128,12 +128,10 @@ def main(
             other texts cannot be compared with them.
         held_out: test documents of each kind; those beyond 8 are not listed.
     """
-    try:
-        found = fetch_comparison(destination, read_listed(), accept=record)
-        if held_out > 8:
-            add_held_out(destination, found, held_out)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    check_sizes(held_out=held_out, least=8)
+    found = fetch_comparison(destination, read_listed(), accept=record)
+    if held_out > 8:
+        add_held_out(destination, found, held_out)
     if record:
         content = {"documents": [document._asdict() for document in found]}
         LISTED.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
@@ -142,4 +140,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(main)

@@ -20,16 +20,14 @@ import functools
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import tyro
 
 from experiments.elastic import probes
-from experiments.lab import intervals, results, study
+from experiments.lab import intervals, options, results, study
 from experiments.memories import books, small_models
 from memjax import evaluation
-from memjax.checks import require_known
 from memjax.models import LanguageModel
 from memjax.training.pretrain import with_sampling
 
@@ -55,21 +53,16 @@ class Config(books.Config):
         output: folder of the result file.
     """
 
-    window: int = 64
-    seeds: tuple[int, ...] = (42, 43, 44)
-    baselines: tyro.conf.Fixed[bool] = True
+    window: options.Count = 64
+    seeds: options.Seeds = (42, 43, 44)
+    baselines: bool = dataclasses.field(default=True, init=False)
     reference: str = "smollm2"
     run_dir: Path = Path("runs/table2")
-    sizes: tuple[str, ...] = tuple(SIZES)
+    sizes: tuple[Annotated[str, options.among(*SIZES)], ...] = tuple(SIZES)
     output: Path = results.RESULTS / "elastic"
 
-    def __post_init__(self):
-        intervals.check_seeds(self.seeds)
-        for size in self.sizes:
-            require_known("sizes", size, tuple(SIZES))
 
-
-def main(config: Config) -> None:
+def main(config: options.Flags[Config]) -> None:
     """Trains and reads the missing runs, writes and prints."""
     sized = {x: books.models(config.window, True, int(x[:-1])) for x in config.sizes}
     # Rows of 1x have the names of `books`.
@@ -174,4 +167,4 @@ table3, table5, table6, table7, table13 = (
 )
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    options.run(main)

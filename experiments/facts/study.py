@@ -31,17 +31,15 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 
 from experiments.facts import answers, tables, task
 from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
-from experiments.lab import study
-from experiments.lab.intervals import check_seeds
+from experiments.lab import options, study
 from experiments.lab.results import settings, write_report
 from experiments.memories import mqar, small_models
 from experiments.memories.recall import Row
@@ -89,10 +87,12 @@ ROWS: dict[str, Row] = {
 }
 #: Three memories and the strongest rival.
 QUICK = ("DeltaNet", "TTT", "Lattice", CACHE)
+Facts = Annotated[int, options.within(1, len(task.NAMES))]
+Distances = Annotated[tuple[options.Natural, ...], options.ascending]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(options.Options):
     """Rows, sizes and questions.
 
     Attributes:
@@ -100,7 +100,7 @@ class Config:
         budgets: bytes of the states.
         seeds: of parameters and training texts: one, or three at least for a range.
         rates: learning rates that may be tried, ascending, 0.01 first.
-        counts: facts of a log.
+        counts: facts of a log, ascending.
         distances: bytes of text between the log and the questions, ascending.
         streams: of each count; 5 at least, for an interval.
         plan: print the missing runs, and stop.
@@ -108,34 +108,27 @@ class Config:
             `only` and `rates` stay in it.
     """
 
-    only: tuple[str, ...] = QUICK
-    budgets: tuple[int, ...] = (5632,)
-    seeds: tuple[int, ...] = (0,)
-    rates: tuple[float, ...] = (FIRST,)
-    counts: tuple[int, ...] = (16, 32, 64)
-    distances: tuple[int, ...] = (256, 4096, 16_384, 65_536)
-    streams: int = 8
+    only: tuple[Annotated[str, options.among(*ROWS)], ...] = QUICK
+    budgets: tuple[Annotated[int, options.within(1, 2**20)], ...] = (5632,)
+    seeds: tuple[options.Seed, ...] = (0,)
+    rates: Annotated[tuple[options.Rate, ...], options.ascending] = (FIRST,)
+    counts: Annotated[tuple[Facts, ...], options.ascending] = (16, 32, 64)
+    distances: Distances = (256, 4096, 16_384, 65_536)
+    streams: Annotated[int, options.within(MIN_DOCUMENTS, 1024)] = 8
     plan: bool = False
     run_dir: Path = Path("runs/facts")
 
     def __post_init__(self):
+        super().__post_init__()
         if len(self.seeds) != 1:
-            check_seeds(self.seeds)
-        if self.streams < MIN_DOCUMENTS:
+            options.enough_seeds("seeds", self.seeds)
+        if FIRST not in self.rates:
+            raise ValueError(f"rates must have {FIRST}, got {self.rates}")
+        most = len(text_of("test")) - answers.LOG
+        if any(n % answers.PIECE or n > most for n in self.distances):
             raise ValueError(
-                f"streams must be at least {MIN_DOCUMENTS} for an interval, got "
-                f"{self.streams}"
-            )
-        is_piece = all(n >= 0 and n % answers.PIECE == 0 for n in self.distances)
-        ascend = sorted(set(self.distances)) == [*self.distances]
-        if not (self.distances and is_piece and ascend):
-            raise ValueError(
-                f"distances must ascend from 0 on, multiples of {answers.PIECE}, "
-                f"got {self.distances}"
-            )
-        if not all(1 <= n <= len(task.NAMES) for n in self.counts):
-            raise ValueError(
-                f"counts must be in [1, {len(task.NAMES)}], got {self.counts}"
+                f"distances must be multiples of {answers.PIECE} up to {most}, the "
+                f"bytes of the test documents behind the log, got {self.distances}"
             )
 
 
@@ -171,10 +164,9 @@ def model(name: str, budget: int) -> ModelConfig:
     return dataclasses.replace(made, hidden_dim=made.hidden_dim + more)
 
 
-def main(config: Config) -> None:
+def main(config: options.Flags[Config]) -> None:
     """Trains the missing runs, asks, writes after each row, and prints."""
-    names = study.selected(config.only, [*ROWS])
-    cases = [(name, budget) for budget in config.budgets for name in names]
+    cases = [(name, budget) for budget in config.budgets for name in config.only]
     made = {case: model(*case) for case in cases}
     if config.plan:
         study.show_plan(_missing(config, made))
@@ -353,7 +345,4 @@ def validation(trained: LanguageModel) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    options.run(main)

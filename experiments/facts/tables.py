@@ -134,10 +134,8 @@ def print_all(result: Mapping[str, Any], streams: Mapping[int, task.Stream]) -> 
     stream = streams[n]
     print(f"\nOf one log, {distances[-1]:,} bytes later:")
     for k in range(min(SHOWN, n)):
-        name, code = (
-            task.NAMES[int(stream.log.names[0, k])],
-            int(stream.log.codes[0, k]),
-        )
+        name = task.NAMES[int(stream.log.names[0, k])]
+        code = int(stream.log.codes[0, k])
         said = (
             f"{row['name']} {'right' if run['first'][str(n)][-1][k] else 'wrong'}"
             for row in rows

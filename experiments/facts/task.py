@@ -114,19 +114,10 @@ def choose(key: Array, rows: int, among: int, count: int) -> Int32[Array, "R N"]
 
 @functools.partial(jax.jit, static_argnames="count")
 def write_log(tokens: Int32[Array, "R T"], count: int, key: Array) -> Log:
-    """Writes `count` facts, and a quarter of them anew, into places of the texts.
-
-    Raises:
-        ValueError: if there are more names, or fewer places.
-    """
+    """Writes `count` facts, and a quarter of them anew, into places of the texts."""
     rows, length = tokens.shape
     again = count // OVERWRITTEN
     total, places = count + again, length // SLOT
-    if not 1 <= count <= len(NAMES) or total > places or length % SLOT:
-        raise ValueError(
-            f"count must be in [1, {len(NAMES)}] and have {total} places of {SLOT} "
-            f"bytes with what is stated again, got {count} for {length} bytes"
-        )
     keys = jax.random.split(key, 5)
     names = choose(keys[0], rows, len(NAMES), count)
     at = choose(keys[1], rows, places, total)
@@ -224,18 +215,10 @@ def draw_streams(
 ) -> Stream:
     """`rows` streams: a log of `log` bytes, then `distance` bytes of text.
 
-    The text is that of all embedded documents of a split, one after the other and round
-    again, from places drawn at random.
-
-    Raises:
-        ValueError: if the documents have fewer bytes than a stream.
+    The text is that of all embedded documents of a split, which have more bytes, one
+    after the other and round again, from places drawn at random.
     """
     text = text_of(split)
-    if len(text) < log + distance:
-        raise ValueError(
-            f"distance={distance} must be at most {len(text) - log}, the bytes of the "
-            f"{split} documents without the log"
-        )
     starts = np.random.default_rng([seed, count]).integers(0, len(text), rows)
     rounds = np.stack([np.roll(text, -start)[: log + distance] for start in starts])
     one, two = jax.random.split(jax.random.fold_in(jax.random.key(seed), count))

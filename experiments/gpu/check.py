@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from experiments.lab import ops
 from experiments.lab.ops import Shape
+from experiments.lab.options import run
 from experiments.lab.results import RESULTS, Rows, table, write_report
 from experiments.speed.ops import first_line
+from memjax.checks import check_sizes, require_known
 from memjax_kernels import (
     LATTICE_VARIANTS,
     lattice,
@@ -69,6 +70,8 @@ def main(jobs: int = 4, case: str = "", output: Path = OUTPUT) -> int:
             as JSON and nothing is written. "" is all of them.
         output: where .json goes, without the ending.
     """
+    check_sizes(jobs=jobs)
+    require_known("case", case, ["", *all_cases()])
     # Several processes share the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     needs = implementations.needs("gpu")
@@ -245,4 +248,4 @@ def check(first: dict[str, Any], second: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    run(main)

@@ -20,16 +20,15 @@ It does not show seeds: there is one.
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import tyro
+from typing import Annotated, Any
 
 from experiments.lab import study
 from experiments.lab.intervals import select_kind
 from experiments.lab.measure import binned_losses
+from experiments.lab.options import Count, Flags, Natural, ascending, run, within
 from experiments.lab.results import RESULTS
 from experiments.memories import equal_bytes
-from experiments.memories.equal_bytes_rows import ROWS
+from experiments.memories.equal_bytes_rows import LEAST_UPDATES, ROWS
 from memjax.evaluation.statistics import loss_difference_by_document
 from memjax.models.language_model.config import Dtype
 
@@ -44,32 +43,32 @@ class Config(equal_bytes.Config):
     """As of `equal_bytes`, with other sizes.
 
     Attributes:
+        updates: not chosen: they are those of a budget.
         budgets: tokens of training, ascending; each is rounded down to whole texts.
         speed: tokens a second of a window's training, for the plan alone.
     """
 
-    rows: tuple[str, ...] = (WINDOW, *MEMORIES, LONGER, "full-tuned", "reread-tuned")
-    context: int = 8192
+    rows: equal_bytes.Names = (WINDOW, *MEMORIES, LONGER, "full-tuned", "reread-tuned")
+    context: Count = 8192
     corpus: str = "folder:comparison40"
-    passes: int = 2
+    updates: int = dataclasses.field(default=0, init=False)
+    passes: Count = 2
     dtype: Dtype = "bfloat16"
-    least: int = 40
-    tokens: int = 8192
-    long: int = 0
-    longest: int = 8192
+    least: Count = 40
+    tokens: Count = 8192
+    long: Natural = 0
+    longest: Count = 8192
     run_dir: Path = Path("runs/fifteen_minutes")
     output: Path = RESULTS / "gpu" / "fifteen_minutes"
-    budgets: tuple[int, ...] = (3_000_000, 10_000_000)
-    speed: float = 100_000.0
+    budgets: Annotated[tuple[Count, ...], ascending] = (3_000_000, 10_000_000)
+    speed: Annotated[float, within(1.0, 1e12)] = 100_000.0
 
     def __post_init__(self):
         super().__post_init__()
-        if sorted({*self.budgets}) != [*self.budgets] or (
-            self.budgets and self.budgets[0] < self.context
-        ):
+        if self.budgets[0] < LEAST_UPDATES * self.context:
             raise ValueError(
-                f"budgets must ascend, each at least context={self.context}, "
-                f"got {self.budgets}"
+                f"budgets must be at least {LEAST_UPDATES} texts of "
+                f"context={self.context}, got {self.budgets}"
             )
 
     def study(self, budget: int) -> equal_bytes.Config:
@@ -131,7 +130,7 @@ def verdict(config: Config) -> Iterator[str]:
         yield "holds" if any(held) else "falsified"
 
 
-def main(config: Config) -> None:
+def main(config: Flags[Config]) -> None:
     """Does the missing rows, those with little training first."""
     if config.plan:
         study.show_plan(minutes(config))
@@ -142,7 +141,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run(main)

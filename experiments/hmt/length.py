@@ -23,23 +23,18 @@ as they are finished. `--plan` prints the missing rows, 18 hours in all.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
-import tyro
 
 from experiments.hmt import length_tables, training
-from experiments.hmt.rows import APART, CAUSAL, SENSORY, TUNED, Row, rows
+from experiments.hmt.rows import APART, CAUSAL, NAMES, SENSORY, TUNED, Row, rows
 from experiments.lab import backbones
-from experiments.lab.intervals import (
-    check_seeds,
-    loss_difference,
-    mean_losses,
-    select_kind,
-)
+from experiments.lab.intervals import loss_difference, mean_losses, select_kind
 from experiments.lab.measure import Scored, score_once, score_text, state_bytes
+from experiments.lab.options import Count, Flags, Options, Seeds, among, run
 from experiments.lab.results import RESULTS, settings, show, write_report
-from experiments.lab.study import climb_rate, digest, once, selected, show_plan
+from experiments.lab.study import climb_rate, digest, once, show_plan
 from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokens
@@ -68,7 +63,7 @@ Texts = Sequence[TokenisedDocument]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Settings.
 
     Attributes:
@@ -83,18 +78,15 @@ class Config:
         output: where .json and .png go, without the ending.
     """
 
-    only: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0, 1, 2)
-    targets: int = 150_000
-    curve: tuple[int, ...] = (75_000, 300_000, 600_000)
+    only: tuple[Annotated[str, among(*NAMES)], ...] = ()
+    seeds: Seeds = (0, 1, 2)
+    targets: Count = 150_000
+    curve: tuple[Count, ...] = (75_000, 300_000, 600_000)
     plan: bool = False
     source: str = "embedded"
     backbone: str = "smollm2"
     run_dir: Path = Path("runs/hmt")
     output: Path = RESULTS / "hmt" / "smollm2" / "length"
-
-    def __post_init__(self):
-        check_seeds(self.seeds)
 
 
 def hmt_stages() -> HMTStages:
@@ -122,10 +114,10 @@ def hmt_stages() -> HMTStages:
     return HMTStages(stage(two.stage1, 2), stage(two.stage2, DEPTH))
 
 
-def main(config: Config) -> None:
+def main(config: Flags[Config]) -> None:
     """Trains what is not trained yet, scores, prints and writes, row by row."""
     study = Study(config)
-    wanted = selected(config.only, [row.name for row in study.rows])
+    wanted = config.only or NAMES
     if config.plan:
         show_plan(study.plan(wanted))
         return
@@ -157,6 +149,7 @@ class Study:
         found = finetune.load_backbone(path)
         self.backbone = found.model
         self.rows = rows(stages, found.model, config.targets)
+        self.longer = {n: rows(stages, found.model, n) for n in config.curve}
 
         def documents(split: Split, tokens: int) -> Texts:
             read = load_tokens(config.source, found.tokenizer, split)
@@ -218,8 +211,7 @@ class Study:
 
     def on_curve(self, name: str, targets: int) -> None:
         """Perplexity of a row of the curve, at the rate of its row."""
-        made = rows(self.setting.stages, self.backbone, targets)
-        (row,) = (row for row in made if row.name == name)
+        (row,) = (row for row in self.longer[targets] if row.name == name)
         (own,) = (row for row in self.rows if row.name == name)
         run, _ = self.scored(row, self.rate(own)[0], self.config.seeds[0], self.texts)
         self.curve.setdefault(name, {})[row.targets] = self.perplexity(run.losses)
@@ -358,4 +350,4 @@ def up_to(losses: TokenLosses, length: int) -> TokenLosses:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    run(main)

@@ -29,6 +29,9 @@ WINDOW, SINK_WINDOW = "window", "window with sinks"
 AGAIN, SENSORY, APART = "w tokens again", "k tokens again", "segments apart"
 FULL, LAST = "full attention", "the last 512 to 1,023 tokens"
 TUNED = "{}, tuned"
+_BOTH = (SINK_WINDOW, AGAIN, SENSORY, APART)
+NAMES = (*_BOTH, LAST, WINDOW, FULL, CAUSAL, HIERARCHICAL)
+NAMES += (*map(TUNED.format, _BOTH), RMT)
 
 
 class Row(NamedTuple):

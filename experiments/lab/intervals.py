@@ -65,19 +65,6 @@ def select_kind(losses: TokenLosses, kind: str | None) -> TokenLosses:
     )
 
 
-#: Of an interval over seeds.
-MIN_SEEDS = 3
-
-
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Raises ValueError unless there are seeds enough for an interval, all distinct."""
-    if len(set(seeds)) < max(MIN_SEEDS, len(seeds)):
-        raise ValueError(
-            f"seeds must be at least {MIN_SEEDS}, all distinct, for an interval over "
-            f"seeds, got {tuple(seeds)}"
-        )
-
-
 def median_and_range(values: Sequence[float], digits: int = 2) -> str:
     """The median of some runs and their range as text: "0.98 (0.95 to 1.00)"."""
     if len(values) < 2:

@@ -24,9 +24,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import tyro
-
 import experiments
+from experiments.lab.options import run
 from experiments.lab.results import RESULTS, Figure, Table, load
 from memjax.evaluation.provenance import commit_of
 
@@ -186,4 +185,4 @@ def main(check: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    run(main)

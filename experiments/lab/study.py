@@ -117,12 +117,7 @@ def climb_rate(
     Returns:
         `rate` and `tried`, the losses by rate. `rate` is an end of `rates` where that
         is the best of all, and then no best is known.
-
-    Raises:
-        ValueError: if the rates do not ascend, or `first` is none of them.
     """
-    if sorted(set(rates)) != [*rates] or first not in rates:
-        raise ValueError(f"rates must ascend and have {first}, got {tuple(rates)}")
     losses: dict[int, float] = {}
     best = rates.index(first)
     while untried := [
@@ -135,13 +130,6 @@ def climb_rate(
         "rate": rates[best],
         "tried": {f"{rates[i]:g}": losses[i] for i in sorted(losses)},
     }
-
-
-def selected(only: Sequence[str], rows: Sequence[str]) -> list[str]:
-    """The rows to run, in their own order; all of them if none is named."""
-    if unknown := set(only) - set(rows):
-        raise ValueError(f"only={sorted(unknown)} must be among {list(rows)}")
-    return [row for row in rows if not only or row in only]
 
 
 def run_all(

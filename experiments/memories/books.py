@@ -24,10 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import memjax
-from experiments.lab import measure, study
+from experiments.lab import measure, options, study
 from experiments.lab.backbones import located
 from experiments.lab.baselines import ORDER, NGram
 from experiments.lab.intervals import (
@@ -58,7 +56,7 @@ SECONDS_AN_UPDATE = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(options.Options):
     """Models, training and documents.
 
     Attributes:
@@ -66,7 +64,7 @@ class Config:
         source: of the documents, see `experiments.corpus.comparison`.
         seeds: of parameters and data order.
         window: tokens that attention sees, and block of the memory.
-        context_length: tokens of a text; an update reads one.
+        context_length: tokens of a text, some windows; an update reads one.
         test_texts: held-out texts of each document that are scored.
         baselines: train the other memories of Elastic Memory's table 2 too.
         reference: model that finds key tokens, "smollm2" or as `memjax.load` takes it.
@@ -75,16 +73,20 @@ class Config:
         run_dir: of runs, results and plots.
     """
 
-    steps: int = 8000
+    steps: options.Count = 8000
     source: str = "folder:comparison"
-    seeds: tuple[int, ...] = (42, 43)
-    window: int = 8
-    context_length: int = 1024
-    test_texts: int = 32
+    seeds: tuple[options.Seed, ...] = (42, 43)
+    window: options.Count = 8
+    context_length: options.Count = 1024
+    test_texts: options.Count = 32
     baselines: bool = False
     reference: str = ""
     plan: bool = False
     run_dir: Path = Path("runs/books")
+
+    def __post_init__(self):
+        super().__post_init__()
+        options.whole_windows("context_length", self.context_length, self.window)
 
     @property
     def edges(self) -> list[int]:
@@ -144,7 +146,7 @@ def run_config(config: Config, model: ModelConfig, seed: int) -> run.RunConfig:
     )
 
 
-def main(config: Config) -> None:
+def main(config: options.Flags[Config]) -> None:
     """Trains and scores the missing runs, writes and prints."""
     made = models(config.window, config.baselines)
     wanted = [*itertools.product(made, config.seeds)]
@@ -359,4 +361,4 @@ def differences(*results: Mapping[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    options.run(main)

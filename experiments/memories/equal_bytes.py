@@ -19,17 +19,16 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import tyro
 
 from experiments.lab import backbones, measure, study
+from experiments.lab.options import Count, Flags, Natural, Seed, among, run
 from experiments.lab.results import RESULTS, settings
 from experiments.memories import equal_bytes_report as report
 from experiments.memories.equal_bytes_rows import ROWS, Setup, Sizes, wide_window
 from memjax import evaluation
-from memjax.checks import require_known
 from memjax.data import TokenisedDocument
 from memjax.evaluation.provenance import provenance
 from memjax.models.adapters import merge_lora
@@ -40,6 +39,7 @@ from memjax.training.finetune import finetune
 SEGMENT = 1024
 #: Minutes of a window's row on one core of the machine of the committed results.
 MINUTES = 70.0
+Names = tuple[Annotated[str, among(*ROWS)], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,21 +61,20 @@ class Config(Sizes):
         output: folder of the results.
     """
 
-    rows: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (0,)
+    rows: Names = ()
+    seeds: tuple[Seed, ...] = (0,)
     plan: bool = False
     backbone: str = "smollm2"
-    least: int = 8
-    tokens: int = 4096
-    long: int = 3
-    longest: int = 16_384
-    first: int = 512
+    least: Count = 8
+    tokens: Count = 4096
+    long: Natural = 3
+    longest: Count = 16_384
+    first: Count = 512
     run_dir: Path = Path("runs/equal_layers")
     output: Path = RESULTS / "memories" / "equal_layers"
 
     def __post_init__(self):
-        for name in self.rows:
-            require_known("rows", name, tuple(ROWS))
+        super().__post_init__()
         if self.tokens not in self.edges[2:]:
             raise ValueError(
                 f"tokens must be first={self.first} times 2, 4, ... up to "
@@ -98,7 +97,7 @@ class Config(Sizes):
         ]
 
 
-def main(config: Config) -> None:
+def main(config: Flags[Config]) -> None:
     """Does the missing runs, one after the other."""
     if config.plan:
         study.plan(config.runs(), config.output, lambda row: MINUTES * ROWS[row].cost)
@@ -190,7 +189,4 @@ def run_row(
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    run(main)

@@ -66,13 +66,8 @@ def _columns(row: Result, base: Result | None) -> Result:
     bins = tuple(row["bins"])
     scored = binned_losses(row["documents"], bins)
     kept = ("label", "seed", "bytes", "training")
-    found = (
-        {"row": row["name"]}
-        | {name: row[name] for name in kept}
-        | {
-            "perplexity": {k: evaluation.perplexity(scored, kind=k) for k in KINDS},
-        }
-    )
+    found = {"row": row["name"]} | {name: row[name] for name in kept}
+    found["perplexity"] = {k: evaluation.perplexity(scored, kind=k) for k in KINDS}
     if base is not None:
         other = binned_losses(base["documents"], bins)
         found["saved_over"] = base["label"]

@@ -13,12 +13,13 @@ and RMT a segment and the memories of the longest text.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 
 from experiments.lab import baselines
 from experiments.lab.measure import state_bytes
+from experiments.lab.options import Count, Natural, Options, Rate, whole_windows, within
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.config import Dtype
@@ -44,12 +45,14 @@ from memjax.training.step import StepConfig
 Stages = tuple[tuple[str, AnyStage], ...]
 #: Of the layer-wise distillation, which has no adapters.
 DISTILLATION_RATE = 5e-3
+#: With which every stage of a row has one.
+LEAST_UPDATES = 4
 #: Memory tokens that a chunk of M+ becomes.
 MPLUS_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class Sizes(Options):
     """Sizes and training of all rows.
 
     Attributes:
@@ -59,7 +62,7 @@ class Sizes:
             alone costs most, as `memjax finetune retrofit --layers auto` measures it.
         more: tokens of keys and values with the bytes of a memory in a layer, if each
             query head has one.
-        context: tokens of a training text, a multiple of the window.
+        context: tokens of a training text, two windows or a larger multiple.
         updates: of one text each, in all stages together but a distillation, which sees
             half of the texts before.
         passes: of a distillation over its texts.
@@ -68,16 +71,20 @@ class Sizes:
         corpus: source of all documents, see `experiments.corpus.comparison`.
     """
 
-    window: int = 256
-    sinks: int = 4
-    layers: tuple[int, ...] = (18, 20, 23)
-    more: int = 97
-    context: int = 2048
-    updates: int = 160
-    passes: int = 6
-    rate: float = 1e-3
+    window: Count = 256
+    sinks: Natural = 4
+    layers: tuple[Natural, ...] = (18, 20, 23)
+    more: Count = 97
+    context: Count = 2048
+    updates: Annotated[int, within(LEAST_UPDATES)] = 160
+    passes: Count = 6
+    rate: Rate = 1e-3
     dtype: Dtype = "float32"
     corpus: str = "folder:comparison"
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole_windows("context", self.context, self.window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

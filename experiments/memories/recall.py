@@ -28,12 +28,11 @@ import math
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
 from experiments.lab import study
-from experiments.lab.intervals import check_seeds
+from experiments.lab.options import Count, Flags, Options, Seeds, run
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.memories import mqar, recall_tables, small_models, text
+from memjax.checks import require_known
 from memjax.config_io import to_record
 from memjax.models import ModelConfig
 from memjax.status import say
@@ -182,7 +181,7 @@ STUDIES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Rows, seeds and tests.
 
     Attributes:
@@ -199,14 +198,18 @@ class Config:
     of: Literal["recall", "trellis", "lattice", "contexts"] = "recall"
     only: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ("width", "bytes")
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    test_rows: int = 64
+    seeds: Seeds = (0, 1, 2, 3, 4)
+    test_rows: Count = 64
     plan: bool = False
     run_dir: Path = Path("runs/recall")
     output: Path = RESULTS / "memories" / "columns"
 
     def __post_init__(self):
-        check_seeds(self.seeds)
+        super().__post_init__()
+        for name in self.only:
+            require_known("only", name, [*STUDIES[self.of].rows])
+        if STUDIES[self.of].scales and self.test_rows != Config.test_rows:
+            raise ValueError(f"test_rows={self.test_rows} has no test in {self.of!r}")
 
 
 class Case(NamedTuple):
@@ -314,11 +317,12 @@ def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
     ]
 
 
-def main(config: Config) -> None:
+def main(config: Flags[Config]) -> None:
     """Trains and tests the missing rows, and writes those that are complete."""
     made = cases(config.of, config.columns)
-    names = study.selected(config.only, [*STUDIES[config.of].rows])
-    made = [case for case in made if case.name in names]
+    made = [case for case in made if not config.only or case.name in config.only]
+    if not made:
+        raise ValueError(f"columns={config.columns} must have a row of {config.only}")
     if config.plan:
         # Three rates with the first seed, one with each of the others.
         trainings, last = 2 + len(config.seeds), f"seed{config.seeds[-1]}"
@@ -357,4 +361,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(main)

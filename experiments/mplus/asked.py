@@ -9,9 +9,8 @@ context with another country's answer, which is then the right one.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from memjax.checks import require_known
 from memjax.data import Question
 
 Asked = Literal["as stated", "in paraphrase", "joined", "superseded"]
@@ -22,12 +21,7 @@ CODE = "dial_code"
 
 
 def ask_otherwise(facts: Sequence[Question], asked: Asked) -> list[Question]:
-    """The same facts asked in one of these ways; those that cannot be are left out.
-
-    Raises:
-        ValueError: if `asked` is none of them.
-    """
-    require_known("asked", asked, get_args(Asked))
+    """The same facts asked in one of these ways; those that cannot be are left out."""
     if asked == "as stated":
         return list(facts)
     codes = {fact.subject: fact for fact in facts if fact.kind == CODE}

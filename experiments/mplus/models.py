@@ -39,13 +39,8 @@ def stages(
 
     Targets are revisited at the paper's distances: short documents are kept for longer,
     long ones are renewed.
-
-    Raises:
-        ValueError: if a stage has no update.
     """
     names = ("stage1", "stage2", "stage3")[: 3 if store else 2]
-    if updates < len(names):
-        raise ValueError(f"updates must be at least {len(names)}, got {updates}")
     found = []
     for i, name in enumerate(names):
         own = stage(i + 1)

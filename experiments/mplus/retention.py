@@ -29,23 +29,15 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import jax
 import numpy as np
-import tyro
 
 from experiments.lab import backbones
-from experiments.lab.intervals import check_seeds
+from experiments.lab.options import Flags, Options, Seeds, among, ascending, run, within
 from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
-from experiments.lab.study import (
-    climb_rate,
-    digest,
-    once,
-    selected,
-    show_plan,
-    train_once,
-)
+from experiments.lab.study import climb_rate, digest, once, show_plan, train_once
 from experiments.mplus import adapters, answers, models
 from experiments.mplus.answers import FITTED, TUNED, accuracy, query_batches, right
 from experiments.mplus.asked import Asked, ask_otherwise
@@ -77,8 +69,8 @@ ROWS = (
 UPDATES, RATES, FIRST = 240, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
 #: Facts that choose a rate, queried at the first two distances.
 VALIDATION = 24
-#: Facts, which are queried after these numbers of chunks.
-SAMPLES, AFTER = 96, (0, 4, 8, 16)
+#: Facts, which are queried after these numbers of chunks; text is enough for `MOST`.
+SAMPLES, AFTER, MOST = 96, (0, 4, 8, 16), 1024
 #: Minutes of a training and of asking a row, on a core.
 MINUTES, ASKING = 40.0, 60.0
 #: Facts side by side, and lengths of questions that are drawn.
@@ -88,7 +80,7 @@ CHUNK, ANSWER = 512, 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Settings; a row takes an hour on a core, a training 40 minutes: see `--plan`.
 
     Attributes:
@@ -102,21 +94,21 @@ class Config:
         output: where .json and .png go, without the ending.
     """
 
-    only: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = (42, 43, 44)
+    only: tuple[Annotated[str, among(*ROWS)], ...] = ()
+    seeds: Seeds = (42, 43, 44)
     asked: Asked = "as stated"
-    after: tuple[int, ...] = AFTER
-    until: int = 0
+    after: Annotated[tuple[Annotated[int, within(0, MOST)], ...], ascending] = AFTER
+    until: Annotated[int, within(0, SAMPLES)] = 0
     plan: bool = False
     run_dir: Path = Path("runs/retention")
     output: Path = RESULTS / "mplus" / "stages"
 
     def __post_init__(self):
-        check_seeds(self.seeds)
-        if sorted({0, *self.after}) != [*self.after] or len(self.after) < 2:
-            raise ValueError(
-                f"after must ascend from 0, two numbers at least, got {self.after}"
-            )
+        super().__post_init__()
+        if self.after[0] or len(self.after) < 2:
+            raise ValueError(f"after must be 0 and more numbers, got {self.after}")
+        if self.until % BATCH:
+            raise ValueError(f"until must be a multiple of {BATCH}, got {self.until}")
 
     @property
     def file(self) -> Path:
@@ -126,9 +118,9 @@ class Config:
         return self.output.with_name(self.asked.replace(" ", "_"))
 
 
-def main(config: Config) -> None:
+def main(config: Flags[Config]) -> None:
     """Asks every row what the file has no answer to; prints, draws and writes."""
-    names = selected(config.only, ROWS)
+    names = config.only or ROWS
     if config.plan:
         show_plan(plan(names, config.seeds))
         return
@@ -385,4 +377,4 @@ def _share(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    run(main)

@@ -28,7 +28,9 @@ import jax
 import numpy as np
 
 import memjax
+from experiments.lab import timing
 from experiments.lab.backbones import smollm2
+from experiments.lab.options import run
 from experiments.lab.results import (
     RESULTS,
     Rows,
@@ -38,14 +40,6 @@ from experiments.lab.results import (
     table,
     times,
     write_report,
-)
-from experiments.lab.timing import (
-    ENVIRONMENT,
-    Round,
-    speedup,
-    summary,
-    time_processes,
-    versions,
 )
 from memjax.data import open_documents
 from memjax.models import Sampling, generate
@@ -174,11 +168,11 @@ def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:
     # It takes minutes to compile.
     names = [name for name in NAMES if "compiled" not in name or batch == 1]
     arguments = {name: (name, file, prompts) for name in names}
-    found = time_processes(make, arguments, cores, REPEATS)
+    found = timing.time_processes(make, arguments, cores, REPEATS)
     rows = {name: _summary(rounds) for name, rounds in found.items()}
     ours = rows["memjax"]
     peers = {name: row["whole"] for name, row in rows.items() if name != "memjax"}
-    ours["whole_speedup"] = speedup(ours["whole"], peers)
+    ours["whole_speedup"] = timing.speedup(ours["whole"], peers)
     drawn = {n: np.array(rounds[-1].value["tokens"]) for n, rounds in found.items()}
     for name, row in rows.items():
         equal = (drawn[name] == drawn["transformers"]).mean()
@@ -187,9 +181,11 @@ def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:
     return about | {"implementations": rows}
 
 
-def _summary(rounds: list[Round]) -> dict[str, Any]:
+def _summary(rounds: list[timing.Round]) -> dict[str, Any]:
     timed = [found.value for found in rounds[1:]]
-    first, whole = (summary([step[x] for step in timed]) for x in ("first", "whole"))
+    first, whole = (
+        timing.summary([step[x] for step in timed]) for x in ("first", "whole")
+    )
     return {
         "first": first,
         "whole": whole,
@@ -203,9 +199,9 @@ def main() -> None:
     """Times, prints and writes the results."""
     file = smollm2()
     rows = [time_row(file, b, cores) for cores, b in itertools.product(CORES, BATCHES)]
-    results = {"rows": rows, "packages": versions("torch", "transformers")}
+    results = {"rows": rows, "packages": timing.versions("torch", "transformers")}
     question = "speed of generation with a pretrained model"
-    used = {"model": file.name, "document": DOCUMENT, "environment": ENVIRONMENT}
+    used = {"model": file.name, "document": DOCUMENT, "environment": timing.ENVIRONMENT}
     output = RESULTS / "speed" / "generation"
     show(question, generation.rows(write_report(output, question, used, results)))
 
@@ -232,4 +228,4 @@ def generation(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

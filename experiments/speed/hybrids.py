@@ -19,15 +19,9 @@ from typing import Any
 import numpy as np
 
 import memjax
-from experiments.lab import measure
+from experiments.lab import measure, timing
+from experiments.lab.options import run
 from experiments.lab.results import RESULTS, Rows, number, table, write_report
-from experiments.lab.timing import (
-    ENVIRONMENT,
-    speedup,
-    summary,
-    time_processes,
-    versions,
-)
 from experiments.speed import generation
 from experiments.speed.generation import Prompts
 from memjax.config_io import read_json
@@ -73,7 +67,7 @@ def time_row(name: str, folder: Path) -> dict[str, Any]:
     def rounds_of(length, drawn):
         prompts = Prompts(tokens[:, :length], (length,), drawn)
         arguments = {each: (each, folder, prompts) for each in names}
-        return time_processes(generation.make, arguments, CORES, REPEATS)
+        return timing.time_processes(generation.make, arguments, CORES, REPEATS)
 
     reading, drawing = rounds_of(PROMPT, 1), rounds_of(SHORT, NEW_TOKENS)
     rows = {}
@@ -81,14 +75,13 @@ def time_row(name: str, folder: Path) -> dict[str, Any]:
         read = [x.value["first"] for x in reading[each][1:]]
         drew = [x.value["whole"] - x.value["first"] for x in drawing[each][1:]]
         rows[each] = {
-            "prompt": summary(read),
-            "drawing": summary(drew),
+            "prompt": timing.summary(read),
+            "drawing": timing.summary(drew),
             "peak_mebibytes": reading[each][-1].peak_mebibytes,
         }
-    parts = ("prompt", "drawing")
     ratios = {
-        part: speedup(rows["memjax"][part], {"t": rows["transformers"][part]})["t"]
-        for part in parts
+        x: timing.speedup(rows["memjax"][x], {"t": rows["transformers"][x]})["t"]
+        for x in ("prompt", "drawing")
     }
     return {"name": name, "speedup": ratios} | rows
 
@@ -102,8 +95,8 @@ def main() -> None:
         folders = {name: apart.submit(folder_of, name).result() for name in MODELS}
         sizes = {n: apart.submit(state_bytes, f).result() for n, f in folders.items()}
     rows = [{"bytes": sizes[n]} | time_row(n, folders[n]) for n in MODELS]
-    results = {"rows": rows, "packages": versions("torch", "transformers")}
-    used = {"cores": CORES, "prompt": PROMPT, "environment": ENVIRONMENT}
+    results = {"rows": rows, "packages": timing.versions("torch", "transformers")}
+    used = {"cores": CORES, "prompt": PROMPT, "environment": timing.ENVIRONMENT}
     write_report(RESULTS / "speed/hybrids", "published hybrids on a CPU", used, results)
 
 
@@ -130,4 +123,4 @@ def hybrids(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

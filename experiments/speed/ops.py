@@ -18,32 +18,31 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from experiments.lab import ops
 from experiments.lab.ops import Device, Shape
+from experiments.lab.options import Count, Flags, Natural, Options, among, run
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.timing import time_functions
 from experiments.speed import fla
-from memjax.checks import check_sizes, require_known
 
 #: Relative RMS from the token loop that agrees, by dtype of the inputs.
 AGREEMENT = {"float32": 1e-4, "bfloat16": 3e-2}
 
 #: Passes by implementation and direction; each waits for its result.
 Calls = dict[tuple[str, str], Callable[[], Any]]
+Ops = tuple[Annotated[str, among(*ops.ARGUMENTS)], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Everything that changes the result.
 
     Attributes:
@@ -58,19 +57,14 @@ class Config:
         output: where .json goes, without the ending.
     """
 
-    ops: tuple[str, ...] = tuple(ops.ARGUMENTS)
-    shapes: tuple[tuple[int, int, int, int], ...] = ((1, 4096, 4, 64),)
-    chunk_size: int = 64
-    dtype: str = "float32"
-    longest_loop: int = 4096
-    longest_attention: int = 8192
-    repeats: int = 5
+    ops: Ops = tuple(ops.ARGUMENTS)
+    shapes: tuple[tuple[Count, Count, Count, Count], ...] = ((1, 4096, 4, 64),)
+    chunk_size: Count = 64
+    dtype: Annotated[str, among(*AGREEMENT)] = "float32"
+    longest_loop: Natural = 4096
+    longest_attention: Natural = 8192
+    repeats: Count = 5
     output: Path = RESULTS / "speed" / "ops"
-
-    def __post_init__(self) -> None:
-        for op in self.ops:
-            require_known("ops", op, tuple(ops.ARGUMENTS))
-        check_sizes(repeats=self.repeats)
 
 
 def this_device(rows: int = 2048, floats: int = 2**26) -> tuple[str, Device]:
@@ -210,7 +204,7 @@ def measure(
     return rows, failed
 
 
-def main(config: Config) -> int:
+def main(config: Flags[Config]) -> int:
     """Checks, times, prints and writes the results after every shape; the exit code."""
     name, device = this_device()
     result: dict[str, Any] = {"peaks": {"of": name} | device._asdict()}
@@ -255,4 +249,4 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Config)))
+    run(main)

@@ -24,8 +24,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from experiments.lab.options import run
 from experiments.lab.results import RESULTS, Rows, number, show, table, write_report
 from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
@@ -88,7 +87,7 @@ def main(
         output: where .json goes, without the ending.
     """
     if list:
-        print("\n".join(CASES))
+        print("\n".join(chosen(only, ())))
         return
     # Asked before anything is compiled: files may change while it goes on.
     version()
@@ -222,4 +221,4 @@ def cycles_decoding(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(main)

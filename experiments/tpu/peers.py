@@ -21,9 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from experiments.lab import results
+from experiments.lab.options import run
 from experiments.lab.results import Rows, number
 from experiments.tpu import cases_ops, cases_peers, cycles
 from memjax.aot.chips import CHIPS
@@ -172,4 +171,4 @@ def calibration(result: dict[str, Any]) -> Rows:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(main)

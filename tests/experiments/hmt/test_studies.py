@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from experiments.hmt import length, length_tables, rows, training
+from experiments.lab import options
 from memjax.training import LoopConfig, pretrain
 from memjax.training.finetune.curricula import HMTStages
 from tests import tiny
@@ -59,7 +60,7 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     trained = rows.TUNED.format(rows.APART)
     monkeypatch.setattr(length, "CURVE", (trained,))
     # Two seeds, for a mean over them.
-    monkeypatch.setattr(length, "check_seeds", lambda seeds: None)
+    monkeypatch.setattr(options, "MIN_SEEDS", 2)
     config = length.Config(
         run_dir=tmp_path,
         output=tmp_path / "result",
@@ -94,6 +95,7 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     assert set(hmt["validation_perplexity"]) == {"0.01"} and hmt["seeds"] == 2
     # All score as many; of the form that reads ahead an update scores half.
     found = {row.name: row.targets for row in length.Study(config).rows}
+    assert (*found,) == rows.NAMES
     for name in (rows.HIERARCHICAL, rows.CAUSAL, trained):
         assert found[name] == 128, name
     assert models[rows.HIERARCHICAL]["targets"] == 128

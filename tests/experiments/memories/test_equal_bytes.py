@@ -94,7 +94,7 @@ def test_a_memory_is_tuned_on_the_texts_of_a_window(setup):
 @pytest.mark.parametrize("store", [False, True])
 def test_mplus_keeps_no_more_than_the_wide_window(store, setup, monkeypatch):
     monkeypatch.setattr(rows, "MPLUS_TOKENS", 2)
-    setup = dataclasses.replace(setup, window=64, context=64, more=1000)
+    setup = dataclasses.replace(setup, window=64, context=128, more=1000)
     memory = rows.mplus_memory(setup, store)
     target = state_bytes(rows.wide_window(setup.backbone, setup), setup.tokens)
 
@@ -185,17 +185,17 @@ def test_the_plan_leaves_out_finished_rows(tmp_path, capsys):
 
 
 def test_more_training_is_falsified_by_either_window(tmp_path):
-    config = fifteen_minutes.Config(output=tmp_path, budgets=(9000,))
+    config = fifteen_minutes.Config(output=tmp_path, budgets=(40_000,))
     window, longer, memory, other = (WINDOW, LONGER, *MEMORIES)
     # Sums over ten tokens: 0.3 and 0.1 nats a token are saved, and 0.1.
     given = ((window, 20.0), (longer, 18.0), (memory, 17.0))
     for name, nats in given:
-        _store(tmp_path / "9000", _result(name, nats))
+        _store(tmp_path / "40000", _result(name, nats))
     assert list(fifteen_minutes.verdict(config))[-1].startswith("not decided")
-    _store(tmp_path / "9000", _result(other, 19.0))
+    _store(tmp_path / "40000", _result(other, 19.0))
     *lines, last = fifteen_minutes.verdict(config)
     assert last == "holds" and len(lines) == 4 and "+0.300 nats" in lines[0]
-    changed = tmp_path / "more" / "9000"
+    changed = tmp_path / "more" / "40000"
     for name, nats in ((window, 20.0), (longer, 16.9), (memory, 17.0), (other, 19.9)):
         _store(changed, _result(name, nats))
     config = dataclasses.replace(config, output=changed.parent)

@@ -30,10 +30,9 @@ def _tiny(monkeypatch):
     monkeypatch.setattr(mqar, "SMALL", TASK)
 
 
-def config_of(folder, *only, **more):
-    return recall.Config(
-        only=only, test_rows=2, run_dir=folder / "runs", output=folder, **more
-    )
+def config_of(folder, *only, test_rows=2, **more):
+    more |= {"run_dir": folder / "runs", "output": folder}
+    return recall.Config(only=only, test_rows=test_rows, **more)
 
 
 def leaves(model):
@@ -78,7 +77,8 @@ def test_contexts_stand_beside_those_of_the_paper(tmp_path, monkeypatch):
     patched = dict(SCALE=scale, _validation=lambda: short, ngrams=dict)
     for name, value in patched.items():
         monkeypatch.setattr(text, name, value)
-    recall.main(config_of(tmp_path, "DeltaNet", of="contexts", seeds=(0, 1, 2)))
+    made = config_of(tmp_path, "DeltaNet", of="contexts", seeds=(0, 1, 2), test_rows=64)
+    recall.main(made)
     report = json.loads((tmp_path / "contexts.json").read_text())
     rows = arranged(recall_tables.by_context.rows(report), "")
     assert [row[1:3] for row in rows.rows] == [["128", "8"], ["256", "16"]]
@@ -188,7 +188,7 @@ def test_models_have_equal_parameters_and_widths_or_states(study):
     assert small_models.state_bytes(model) == kept
 
 
-def test_sizes_that_cannot_be_made_equal_are_refused(tmp_path):
+def test_sizes_that_cannot_be_made_equal_are_refused():
     with pytest.raises(ValueError, match="bytes of one entry, got 100"):
         mqar.of_bytes(mqar.SMALL, "deltanet", 100)
     # An open chunk of 64 tokens grows in steps of more than a thousand bytes.
@@ -199,10 +199,5 @@ def test_sizes_that_cannot_be_made_equal_are_refused(tmp_path):
     with pytest.raises(ValueError, match="width must be 16 for attention"):
         mqar.of_width(mqar.SMALL, "attention", 8)
     wide = mqar.of_width(mqar.SMALL, "trellis", 32)
-    with pytest.raises(
-        ValueError, match=r"model of trellis has \d+ parameters, and no"
-    ):
+    with pytest.raises(ValueError, match=r"model of trellis has \d+ parameters, "):
         small_models.equal_parameters(wide, mqar.SMALL.scale)
-    for seeds in ((0, 1), (0, 1, 1)):
-        with pytest.raises(ValueError, match="seeds must be at least 3, all distinct"):
-            config_of(tmp_path, seeds=seeds)

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from experiments.mplus import asked
 from memjax.data import load_facts
 
@@ -49,8 +47,3 @@ def test_a_superseded_fact_has_the_later_answer():
         old = before[fact.question]
         assert fact.context.startswith(old.context) and fact.answer not in old.context
         assert fact.context.endswith(asked.sentence(old, fact.answer))
-
-
-def test_other_ways_are_refused():
-    with pytest.raises(ValueError, match="asked must be one of .*, got 'twice'"):
-        asked.ask_otherwise(FACTS, "twice")  # pyright: ignore[reportArgumentType]

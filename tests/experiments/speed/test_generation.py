@@ -24,7 +24,7 @@ def test_generation_compares_times_and_tokens(monkeypatch, tmp_path):
         "transformers": generated(2.0, 8.0, [[1, 2, 3, 4], [1, 2, 3, 4]]),
     }
     monkeypatch.setattr(generation, "passages", lambda *_: prompts)
-    monkeypatch.setattr(generation, "time_processes", lambda *_: found)
+    monkeypatch.setattr(generation.timing, "time_processes", lambda *_: found)
     row = generation.time_row(tmp_path, 2, 1)["implementations"]
     assert row["memjax"]["whole_speedup"] == {"transformers": 4.0}
     assert row["memjax"]["tokens_per_s"] == 2 * generation.NEW_TOKENS / 2.0

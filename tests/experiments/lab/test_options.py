@@ -1,0 +1,81 @@
+"""Bad input of all commands: one line that names the option, before any work."""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, get_args, get_origin
+
+import pytest
+
+from experiments.lab import options
+
+ROOT = Path(options.__file__).parents[1]
+FILES = sorted(x for x in ROOT.rglob("*.py") if '"__main__"' in x.read_text())
+NAMES = [".".join(x.relative_to(ROOT).with_suffix("").parts) for x in FILES]
+# One is a child of another.
+NAMES.remove("tpu.compile")
+PROGRAMS = {x: importlib.import_module(f"experiments.{x}") for x in NAMES}
+#: Programs, bad options, and beginnings of messages.
+REFUSED = """
+corpus.comparison --held-out 7 | held_out must be at least 8, got 7
+elastic.tables --steps 0 | steps must be in [1, 2147483647], got 0
+elastic.tables --seeds 1 1 2 | seeds must all be distinct, got (1, 1, 2)
+facts.study --rates nan | rates[0] must be in [1e-08, 1.0], got nan
+facts.study --rates 0.03 0.01 | rates must ascend, got (0.03, 0.01)
+facts.study --rates 0.03 | rates must have 0.01, got (0.03,)
+facts.study --counts | counts must not be empty, got ()
+facts.study --distances 100 | distances must be multiples of 256 up to 1300999,
+facts.study --distances 1301248 | distances must be multiples of 256 up to 1300999,
+facts.study --streams 1000000 | streams must be in [5, 1024], got 1000000
+facts.study --seeds 0 1 | seeds must be at least 3 seeds, got (0, 1)
+gpu.check --jobs 0 | jobs must be at least 1, got 0
+gpu.fifteen_minutes --speed 0 | speed must be in [1.0, 1000000000000.0], got 0.0
+gpu.fifteen_minutes --context 0 | context must be in [1,
+gpu.fifteen_minutes --budgets 9000 | budgets must be at least 4 texts of context=8192,
+gpu.fifteen_minutes --updates 5 | Unrecognized options
+hmt.length --only foo | only[0] must be one of ('window with sinks',
+memories.equal_bytes --context 256 | context must be 2 or more times window=256, got
+memories.recall --only foo | only must be one of ('DeltaNet',
+memories.recall --test-rows 0 | test_rows must be in [1,
+memories.recall --of contexts --test-rows 5 | test_rows=5 has no test in 'contexts'
+memories.recall --columns bytes --only Transformer++ | columns=('bytes',) must have a
+mplus.retention --until 3 | until must be a multiple of 4, got 3
+mplus.retention --until -4 | until must be in [0, 96], got -4
+mplus.retention --after 1 2 | after must be 0 and more numbers, got (1, 2)
+speed.ops --shapes 1 0 1 1 | shapes[0][1] must be in [1,
+tpu.cycles --list --only foo | only must be one of (
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+def test_bad_input_is_refused_before_any_work(case, monkeypatch, capsys):
+    line, message = case.split(" | ")
+    name, *words = line.split()
+    plan = ["--plan"] * hasattr(getattr(PROGRAMS[name], "Config", None), "plan")
+    monkeypatch.setattr(sys, "argv", [name, *words, *plan])
+    with pytest.raises(SystemExit) as ended:
+        options.run(PROGRAMS[name].main)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out
+    assert said.err.removeprefix("error: ").strip().startswith(message)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_number_and_list_has_its_range(name):
+    text = Path(PROGRAMS[name].__file__ or "").read_text()
+    assert text.endswith("run(main)\n") and "tyro.cli" not in text
+    if config := getattr(PROGRAMS[name], "Config", None):
+        hints = options.hints_of(config, include_extras=True)
+        given = [x.name for x in dataclasses.fields(config) if x.init]
+        free = [x for x in given if not is_limited(hints[x])]
+        # Its names depend on the study, which has been checked then.
+        assert free == (["only"] if name == "memories.recall" else [])
+
+
+def is_limited(hint, in_list=False):
+    kind, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if get_origin(kind) is tuple:
+        return all(is_limited(x, True) for x in get_args(kind))
+    is_free = kind in (int, float) or (in_list and kind is str)
+    return not is_free or any(map(callable, limits))
