@@ -52,12 +52,14 @@ def program(
     backward: bool,
     peer: Callable[..., Any] | None = None,
     dtype: str = "bfloat16",
+    mild: float = 1.0,
     **options: Any,
 ) -> Program:
     """An op's call, as it runs on a TPU by default, or a peer's of the same arguments.
 
     Tokens come as projections leave them, [B, T, H D], and reads go so to the next.
-    With `backward` the gradients of all arguments are results too.
+    With `backward` the gradients of all arguments are results too. `mild` is the share
+    of chunks that forget little, for which KDA has a shorter code.
     """
     function = peer or getattr(memjax_kernels, op)
     arrays = jax.eval_shape(lambda: ops.inputs(op, of, dtype))
@@ -72,7 +74,9 @@ def program(
     # Kernels read the memory at the first step and write it at the last. A step is a
     # chunk, or 16 tokens of smaller ones.
     chunk = options.get("chunk_size")
-    ends = {op: Shares(ends=max(16, chunk) / of.time if chunk else 1.0)}
+    share = max(16, chunk) / of.time if chunk else 1.0
+    codes = (mild, 1 - mild) if op == "kda" and not peer and of.width >= 128 else ()
+    ends = {op: Shares(ends=share, bodies=codes)}
     flops = ops.cost(op, of, chunk or 0, "bfloat16", backward).flops
     if not backward:
         return Program(forward, given, flops=flops, shares=ends)

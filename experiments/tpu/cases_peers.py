@@ -1,8 +1,4 @@
-"""Cases of other libraries' kernels, for the environment that `peers` makes.
-
-They take what projections leave, as ours do. Serving kernels ("fused") take tokens
-before the convolution, and have convolution, SiLU, norms and gates inside.
-"""
+"""Cases of other libraries' kernels, for `peers`, which says what they take."""
 
 import functools
 import importlib

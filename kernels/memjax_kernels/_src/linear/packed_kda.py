@@ -11,6 +11,9 @@ tokens of which it is the smallest common block, the later one in the late half,
     U = beta E                              so (I + beta later) U = beta (V - ...)
     Y = scores U + (Q since) S              S' = last S + (K until)^T U
 
+Where a chunk in bfloat16 forgets little, f are decays from the middle of a half and
+their inverses, and M are all pairs that are read in that half: two products for all.
+
 Gated DeltaNet-2 has rates of channels instead of beta: with R = erase K the keys that
 the errors are of, later is of R with K, and U = write V - (R since) S - later U.
 
@@ -19,6 +22,7 @@ less the write of k_i there.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,17 +74,18 @@ def advance(
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
     read, exact = products(x)
-    found = _each_pair(functools.partial(_compare, x), x.q, x.k, _erased(x), x.g, start)
+    given = x.q, x.k, _erased(x), x.g, start
+    found = _in_turn(2, functools.partial(_compare, x), *given)
     _, _, writes = _solve(x, found.later, found.known)
 
     def finish(k, g, start, found, writes):
-        left = decays(g)
+        left = decays(g, x.mild)
         written = exact(k * left.until, writes, "tn")
         whole = all_lanes(left.since[:, -1:], x.heads, start.shape[-1])
         y = read(found.scores, writes, "nn") + found.past
         return whole * start + written, y
 
-    return _each_pair(finish, x.k, x.g, start, found, writes)
+    return _in_turn(2, finish, x.k, x.g, start, found, writes)
 
 
 def vjp(
@@ -92,19 +97,21 @@ def vjp(
     """The cotangents of a chunk, which is computed again from its memory."""
     read, exact = products(x)
     given = x.q, x.k, _erased(x), x.g, start, d_after, d_y
+    # By counted cycles.
+    packs_at_once = 4 if x.mild else 2
 
     def before(q, k, erased, g, start, d_after, d_y):
         found = _compare(x, q, k, erased, g, start)
-        until = decays(g).until
+        until = decays(g, x.mild).until
         d_writes = read(found.scores, d_y, "tn") + exact(k * until, d_after, "nn")
         return found, d_writes
 
-    found, d_writes = _each_pair(before, *given)
+    found, d_writes = _in_turn(packs_at_once, before, *given)
     inverse, target, writes = _solve(x, found.later, found.known)
     d_solved = exact(inverse, d_writes, "tn")
     d_target = _rated(x, d_solved)
-    finish = functools.partial(_finish, x, read, exact)
-    d_q, d_erased, d_k, d_g, d_start = _each_pair(finish, *given, writes, d_target)
+    finish, given = functools.partial(_finish, x, read, exact), (*given, writes)
+    d_q, d_erased, d_k, d_g, d_start = _in_turn(packs_at_once, finish, *given, d_target)
     if x.rates:
         erase, write = (rate.astype(F32) for rate in x.rates)
         d_rates = d_erased * x.k.astype(F32), d_target * x.v.astype(F32)
@@ -125,19 +132,19 @@ def _rated(x: Channels, y: Float[Array, "P C DD"]) -> Float[Array, "P C DD"]:
     return y if x.rates else x.beta(y.shape[-1]) * y
 
 
-def _each_pair(function: Callable[..., Any], *given: Any) -> Any:
-    """The function of two packs after the other: fewer values are there at once."""
+def _in_turn(number: int, function: Callable[..., Any], *given: Any) -> Any:
+    """The function of up to so many packs at once: fewer values are there with few."""
     leaves, tree = jax.tree.flatten(given)
-    size = 2 - len(leaves[0]) % 2
-    pairs_of = zip(*(jnp.split(x, len(x) // size) for x in leaves), strict=True)
-    found = [function(*jax.tree.unflatten(tree, pair)) for pair in pairs_of]
+    turns = len(leaves[0]) // math.gcd(len(leaves[0]), number)
+    of_turns = zip(*(jnp.split(x, turns) for x in leaves), strict=True)
+    found = [function(*jax.tree.unflatten(tree, some)) for some in of_turns]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
 def _compare(x: Channels, q, k, erased, g, start) -> Compared:
     """The products of a pack that its writes are solved from."""
     read, _ = products(x)
-    left, dtype = decays(g), operand_dtype(x.q)
+    left, dtype = decays(g, x.mild), operand_dtype(x.q)
     scores, later = _overlaps(x, q, k, erased, left)
     # Queries above keys: the memory is loaded once.
     large, *small = parts_of(start, dtype)
@@ -158,7 +165,7 @@ def _solve(x: Channels, later: Array, known: Array) -> tuple[Array, Array, Array
 
 def _finish(x, read, exact, q, k, erased, g, start, d_after, d_y, writes, d_target):
     """Cotangents of queries, R, K, gates and the memory before the chunk."""
-    left, (q, k) = decays(g), (y.astype(F32) for y in (q, k))
+    left, (q, k) = decays(g, x.mild), (y.astype(F32) for y in (q, k))
     r = k if erased is None else erased
     # Cotangents of queries above those of keys: both are multiplied by one matrix.
     d_both = rows(d_y, -d_target)
@@ -170,24 +177,24 @@ def _finish(x, read, exact, q, k, erased, g, start, d_after, d_y, writes, d_targ
     d_own = _sum_lanes(d_y * writes, x.heads, k.shape[-1])
     q_reads, k_writes = q_reads + d_own * k, k_writes + d_own * q
     d_scores, d_later = jnp.split(d_overlaps, 2, axis=1)
-    for half, chosen, f in _levels(d_scores, left):
-        late = functools.partial(_late, half)
-        d_pairs = rows(
-            *(jnp.where(late(chosen), late(d), 0.0) for d in (d_scores, d_later))
-        )
-        keys = x.cast(k * f)
-        erasing = keys if erased is None else x.cast(r * f)
+    for half, chosen, f, back in _levels(x, d_scores, left):
+        late, number = functools.partial(_late, half), back.shape[1]
+        d_pairs = (jnp.where(late(chosen), late(d), 0.0) for d in (d_scores, d_later))
+        d_pairs = rows(*d_pairs)[..., : x.heads * number]
+        keys = x.cast(k[:, :number] * back)
+        erasing = keys if r is k and f is back else x.cast(r * f)
         both = rows(x.cast(late(q * f)), late(erasing))
         reads = read(d_pairs, keys, "nn")
         written = read(d_pairs, both, "tn")
         of_queries, of_keys = jnp.split(rows(late(f), late(f)) * reads, 2, axis=1)
         q_reads = _add_late(half, q_reads, of_queries)
         k_reads = _add_late(half, k_reads, of_keys)
-        k_writes += f * written
+        k_writes = _add_first(k_writes, back * written)
         # Of the rounded operands: what a pair adds here cancels for all gates but those
         # between its tokens.
         of_queries, of_keys = jnp.split(both * reads, 2, axis=1)
-        sums = _add_late(half, sums - keys * written, of_queries + of_keys)
+        sums = _add_first(sums, -keys * written)
+        sums = _add_late(half, sums, of_queries + of_keys)
     decay = all_lanes(left.since[:, -1:], x.heads, start.shape[-1]) * d_after
     d_start = decay + read(q * left.since, d_y, "tn")
     d_start -= exact(r * left.since, d_target, "tn")
@@ -200,6 +207,44 @@ def _overlaps(
     x: Channels, q: Array, k: Array, erased: Array | None, left: Decays
 ) -> tuple[Float[Array, "P C CC"], Float[Array, "P C CC"]]:
     """Scores of queries, and those of R with earlier keys."""
+    if x.mild:
+        scores, later = _mild_overlaps(x, q, k, erased, left)
+        own = scores
+    else:
+        scores, later = _levels_overlaps(x, q, k, erased, left)
+        own = _sum_lanes(q.astype(F32) * k, x.heads, scores.shape[-1])
+    row, other = packs.sublane(later.shape), packs.within(later.shape, q.shape[1])
+    scores = jnp.where(row == other, own, jnp.where(row > other, scores, 0.0))
+    return scores, jnp.where(row > other, later, 0.0)
+
+
+def _mild_overlaps(x, q, k, erased, left):
+    """All pairs of each half's rows in one product.
+
+    Those of later keys are to be masked: they may be NaN.
+    """
+    (read, _), dtype = products(x), operand_dtype(q)
+    reads, writes, across = left.blocks
+    half = across.shape[1]
+    # Keys that are rounded as well as queries would cost digits of near pairs.
+    keys = parts_of(k * writes, dtype)
+    early = parts_of(k[:, :half] * across, dtype)
+    of_late = [rows(y, _late(half, z)) for y, z in zip(early, keys, strict=True)]
+    others = parts_of((k if erased is None else erased) * reads, dtype)
+    halves = [jnp.split(y, 2, axis=1) for y in (q * reads, *others)]
+    found = []
+    for of_half, known in zip(zip(*halves, strict=True), (keys, of_late), strict=True):
+        both = jnp.split(read(rows(*of_half), rows(*known), "nt"), 3, axis=1)
+        (scores, more), (later, mixed), (small, _) = (
+            jnp.split(y, 2, axis=2) for y in both
+        )
+        found.append((scores + more, later + mixed + small))
+    scores, later = (rows(*pair) for pair in zip(*found, strict=True))
+    return scores, later
+
+
+def _levels_overlaps(x, q, k, erased, left):
+    """Products of the halves of each size of blocks."""
     (read, _), size, heads = products(x), q.shape[1], x.heads
     dtype = operand_dtype(q)
     # Large parts of keys with both parts of others, whose columns are neighbours.
@@ -231,10 +276,7 @@ def _overlaps(
         if erased is not None:
             small = _columns(found[1], heads, number, 0)
         later += mixed + small
-    own = _sum_lanes(q.astype(F32) * k, heads, heads * size)
-    row, other = packs.sublane(later.shape), packs.within(later.shape, size)
-    scores = jnp.where(row == other, own, jnp.where(row > other, scores, 0.0))
-    return scores, jnp.where(row > other, later, 0.0)
+    return scores, later
 
 
 def _columns(x: Array, heads: int, number: int, index: int) -> Array:
@@ -243,17 +285,24 @@ def _columns(x: Array, heads: int, number: int, index: int) -> Array:
     return jnp.concatenate(parts[index::number], axis=2)
 
 
-def _levels(scores: Float[Array, "P C CC"], left: Decays):
-    """Halves of the blocks of 2, 4 ... C tokens, their pairs and decays."""
+def _levels(x: Channels, scores: Float[Array, "P C CC"], left: Decays):
+    """Halves of blocks, their pairs, decays of reads, and those of writes there."""
+    if x.mild:
+        later = packs.sublane(scores.shape) > packs.lane(scores.shape)
+        reads, writes, across = left.blocks
+        half = across.shape[1]
+        of_late = rows(across, _late(half, writes))
+        # Rows of the late half with all keys, and of the early one with its own.
+        return [(half, later, reads, of_late), (-half, later, reads, writes[:, :half])]
     found = zip(pairs(scores), left.blocks, strict=True)
-    return [(1 << i >> 1, chosen, f) for i, (chosen, f) in enumerate(found)][1:]
+    return [(1 << i >> 1, chosen, f, f) for i, (chosen, f) in enumerate(found)][1:]
 
 
 def _late(half: int, x: Array) -> Array:
-    """The rows of late halves, where they fill registers; else all."""
-    if half < BLOCK:
+    """The rows of late halves, of early ones for -half, if they fill registers."""
+    if abs(half) < BLOCK:
         return x
-    return rows(*jnp.split(x, x.shape[1] // half, axis=1)[1::2])
+    return rows(*jnp.split(x, x.shape[1] // abs(half), axis=1)[half > 0 :: 2])
 
 
 def _put_late(half: int, x: Array, found: Array, chosen: Array) -> Array:
@@ -268,13 +317,21 @@ def _put_late(half: int, x: Array, found: Array, chosen: Array) -> Array:
 
 
 def _add_late(half: int, x: Array, found: Array) -> Array:
-    """x and what was found for late halves."""
-    if half < BLOCK:
+    """x and what was found for the rows of `_late`."""
+    if abs(half) < BLOCK:
         return x + found
-    parts = jnp.split(x, x.shape[1] // half, axis=1)
-    news = jnp.split(found, len(parts) // 2, axis=1)
-    parts[1::2] = [x + y for x, y in zip(parts[1::2], news, strict=True)]
+    parts = jnp.split(x, x.shape[1] // abs(half), axis=1)
+    news, some = jnp.split(found, len(parts) // 2, axis=1), slice(half > 0, None, 2)
+    parts[some] = [x + y for x, y in zip(parts[some], news, strict=True)]
     return rows(*parts)
+
+
+def _add_first(x: Array, found: Array) -> Array:
+    """x and what was found for its first rows."""
+    number = found.shape[1]
+    if number == x.shape[1]:
+        return x + found
+    return rows(x[:, :number] + found, x[:, number:])
 
 
 def _sum_lanes(x: Float[Array, "P C DD"], heads: int, width: int) -> Array:

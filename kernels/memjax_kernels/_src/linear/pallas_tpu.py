@@ -37,8 +37,10 @@ GLA = Op("gla", packed_gla.advance, packed_gla.vjp, _linear_in_xla, exact=False)
 DELTA = Op(
     "delta_rule", packed_delta.advance, packed_delta.vjp, _delta_in_xla, exact=True
 )
-KDA = DELTA._replace(name="kda", advance=packed_kda.advance, vjp=packed_kda.vjp)
-GDN2 = KDA._replace(name="gdn2", in_xla=_gdn2_in_xla)
+KDA = DELTA._replace(
+    name="kda", advance=packed_kda.advance, vjp=packed_kda.vjp, mild=True
+)
+GDN2 = KDA._replace(name="gdn2", in_xla=_gdn2_in_xla, mild=False)
 
 
 def linear_attention_tpu(q, k, v, state, reset, *, interpret: Any = False):

@@ -15,6 +15,9 @@ from memjax_kernels._src.common import packs
 
 # Tokens of a block whose gates rotations sum: a register's rows.
 BLOCK = 8
+# Limit of sums of gates in a quarter of a chunk for which decays are quotients of those
+# to the middle of a half: operands keep their digits in two parts of bfloat16.
+MILD = 70.0
 
 
 class Decays(NamedTuple):
@@ -22,18 +25,28 @@ class Decays(NamedTuple):
 
     Attributes:
         blocks: of blocks of 1, 2, 4 ... C tokens: in a late half up to and with each
-            token, in an early half from behind it to the half's end.
+            token, in an early half from behind it to the half's end. Of a mild chunk
+            those of `_mild`.
         since: from the chunk's start up to and with each token.
         until: from behind each token to the chunk's end.
     """
 
-    blocks: list[Float[Array, "P C DD"]]
+    blocks: list[Float[Array, "P _ DD"]]
     since: Float[Array, "P C DD"]
     until: Float[Array, "P C DD"]
 
 
-def decays(g: Float[Array, "P C DD"]) -> Decays:
+def decays(g: Float[Array, "P C DD"], mild: bool = False) -> Decays:
     """The decays of log gates, none below `gate_sums.FORGETS_ALL`."""
+    found, since, until = _sums(g)
+    if mild:
+        return _mild(found, since, until)
+    blocks = [jnp.exp(x) for x in found]
+    return Decays([jnp.ones_like(g), *blocks], jnp.exp(since), jnp.exp(until))
+
+
+def _sums(g: Float[Array, "P C DD"]) -> tuple[list[Array], Array, Array]:
+    """Sums of gates whose exponentials are `Decays`, from blocks of two tokens on."""
     size = g.shape[1]
     # All registers of a pack have the same rows of blocks.
     rows = packs.sublane((1, min(BLOCK, size), g.shape[2]))
@@ -59,8 +72,32 @@ def decays(g: Float[Array, "P C DD"]) -> Decays:
             [x + y for x, y in zip(downs[::2], totals[1::2], strict=True)], downs[1::2]
         )
         half *= 2
-    blocks = [jnp.exp(x) for x in found]
-    return Decays([jnp.ones_like(g), *blocks], jnp.exp(since), jnp.exp(until))
+    return found, since, until
+
+
+def _mild(found: list[Array], since: Array, until: Array) -> Decays:
+    """Decays of a chunk that forgets little.
+
+    The blocks are decays from the middle of each token's half to the token, 1 / these
+    before it; their inverses; and those of the early half to the late one's middle.
+    """
+    quarters = jnp.split(found[-2], 4, axis=1)
+    middle = _interleave([-x for x in quarters[::2]], quarters[1::2])
+    reads, writes = jnp.exp(middle), jnp.exp(-middle)
+
+    def at(sums, quarter):
+        end = quarter * (sums.shape[1] // 4)
+        return jnp.exp(sums[:, end - 1 : end])
+
+    (early, late), (before, behind) = (jnp.split(x, 2, axis=1) for x in (reads, writes))
+    third = at(found[-1], 3)
+    # From the chunk's middle, and to it.
+    late, before = late * third, before * at(found[-1], 1)
+    return Decays(
+        [reads, writes, before * third],
+        jnp.concatenate([early * at(since, 1), late * at(since, 2)], axis=1),
+        jnp.concatenate([before * at(until, 2), behind * at(until, 3)], axis=1),
+    )
 
 
 def _rotate(blocks: Float[Array, "N R DD"], by: int) -> Float[Array, "N R DD"]:

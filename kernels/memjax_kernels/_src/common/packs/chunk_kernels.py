@@ -82,6 +82,8 @@ class Equations(NamedTuple):
         lags: phases by which a group of rows is behind the one before it, of both.
         read: (references to tokens and gates, layout) -> chunk.
         gates: (cotangents of gates, these references, layout) -> their columns.
+        mild: (references to tokens and gates) -> whether a chunk forgets little, None
+            for dtypes that have one code; and the equations of such chunks.
     """
 
     advance: Callable[..., Generator[None, None, tuple[PyTree, Array]]]
@@ -89,6 +91,17 @@ class Equations(NamedTuple):
     lags: tuple[int, int] = (1, 1)
     read: Callable[..., Any] = _read
     gates: Callable[..., Float[Array, "rows C R"]] = _gates
+    mild: tuple[Callable[..., Any], "Equations"] | None = None
+
+    def choose(self, x: Any, compute: Callable[["Equations"], None]) -> None:
+        """Computes a chunk by the equations that its gates allow."""
+        forgets_little, mild = self.mild or (lambda _: None, self)
+        little = forgets_little(x)
+        if little is None:
+            compute(self)
+            return
+        pl.when(little)(lambda: compute(mild))
+        pl.when(jnp.logical_not(little))(lambda: compute(self))
 
 
 def kernels_by(
@@ -146,17 +159,20 @@ def forward_kernel(
     def _():
         jax.tree.map(lambda ref, given: ref.__setitem__(..., given[...]), after, before)
 
-    (full, reset), chunk = _flags(x, layout), equations.read(x, layout)
-    start = load(after)
-    if reset is not None:
-        start = choose(reset, load(empty), start)
-    if residuals is not None:
-        store(residuals, start)
-    advance, lag = equations.advance, equations.lags[0]
-    new, reads = staggered(advance, (chunk, start), layout.phased, lag)
-    # A chunk that stays open leaves the memory at its start.
-    store(after, choose(full, new, start))
-    packs.store_rows(y, reads)
+    def compute(equations: Equations):
+        (full, reset), chunk = _flags(x, layout), equations.read(x, layout)
+        start = load(after)
+        if reset is not None:
+            start = choose(reset, load(empty), start)
+        if residuals is not None:
+            store(residuals, start)
+        advance, lag = equations.advance, equations.lags[0]
+        new, reads = staggered(advance, (chunk, start), layout.phased, lag)
+        # A chunk that stays open leaves the memory at its start.
+        store(after, choose(full, new, start))
+        packs.store_rows(y, reads)
+
+    equations.choose(x, compute)
 
 
 def backward_kernel(
@@ -182,26 +198,29 @@ def backward_kernel(
             lambda ref: ref.__setitem__(..., jnp.zeros(ref.shape, F32)), d_empty
         )
 
-    (full, reset), chunk = _flags(x, layout), equations.read(x, layout)
-    d_whole = load(d_before)
-    zeros = jax.tree.map(jnp.zeros_like, d_whole)
-    d_new = choose(full, d_whole, zeros)
-    given = chunk, load(residuals), d_new, packs.load_rows(d_y, layout.group)
-    found = staggered(equations.vjp, given, layout.phased, equations.lags[1])
-    d = found.memory
-    if full is not None:
-        d = jax.tree.map(lambda d, whole, new: d + (whole - new), d, d_whole, d_new)
-    if reset is not None:
-        # Every reset reads `empty`, so that its gradient is a sum over chunks.
-        emptied = choose(reset, d, zeros)
-        store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
-        d = choose(reset, zeros, d)
-    store(d_before, d)
-    ways = [layout.ways] * 2 + [1] * (len(d_tokens) - 2)
-    for ref, value, shared in zip(d_tokens, found.tokens, ways, strict=True):
-        packs.store_rows(ref, value, layout.heads, shared)
-    if d_gates is not None:
-        d_gates[...] = equations.gates(found.gates, x, layout)
+    def compute(equations: Equations):
+        (full, reset), chunk = _flags(x, layout), equations.read(x, layout)
+        d_whole = load(d_before)
+        zeros = jax.tree.map(jnp.zeros_like, d_whole)
+        d_new = choose(full, d_whole, zeros)
+        given = chunk, load(residuals), d_new, packs.load_rows(d_y, layout.group)
+        found = staggered(equations.vjp, given, layout.phased, equations.lags[1])
+        d = found.memory
+        if full is not None:
+            d = jax.tree.map(lambda d, whole, new: d + (whole - new), d, d_whole, d_new)
+        if reset is not None:
+            # Every reset reads `empty`, so that its gradient is a sum over chunks.
+            emptied = choose(reset, d, zeros)
+            store(d_empty, jax.tree.map(jnp.add, load(d_empty), emptied))
+            d = choose(reset, zeros, d)
+        store(d_before, d)
+        ways = [layout.ways] * 2 + [1] * (len(d_tokens) - 2)
+        for ref, value, shared in zip(d_tokens, found.tokens, ways, strict=True):
+            packs.store_rows(ref, value, layout.heads, shared)
+        if d_gates is not None:
+            d_gates[...] = equations.gates(found.gates, x, layout)
+
+    equations.choose(x, compute)
 
 
 def _flags(x, layout: Layout) -> tuple[Array | None, Array | None]:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL, Sums
+from memjax_kernels._src.common.packs import channels as pack_channels
 from memjax_kernels._src.common.packs import columns as pack_columns
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.blocks import LANES
@@ -35,6 +36,7 @@ class Op(NamedTuple):
             gradients of gradients.
         exact: whether the backward kernel's memories are saved in float32, or in the
             tokens' dtype.
+        mild: whether the equations have a form for chunks that forget little.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Op(NamedTuple):
     vjp: Callable[..., Any]
     in_xla: Callable[..., Any]
     exact: bool
+    mild: bool = False
 
 
 class Chunk(NamedTuple):
@@ -89,7 +92,8 @@ class Chunk(NamedTuple):
 class Channels(NamedTuple):
     """Tokens of one chunk with a gate for each channel of keys or values.
 
-    `beta` as in `Chunk`, unless there are `rates` of channels.
+    `beta` as in `Chunk`, unless there are `rates` of channels. A `mild` chunk forgets
+    little: decays between tokens are quotients.
     """
 
     q: Float[Array, "P C KK"]
@@ -99,6 +103,7 @@ class Channels(NamedTuple):
     heads: int
     beta: Callable[[int], Float[Array, "P C DD"]]
     rates: tuple[Float[Array, "P C DD"], ...] = ()
+    mild: bool = False
 
     def cast(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """In the tokens' dtype, as operands of products are."""
@@ -133,7 +138,7 @@ def at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:
     return jnp.where(last, packs.sum_slots(x), 0.0)
 
 
-def equations(op: Op) -> Equations:
+def equations(op: Op, heads: int) -> Equations:
     """The equations of an op as the kernels take them, of one phase."""
 
     def vjp(chunk, *given) -> Cotangents:
@@ -143,7 +148,34 @@ def equations(op: Op) -> Equations:
         q, k, v, g, *rates = found.tokens
         return found._replace(tokens=(q, k, v, _raised(chunk.g, g), *rates))
 
-    return Equations(_at_once(op.advance), _at_once(vjp), read=_read, gates=_gates)
+    found = Equations(_at_once(op.advance), _at_once(vjp), read=_read, gates=_gates)
+    # Of heads that share lanes it was not counted.
+    if not op.mild or heads > 1:
+        return found
+
+    def read(x, layout):
+        return _read(x, layout)._replace(mild=True)
+
+    return found._replace(mild=(forgets_little, found._replace(read=read)))
+
+
+def forgets_little(x: Any) -> Bool[Array, ""] | None:
+    """Whether gates of each channel and quarter sum to less than `channels.MILD`.
+
+    Gates are rounded to bfloat16. None for float32, of which quotients would lose a
+    digit.
+    """
+    q, _, _, gates, *_ = x.tokens
+    if q.dtype == F32:
+        return None
+    size, width = gates.shape[-2:]
+    shape = (1, pack_channels.BLOCK, size)
+    begin, token = packs.sublane(shape) * (size // 4), packs.lane(shape)
+    quarters = (begin <= token) & (token < begin + size // 4)
+    g = jnp.abs(gates[...]).reshape(1, size, width)
+    sums = multiply(quarters.astype(F32), g, "nn", jnp.dtype(jnp.bfloat16))
+    # Not by a maximum, in which NaN might be lost.
+    return jnp.all(sums < pack_channels.MILD)
 
 
 def _at_once(function: Callable[..., Any]) -> Callable[..., Phases]:
