@@ -104,6 +104,7 @@ def table() -> dict[str, Case]:
     for name, op, peer in (
         ("v5e/16/32/memjax/gdn", "gated_delta_rule", None),
         ("v5e/16/16/memjax/kda", "kda", None),
+        ("v5e/16/16/memjax/strong", "kda", None),
         ("v5e/16/16/tokamax/kda", "kda", tokamax),
         ("v5e/16/32/deltanet-tpu/gdn", "gated_delta_rule", deltanet),
         ("v6e/16/16/deltanet-tpu/float32", "gated_delta_rule", deltanet),
@@ -113,7 +114,7 @@ def table() -> dict[str, Case]:
         of = Shape(1, TIME, heads, WIDTH, key_heads)
         dtype = "float32" if "float32" in name else "bfloat16"
         for which, backward in cases_ops.PASSES.items():
-            given = (op, of, backward, peer, dtype)
+            given = (op, of, backward, peer, dtype, float("strong" not in name))
             build = functools.partial(cases_ops.program, *given)
             builds[f"{name}/{which}"] = build
     for peer in ("flywheel-tpu", "tokamax"):

@@ -113,6 +113,7 @@ ROWS = {
     "gates of heads, 16 key and 32 value heads": "v5e/16/32/{}/gdn",
     "the same with convolution, SiLU, norms and gates": "v5e/16/32/{}/fused",
     "gates of channels (KDA), 16 heads": "v5e/16/16/{}/kda",
+    "the same, where a head of each chunk forgets much": "v5e/16/16/{}/strong",
 }
 
 
