@@ -53,7 +53,7 @@ class Config(books.Config):
         output: folder of the result file.
     """
 
-    window: options.Count = 64
+    window: options.Tokens = 64
     seeds: options.Seeds = (42, 43, 44)
     baselines: bool = dataclasses.field(default=True, init=False)
     reference: str = "smollm2"

@@ -167,7 +167,11 @@ def model(name: str, budget: int) -> ModelConfig:
 def main(config: options.Flags[Config]) -> None:
     """Trains the missing runs, asks, writes after each row, and prints."""
     cases = [(name, budget) for budget in config.budgets for name in config.only]
-    made = {case: model(*case) for case in cases}
+    try:
+        made = {case: model(*case) for case in cases}
+    except ValueError as error:
+        why = f"budgets must suit all rows, got {config.budgets}: {error}"
+        raise ValueError(why) from error
     if config.plan:
         study.show_plan(_missing(config, made))
         return

@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.lab import study
+from experiments.lab import options, study
 from experiments.lab.intervals import select_kind
 from experiments.lab.measure import binned_losses
-from experiments.lab.options import Count, Flags, Natural, ascending, run, within
 from experiments.lab.results import RESULTS
 from experiments.memories import equal_bytes
 from experiments.memories.equal_bytes_rows import LEAST_UPDATES, ROWS
@@ -49,19 +48,19 @@ class Config(equal_bytes.Config):
     """
 
     rows: equal_bytes.Names = (WINDOW, *MEMORIES, LONGER, "full-tuned", "reread-tuned")
-    context: Count = 8192
+    context: options.Tokens = 8192
     corpus: str = "folder:comparison40"
     updates: int = dataclasses.field(default=0, init=False)
-    passes: Count = 2
+    passes: options.Count = 2
     dtype: Dtype = "bfloat16"
-    least: Count = 40
-    tokens: Count = 8192
-    long: Natural = 0
-    longest: Count = 8192
+    least: options.Count = 40
+    tokens: options.Tokens = 8192
+    long: options.Natural = 0
+    longest: options.Tokens = 8192
     run_dir: Path = Path("runs/fifteen_minutes")
     output: Path = RESULTS / "gpu" / "fifteen_minutes"
-    budgets: Annotated[tuple[Count, ...], ascending] = (3_000_000, 10_000_000)
-    speed: Annotated[float, within(1.0, 1e12)] = 100_000.0
+    budgets: options.Counts = (3_000_000, 10_000_000)
+    speed: Annotated[float, options.within(1.0, 1e12)] = 100_000.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,7 +129,7 @@ def verdict(config: Config) -> Iterator[str]:
         yield "holds" if any(held) else "falsified"
 
 
-def main(config: Flags[Config]) -> None:
+def main(config: options.Flags[Config]) -> None:
     """Does the missing rows, those with little training first."""
     if config.plan:
         study.show_plan(minutes(config))
@@ -141,4 +140,4 @@ def main(config: Flags[Config]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

@@ -32,7 +32,7 @@ from experiments.hmt.rows import APART, CAUSAL, NAMES, SENSORY, TUNED, Row, rows
 from experiments.lab import backbones
 from experiments.lab.intervals import loss_difference, mean_losses, select_kind
 from experiments.lab.measure import Scored, score_once, score_text, state_bytes
-from experiments.lab.options import Count, Flags, Options, Seeds, among, run
+from experiments.lab.options import Count, Counts, Flags, Options, Seeds, among, run
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.study import climb_rate, digest, once, show_plan
 from memjax import evaluation
@@ -81,12 +81,21 @@ class Config(Options):
     only: tuple[Annotated[str, among(*NAMES)], ...] = ()
     seeds: Seeds = (0, 1, 2)
     targets: Count = 150_000
-    curve: tuple[Count, ...] = (75_000, 300_000, 600_000)
+    curve: Counts = (75_000, 300_000, 600_000)
     plan: bool = False
     source: str = "embedded"
     backbone: str = "smollm2"
     run_dir: Path = Path("runs/hmt")
     output: Path = RESULTS / "hmt" / "smollm2" / "length"
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Every stage of a row has an update: the first has a quarter of the targets.
+        first, last = (getattr(hmt_stages(), x) for x in ("stage1", "stage2"))
+        tokens = last.data.batch_size * last.context_length
+        least = max(4 * training.scored(first), 2 * tokens)
+        if (found := min(self.targets, *self.curve)) < least:
+            raise ValueError(f"targets and curve must be at least {least}, got {found}")
 
 
 def hmt_stages() -> HMTStages:
@@ -149,7 +158,6 @@ class Study:
         found = finetune.load_backbone(path)
         self.backbone = found.model
         self.rows = rows(stages, found.model, config.targets)
-        self.longer = {n: rows(stages, found.model, n) for n in config.curve}
 
         def documents(split: Split, tokens: int) -> Texts:
             read = load_tokens(config.source, found.tokenizer, split)
@@ -211,7 +219,8 @@ class Study:
 
     def on_curve(self, name: str, targets: int) -> None:
         """Perplexity of a row of the curve, at the rate of its row."""
-        (row,) = (row for row in self.longer[targets] if row.name == name)
+        made = rows(self.setting.stages, self.backbone, targets)
+        (row,) = (row for row in made if row.name == name)
         (own,) = (row for row in self.rows if row.name == name)
         run, _ = self.scored(row, self.rate(own)[0], self.config.seeds[0], self.texts)
         self.curve.setdefault(name, {})[row.targets] = self.perplexity(run.losses)

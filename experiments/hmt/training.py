@@ -40,14 +40,8 @@ def scored(stage: SegmentStage) -> int:
 
 
 def with_targets(stage: SegmentStage, targets: int) -> SegmentStage:
-    """The stage with the number of updates that scores `targets` targets.
-
-    Raises:
-        ValueError: if that is less than one update.
-    """
-    if targets < (one := scored(stage)):
-        raise ValueError(f"targets must be at least the {one} of an update: {targets}")
-    loop = dataclasses.replace(stage.loop, steps=round(targets / one))
+    """The stage with the number of updates that scores `targets` targets."""
+    loop = dataclasses.replace(stage.loop, steps=round(targets / scored(stage)))
     return dataclasses.replace(stage, loop=loop)
 
 

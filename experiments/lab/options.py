@@ -19,7 +19,7 @@ from typing import get_type_hints as hints_of
 
 import tyro
 
-from memjax.checks import LARGEST_SIZE, require_known
+from memjax.checks import LARGEST, LARGEST_SIZE, require_known
 
 #: Of an interval over seeds.
 MIN_SEEDS = 3
@@ -60,7 +60,9 @@ def whole_windows(name: str, tokens: int, window: int) -> None:
 
 
 Count = Annotated[int, within(1)]
+Counts = Annotated[tuple[Count, ...], ascending]
 Natural = Annotated[int, within(0)]
+Tokens = Annotated[int, within(1, LARGEST["tokens"])]
 #: A learning rate.
 Rate = Annotated[float, within(1e-8, 1.0)]
 Seed = Annotated[int, within(0, 2**32 - 1)]

@@ -76,8 +76,8 @@ class Config(options.Options):
     steps: options.Count = 8000
     source: str = "folder:comparison"
     seeds: tuple[options.Seed, ...] = (42, 43)
-    window: options.Count = 8
-    context_length: options.Count = 1024
+    window: options.Tokens = 8
+    context_length: options.Tokens = 1024
     test_texts: options.Count = 32
     baselines: bool = False
     reference: str = ""

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from experiments.lab import backbones, measure, study
-from experiments.lab.options import Count, Flags, Natural, Seed, among, run
+from experiments.lab.options import Count, Flags, Natural, Seed, Tokens, among, run
 from experiments.lab.results import RESULTS, settings
 from experiments.memories import equal_bytes_report as report
 from experiments.memories.equal_bytes_rows import ROWS, Setup, Sizes, wide_window
@@ -66,10 +66,10 @@ class Config(Sizes):
     plan: bool = False
     backbone: str = "smollm2"
     least: Count = 8
-    tokens: Count = 4096
+    tokens: Tokens = 4096
     long: Natural = 3
-    longest: Count = 16_384
-    first: Count = 512
+    longest: Tokens = 16_384
+    first: Tokens = 512
     run_dir: Path = Path("runs/equal_layers")
     output: Path = RESULTS / "memories" / "equal_layers"
 

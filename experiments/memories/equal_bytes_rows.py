@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 
-from experiments.lab import baselines
+from experiments.lab import baselines, options
 from experiments.lab.measure import state_bytes
-from experiments.lab.options import Count, Natural, Options, Rate, whole_windows, within
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.config import Dtype
@@ -52,7 +51,7 @@ MPLUS_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes(Options):
+class Sizes(options.Options):
     """Sizes and training of all rows.
 
     Attributes:
@@ -71,20 +70,20 @@ class Sizes(Options):
         corpus: source of all documents, see `experiments.corpus.comparison`.
     """
 
-    window: Count = 256
-    sinks: Natural = 4
-    layers: tuple[Natural, ...] = (18, 20, 23)
-    more: Count = 97
-    context: Count = 2048
-    updates: Annotated[int, within(LEAST_UPDATES)] = 160
-    passes: Count = 6
-    rate: Rate = 1e-3
+    window: options.Tokens = 256
+    sinks: options.Natural = 4
+    layers: tuple[Annotated[int, options.within(0, 1023)], ...] = (18, 20, 23)
+    more: options.Tokens = 97
+    context: options.Tokens = 2048
+    updates: Annotated[int, options.within(LEAST_UPDATES)] = 160
+    passes: options.Count = 6
+    rate: options.Rate = 1e-3
     dtype: Dtype = "float32"
     corpus: str = "folder:comparison"
 
     def __post_init__(self):
         super().__post_init__()
-        whole_windows("context", self.context, self.window)
+        options.whole_windows("context", self.context, self.window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ nothing but this task. Language models that a CPU can train are beaten by counte
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from experiments.lab import study
-from experiments.lab.options import Count, Flags, Options, Seeds, run
+from experiments.lab.options import Flags, Options, Seeds, run, within
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.memories import mqar, recall_tables, small_models, text
 from memjax.checks import require_known
@@ -199,7 +199,7 @@ class Config(Options):
     only: tuple[str, ...] = ()
     columns: tuple[Column, ...] = ("width", "bytes")
     seeds: Seeds = (0, 1, 2, 3, 4)
-    test_rows: Count = 64
+    test_rows: Annotated[int, within(1, 1024)] = 64
     plan: bool = False
     run_dir: Path = Path("runs/recall")
     output: Path = RESULTS / "memories" / "columns"

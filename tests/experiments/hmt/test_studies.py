@@ -114,5 +114,5 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     assert "training" not in capsys.readouterr().err
     assert same["perplexity"] == report["perplexity"]
     assert same["gains"] == report["gains"]
-    with pytest.raises(ValueError, match="targets must be at least the 32 of an upd"):
-        training.with_targets(tiny_stages().stage1, 31)
+    with pytest.raises(ValueError, match="and curve must be at least 128, got 127"):
+        dataclasses.replace(config, curve=(127,))

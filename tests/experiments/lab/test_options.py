@@ -11,10 +11,8 @@ import pytest
 from experiments.lab import options
 
 ROOT = Path(options.__file__).parents[1]
-FILES = sorted(x for x in ROOT.rglob("*.py") if '"__main__"' in x.read_text())
+FILES = sorted(x for x in ROOT.rglob("*.py") if "\ndef main(" in x.read_text())
 NAMES = [".".join(x.relative_to(ROOT).with_suffix("").parts) for x in FILES]
-# One is a child of another.
-NAMES.remove("tpu.compile")
 PROGRAMS = {x: importlib.import_module(f"experiments.{x}") for x in NAMES}
 #: Programs, bad options, and beginnings of messages.
 REFUSED = """
@@ -28,12 +26,14 @@ facts.study --counts | counts must not be empty, got ()
 facts.study --distances 100 | distances must be multiples of 256 up to 1300999,
 facts.study --distances 1301248 | distances must be multiples of 256 up to 1300999,
 facts.study --streams 1000000 | streams must be in [5, 1024], got 1000000
+facts.study --budgets 99999 | budgets must suit all rows, got (99999,): hidden_dim
 facts.study --seeds 0 1 | seeds must be at least 3 seeds, got (0, 1)
 gpu.check --jobs 0 | jobs must be at least 1, got 0
 gpu.fifteen_minutes --speed 0 | speed must be in [1.0, 1000000000000.0], got 0.0
-gpu.fifteen_minutes --context 0 | context must be in [1,
+gpu.fifteen_minutes --context 0 | context must be in [1, 16777216], got 0
 gpu.fifteen_minutes --budgets 9000 | budgets must be at least 4 texts of context=8192,
 gpu.fifteen_minutes --updates 5 | Unrecognized options
+hmt.length --curve 5 | targets and curve must be at least 4096, got 5
 hmt.length --only foo | only[0] must be one of ('window with sinks',
 memories.equal_bytes --context 256 | context must be 2 or more times window=256, got
 memories.recall --only foo | only must be one of ('DeltaNet',
