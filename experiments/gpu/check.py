@@ -48,8 +48,8 @@ MEASURED = ("memory", "reads", "gradient")
 #: A relative RMS difference that agrees; bfloat16 inputs and chunk memories cost 3e-3
 #: to 1e-2.
 TOLERANCE = 2e-2
-#: After which a case is stopped.
-SECONDS = 300
+#: After which a case is stopped, and cases at a time.
+SECONDS, JOBS = 300, 4
 
 
 class Case(NamedTuple):
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     call: Callable[..., Any]
 
 
-def main(jobs: int = 4, case: str = "", output: Path = OUTPUT) -> int:
+def main(jobs: int = JOBS, case: str = "", output: Path = OUTPUT) -> int:
     """Runs every case; the exit code.
 
     Args:
@@ -71,6 +71,8 @@ def main(jobs: int = 4, case: str = "", output: Path = OUTPUT) -> int:
         output: where .json goes, without the ending.
     """
     check_sizes(jobs=jobs)
+    if case and (jobs, output) != (JOBS, OUTPUT):
+        raise ValueError(f"case={case!r} must be alone, got {jobs=}, output={output}")
     require_known("case", case, ["", *all_cases()])
     # Several processes share the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -86,6 +86,8 @@ def main(
         keep: a folder in which the program and the bundles of every case stay.
         output: where .json goes, without the ending.
     """
+    if list and (keep, output) != (None, OUTPUT):
+        raise ValueError(f"list must be without {keep=} and output={output}")
     if list:
         print("\n".join(chosen(only, ())))
         return

@@ -28,6 +28,7 @@ facts.study --distances 1301248 | distances must be multiples of 256 up to 13009
 facts.study --streams 1000000 | streams must be in [5, 1024], got 1000000
 facts.study --budgets 99999 | budgets must suit all rows, got (99999,): hidden_dim
 facts.study --seeds 0 1 | seeds must be at least 3 seeds, got (0, 1)
+gpu.check --case foo --jobs 1 | case='foo' must be alone, got jobs=1, output=
 gpu.check --jobs 0 | jobs must be at least 1, got 0
 gpu.fifteen_minutes --speed 0 | speed must be in [1.0, 1000000000000.0], got 0.0
 gpu.fifteen_minutes --context 0 | context must be in [1, 16777216], got 0
