@@ -87,7 +87,7 @@ def main(
         output: where .json goes, without the ending.
     """
     if list and (keep, output) != (None, OUTPUT):
-        raise ValueError(f"list must be without {keep=} and output={output}")
+        raise ValueError(f"list must be alone, got keep={keep}, output={output}")
     if list:
         print("\n".join(chosen(only, ())))
         return
