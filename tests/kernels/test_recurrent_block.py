@@ -85,6 +85,31 @@ def test_convolution_does_not_cross_documents():
         np.testing.assert_allclose(packed[:, begin:end], alone, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", [CONVOLUTION, xla.short_convolution])
+def test_convolution_is_not_reached_by_nan_of_other_documents(form):
+    """Neither reads nor gradients; what comes before the first one is another too."""
+    x, filters, before = convolution_inputs(4, 1, 32, 2, 64)
+    (weight,), positions = tokens(9, x.shape), positions_of(32, [0, 5, 17])
+
+    def run(x, before, weight):
+        def convolve(*given):
+            return form(*given, positions)
+
+        return with_gradients(convolve, weight.astype(jnp.float32), x, filters, before)
+
+    y, (d_x, *others) = run(x, jnp.zeros_like(before), weight)
+    found, (of_x, *rest) = run(x, jnp.full_like(before, jnp.nan), weight)
+    for one, other in zip((found, of_x, *rest), (y, d_x, *others), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # NaN of a document in the middle, in its tokens and then in its cotangents.
+    spoilt = [z.at[:, 5:17].set(jnp.nan) for z in (x, weight)]
+    for given in ((spoilt[0], weight), (x, spoilt[1])):
+        found, (of_x, *_) = run(given[0], before, given[1])
+        for one, other in ((found, y), (of_x, d_x)):
+            for part in np.s_[:, :5], np.s_[:, 17:]:
+                np.testing.assert_array_equal(one[part], other[part])
+
+
 def test_the_gated_norm_is_its_equation():
     y, gate, (scale,) = *tokens(2, (2, 3, 2, 4), (2, 3, 2, 4)), tokens(3, (4,))
     y, gate, scale = (np.asarray(x, np.float64) for x in (y, gate, scale))

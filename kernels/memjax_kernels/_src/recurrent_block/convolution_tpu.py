@@ -203,9 +203,9 @@ class Tile(NamedTuple):
     """Values of a tile's tokens in both kernels.
 
     Attributes:
-        inputs: what each tap multiplies.
+        inputs: what each tap multiplies, 0 where that is of another document.
         filters: half of each tap's, [1, 128].
-        masks: of each tap, 1 where what it sees is of the token's document; or None.
+        masks: of each tap, whether what it sees is of the token's document; or None.
         h: half of what the taps give.
         tanh: of it.
         s: h + h tanh(h).
@@ -230,13 +230,10 @@ def _tile(given, inputs, rows, at, ones, static: Static):
     filters = [given["filters"][w : w + 1, at] for w in range(taps)]
     masks: list[Any] = [None] * taps
     if "seen" in given:
-        seen = given["seen"][rows, :1].astype(F32)
-        masks = [(seen >= taps - 1 - w).astype(F32) for w in range(taps - 1)] + [None]
-    products = [
-        of * x if mask is None else of * x * mask
-        for of, x, mask in zip(filters, window, masks, strict=True)
-    ]
-    h = functools.reduce(jnp.add, products)
+        seen = jnp.broadcast_to(given["seen"][rows, :1].astype(F32), window[0].shape)
+        masks = [seen >= taps - 1 - w for w in range(taps - 1)] + [None]
+        window = list(map(_seen, window, masks))
+    h = functools.reduce(jnp.add, map(jnp.multiply, filters, window))
     if static.has_bias:
         h += given["filters"][taps : taps + 1, at]
     tanh, inverse = jnp.tanh(h), None
@@ -244,6 +241,11 @@ def _tile(given, inputs, rows, at, ones, static: Static):
     if ones is not None:
         inverse = jax.lax.rsqrt(tiles.head_sums(s**2, ones) + LEAST_SQUARES)
     return Tile(window, filters, masks, h, tanh, s, inverse)
+
+
+def _seen(x, mask):
+    # No product: what another document has may be NaN.
+    return x if mask is None else jnp.where(mask, x, 0.0)
 
 
 def _begin(given, inputs, first):
@@ -291,15 +293,14 @@ def _backward_kernel(given, d_x, d_filters, inputs, behind, *, static: Static, f
         columns = behind.at[at.start // LANES]
         for w in range(taps):
             mask, back = tile.masks[w], taps - 1 - w
-            mine = d_z if mask is None else d_z * mask
             share = slice(SHARE * w, SHARE * (w + 1))
-            d_filters[share, at] += tiles.eights(mine * tile.inputs[w])
+            d_filters[share, at] += tiles.eights(d_z * tile.inputs[w])
             if not back:
                 continue
             column = columns.at[w if "seen" in given else 0]
             if mask is not None or not w:
                 column[count : count + SHARE] = column[:SHARE]
-                column[:count] = mine
+                column[:count] = _seen(d_z, mask)
             found += tile.filters[w] * column[back : back + count]
         d_x[rows, at] = found.astype(d_x.dtype)
 

@@ -31,11 +31,11 @@ def short_convolution(
     weights = flat(filters)
 
     def tap(w):
-        product = inputs[:, w : w + time].astype(jnp.float32) * weights[w][None, None]
-        back = width - 1 - w
-        if positions is None or not back:
-            return product
-        return jnp.where(positions[..., None] >= back, product, 0.0)
+        seen, back = inputs[:, w : w + time].astype(jnp.float32), width - 1 - w
+        if positions is not None and back:
+            # Before the product: what another document has may be NaN.
+            seen = jnp.where(positions[..., None] >= back, seen, 0.0)
+        return seen * weights[w][None, None]
 
     convolved = functools.reduce(jnp.add, map(tap, range(width)))
     if bias is not None:
