@@ -59,7 +59,7 @@ def program(
 
     Tokens come as projections leave them, [B, T, H D], and reads go so to the next.
     With `backward` the gradients of all arguments are results too. `mild` is the share
-    of chunks that forget little, for which KDA has a shorter code.
+    of chunks that forget little, for which KDA and GDN-2 have a shorter code.
     """
     function = peer or getattr(memjax_kernels, op)
     arrays = jax.eval_shape(lambda: ops.inputs(op, of, dtype))
@@ -75,7 +75,7 @@ def program(
     # chunk, or 16 tokens of smaller ones.
     chunk = options.get("chunk_size")
     share = max(16, chunk) / of.time if chunk else 1.0
-    codes = (mild, 1 - mild) if op == "kda" and not peer and of.width >= 128 else ()
+    codes = (mild, 1 - mild) if op in ("kda", "gdn2") and not peer else ()
     ends = {op: Shares(ends=share, bodies=codes)}
     flops = ops.cost(op, of, chunk or 0, "bfloat16", backward).flops
     if not backward:

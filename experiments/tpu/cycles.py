@@ -9,9 +9,9 @@ that it has scheduled. A bundle takes a cycle. Counted are the bundles of every
 operation, by how often its loops run. Operations of XLA are a range, from their bundles
 or the time of their bytes to the compiler's own estimate, if that is more. Of a
 conditional the branch with the fewest cycles counts. Branches in kernels count as if
-they always ran, except those that pass over blocks of causal attention, and KDA's codes
-for chunks that forget little or much. Results are added to those of the file, each with
-the commit it was counted at; a single number was counted before there were ranges.
+they always ran, except those that pass over blocks of causal attention, and the codes
+of KDA and GDN-2 for chunks that forget little or much. Results are added to those of
+the file, each with its commit; a single number was counted before there were ranges.
 
 What this does not show: waiting of a kernel for memory, and launches.
 """

@@ -210,9 +210,9 @@ def no_larger_than_xla(name, found):
         assert distance <= 1.3e-3 * xla + 2e-4, (path, distance, xla)
 
 
-def gates_of_quarters(chunks, share):
-    """Log gates [1, 64 chunks, 2, 128] whose quarters sum to a share of the limit."""
-    g = np.full((1, 64 * chunks, 2, 128), -0.01, np.float32)
+def gates_of_quarters(width, share):
+    """Log gates [1, 64, 2, width] whose quarters sum to a share of the limit."""
+    g = np.full((1, 64, 2, width), -0.01, np.float32)
     g[..., ::3] = -share * MILD / 16
     return g
 
@@ -233,7 +233,7 @@ def test_the_limit_of_mild_chunks(share, dtype, mild):
     """Each quarter alone counts, also where a program has a head above the limit."""
     token = jnp.zeros((1, 1, 64, 256), dtype)
     for quarter in range(4):
-        g = gates_of_quarters(1, 0.99)
+        g = gates_of_quarters(128, 0.99)
         g[:, 16 * quarter : 16 * (quarter + 1), 1, 7] = -share * MILD / 16
         gates = jnp.asarray(g).reshape(1, 1, 64, 256)
         found = forgets_little(types.SimpleNamespace(tokens=(token,) * 3 + (gates,)))
@@ -241,19 +241,21 @@ def test_the_limit_of_mild_chunks(share, dtype, mild):
 
 
 @pytest.mark.slow
-def test_mild_and_strong_chunks_of_kda_follow_each_other():
+@pytest.mark.parametrize(("name", "key"), [("kda", 128), ("gdn2", 64)])
+def test_mild_and_strong_chunks_follow_each_other(name, key):
     """Gates below the limit, at it, and above, -inf, and a reset; mild ones behind."""
     time = 7 * 64 - 20
-    low = list(draw("kda", 8, 1, time, 2, 128, 128, jnp.bfloat16))
+    kernels, reference, place = OPS[name]
+    kernels = functools.partial(kernels, interpret=True)
+    low = list(draw(name, 8, 1, time, 2, key, 128, jnp.bfloat16))
     for chunk, share in enumerate((0.99, 1.0, 1.01, 0.99)):
         at = slice(64 * chunk, 64 * (chunk + 1))
-        low[4][:, at] = gates_of_quarters(1, share)
-    low[4][:, 4 * 64 + 20] = -np.inf
+        low[place][:, at] = gates_of_quarters(key, share)
+    low[place][:, 4 * 64 + 20] = -np.inf
     reset = np.arange(time)[None] == 5 * 64 + 7
     high = jax.tree.map(lambda x: x.astype(np.float32), low)
-    exact = both(OPS["kda"][1], reset, *high)
-    kernel = both(interpreted(pallas_tpu.kda_tpu, True), reset, *low)
-    no_larger_than_xla("kda", distances(kernel, exact))
+    exact = both(reference, reset, *high)
+    no_larger_than_xla(name, distances(both(kernels, reset, *low), exact))
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def _finish(x, read, exact, q, k, erased, g, start, d_after, d_y, writes, d_targ
     for half, chosen, f, back in _levels(x, d_scores, left):
         late, number = functools.partial(_late, half), back.shape[1]
         d_pairs = (jnp.where(late(chosen), late(d), 0.0) for d in (d_scores, d_later))
-        d_pairs = rows(*d_pairs)[..., : x.heads * number]
+        d_pairs = _columns(rows(*d_pairs), x.heads, x.q.shape[1] // number, 0)
         keys = x.cast(k[:, :number] * back)
         erasing = keys if r is k and f is back else x.cast(r * f)
         both = rows(x.cast(late(q * f)), late(erasing))
@@ -236,7 +236,7 @@ def _mild_overlaps(x, q, k, erased, left):
     for of_half, known in zip(zip(*halves, strict=True), (keys, of_late), strict=True):
         both = jnp.split(read(rows(*of_half), rows(*known), "nt"), 3, axis=1)
         (scores, more), (later, mixed), (small, _) = (
-            jnp.split(y, 2, axis=2) for y in both
+            [_columns(y, x.heads, 2, part) for part in (0, 1)] for y in both
         )
         found.append((scores + more, later + mixed + small))
     scores, later = (rows(*pair) for pair in zip(*found, strict=True))
@@ -281,6 +281,8 @@ def _levels_overlaps(x, q, k, erased, left):
 
 def _columns(x: Array, heads: int, number: int, index: int) -> Array:
     """Columns of part `index` of `number`, of each head."""
+    if number == 1:
+        return x
     parts = jnp.split(x, heads * number, axis=2)
     return jnp.concatenate(parts[index::number], axis=2)
 
@@ -288,7 +290,8 @@ def _columns(x: Array, heads: int, number: int, index: int) -> Array:
 def _levels(x: Channels, scores: Float[Array, "P C CC"], left: Decays):
     """Halves of blocks, their pairs, decays of reads, and those of writes there."""
     if x.mild:
-        later = packs.sublane(scores.shape) > packs.lane(scores.shape)
+        shape = scores.shape
+        later = packs.sublane(shape) > packs.within(shape, shape[1])
         reads, writes, across = left.blocks
         half = across.shape[1]
         of_late = rows(across, _late(half, writes))

@@ -40,7 +40,7 @@ DELTA = Op(
 KDA = DELTA._replace(
     name="kda", advance=packed_kda.advance, vjp=packed_kda.vjp, mild=True
 )
-GDN2 = KDA._replace(name="gdn2", in_xla=_gdn2_in_xla, mild=False)
+GDN2 = KDA._replace(name="gdn2", in_xla=_gdn2_in_xla)
 
 
 def linear_attention_tpu(q, k, v, state, reset, *, interpret: Any = False):

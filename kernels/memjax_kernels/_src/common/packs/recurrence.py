@@ -137,9 +137,7 @@ def _kernels(op: Op) -> Any:
     def residuals(dtype):
         return F32 if op.exact else dtype
 
-    return kernels_by(
-        op.name, lambda _, heads, __: equations(op, heads), form, residuals
-    )
+    return kernels_by(op.name, lambda *_: equations(op), form, residuals)
 
 
 def _repeat(x: Array, copies: int) -> Array:

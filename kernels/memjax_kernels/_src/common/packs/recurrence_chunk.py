@@ -138,7 +138,7 @@ def at_end(x: Float[Array, "P N D"], size: int) -> Float[Array, "P C D"]:
     return jnp.where(last, packs.sum_slots(x), 0.0)
 
 
-def equations(op: Op, heads: int) -> Equations:
+def equations(op: Op) -> Equations:
     """The equations of an op as the kernels take them, of one phase."""
 
     def vjp(chunk, *given) -> Cotangents:
@@ -149,8 +149,7 @@ def equations(op: Op, heads: int) -> Equations:
         return found._replace(tokens=(q, k, v, _raised(chunk.g, g), *rates))
 
     found = Equations(_at_once(op.advance), _at_once(vjp), read=_read, gates=_gates)
-    # Of heads that share lanes it was not counted.
-    if not op.mild or heads > 1:
+    if not op.mild:
         return found
 
     def read(x, layout):
