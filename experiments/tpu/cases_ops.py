@@ -142,6 +142,8 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
         yield op(f"lattice-dec/c{size}", "lattice", chunk_size=size)
     for plain in PLAIN:
         yield op(plain, plain)
+    for plain in ("kda", "gdn2"):
+        yield op(f"{plain}_strong", plain, mild=0.0)
     yield op("ttt_linear/c16", "ttt_linear", chunk_size=16)
     for plain in ("ssd", "gated_delta_rule", "gla", "gated_slots"):
         yield op(f"{plain}/xla", plain, implementation="xla")
