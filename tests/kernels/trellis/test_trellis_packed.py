@@ -49,12 +49,10 @@ def gates_of(heads, gamma, g):
         return pack_heads(heads, x[:, None])
 
     row_sums = gate_sums.Sums(*map(row, sums))
-    columns = tuple(
-        gate_sums.Sums(*(x[head::heads, :, None] for x in sums))
-        for head in range(heads)
-    )
+    columns = [[x[head::heads, :, None] for x in sums] for head in range(heads)]
+    wide = [packs.widen(x, heads * g.shape[-1]) for x in zip(*columns, strict=True)]
     end = tuple(gate_sums.Sums(*(x[:, -1:] for x in part)) for part in columns)
-    total = pack_decays.Totals(row_sums, columns, end)
+    total = pack_decays.Totals(row_sums, gate_sums.Sums(*wide), end)
     return packed.Gates(row(gamma), total)
 
 
@@ -93,7 +91,7 @@ def test_packed_chunk_and_gradient_equal_unpacked():
         x = packed.Chunk(*map(paired, (q, k, v, alpha)))
         gates = gates_of(heads, gamma[0], g[0]), gates_of(heads, gamma[1], g[1])
         keys, values = map(paired, memory)
-        ready = packed.prepare(x, gates, options)
+        ready = packed.prepare(x, gates)
         given = x, ready, gates, keys, values
         d = (paired(d_after[0]), paired(d_after[1])), paired(d_y)
         # Packs one behind the other, as groups of them are in the kernels.

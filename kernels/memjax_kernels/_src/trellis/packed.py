@@ -7,32 +7,31 @@ D(.) `packs.block_diagonal`:
 
     first pass    z = S D(k)^T,  u = gamma E(z, t),  A = (q D(k)^T) * W
                   y1 = decay * S D(q)^T - u D(A)^T,  S' = last * S - (u * until) D(k)
-    second pass   the same for z, u and S' with v;  f = activation(y1),  F = f^T
-                  A = (F u) * W,  y = decay * F S - A D(v)
+    second pass   the same for z, u and S' with v;  f = activation(y1)
+                  A = (f^T D(u)) * W,  y = (f * decay)^T D(S) - A D(v)
 
-where t = alpha^T, E is `functions.error_gradient`, decay, until and last are the decays
-since the chunk's start, until its end, and over all of it.
+where transposes are those of each head, t = alpha^T, E is `functions.error_gradient`,
+decay, until and last are the decays since the chunk's start, until its end, and over
+all of it.
 """
 
+import functools
 from collections.abc import Generator
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
+from memjax_kernels._src.common.packs import block_diagonal
 from memjax_kernels._src.common.packs.decays import (
     Decays,
     Totals,
     decay_at_end,
-    decay_by_token,
     decays,
     until_end,
 )
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.packed_functions import activate, error_gradient
+from memjax_kernels._src.trellis.packed_functions import activate_vjp, write_vjp
 
 F32 = jnp.float32
 
@@ -53,17 +52,10 @@ class Gates(NamedTuple):
     total: Totals
 
 
-def targets(alpha: Float[Array, "P C MM"], heads: int, options: Options):
-    """alpha with slots along the sublanes: a product with ones is a transpose."""
-    return options.multiply(units(alpha, heads), block_diagonal(alpha, heads), "nt")
-
-
-def units(alpha: Float[Array, "P C MM"], heads: int) -> Float[Array, "P M MM"]:
-    """The unit matrix for each head of a pack."""
-    slots = alpha.shape[-1] // heads
-    shape = (alpha.shape[0], slots, alpha.shape[-1])
-    slot = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return (slot == packs.within(shape, slots)).astype(alpha.dtype)
+def turned(x: Float[Array, "P L HR"], heads: int) -> Float[Array, "P R HL"]:
+    """The transpose of each head's matrix."""
+    parts = jnp.split(jnp.swapaxes(x, 1, 2), heads, axis=1)
+    return jnp.concatenate(parts, axis=2)
 
 
 class Prepared(NamedTuple):
@@ -84,15 +76,15 @@ class Prepared(NamedTuple):
     left: tuple[Decays, Decays]
 
 
-def prepare(x: Chunk, gates: tuple[Gates, Gates], options: Options) -> Prepared:
+def prepare(x: Chunk, gates: tuple[Gates, Gates]) -> Prepared:
     """The part that does not depend on memories."""
     first, second = (gate.total for gate in gates)
-    heads = len(first.column)
+    heads = len(first.end)
     left = decays(first)
     # Computed once where both are the same.
     both = left, (left if second is first else decays(second))
     dq, dk, dv = (block_diagonal(y, heads) for y in (x.q, x.k, x.v))
-    return Prepared(targets(x.alpha, heads, options), dq, dk, dv, both)
+    return Prepared(turned(x.alpha, heads).astype(F32), dq, dk, dv, both)
 
 
 def advance(
@@ -107,32 +99,28 @@ def advance(
 
     Yields between its phases; see `common.packs.staggered`.
     """
-    dot, heads = options.multiply, len(gates[0].total.column)
+    dot, heads = options.multiply, len(gates[0].total.end)
     target, dq, dk, dv, (first, second) = ready
-    size, width = x.v.shape[1:]
+    until = until_end(gates[0].total), until_end(gates[1].total)
+    spread = functools.partial(block_diagonal, heads=heads)
+
     # One matrix for the rows of both.
-    rows = jnp.concatenate([x.q.astype(F32), keys], axis=1)
-    products = dot(rows, dk, "nt")
-    u = gates[0].gamma * error_gradient(options, products[:, size:], target)
-    yield
-    scores = block_diagonal(products[:, :size] * first.between, heads)
-    reads = first.decay * dot(keys, dq, "nt") - dot(u, scores, "nt")
+    products = dot(jnp.concatenate([x.q.astype(F32), keys], axis=1), dk, "nt")
+    scores, z = products[:, : x.q.shape[1]], products[:, x.q.shape[1] :]
+    past, z_values = dot(keys, dq, "nt"), dot(values, dv, "nt")
+    u = write_vjp(options, z, target, gates[0].gamma)[0]
+    u_values = write_vjp(options, z_values, target, gates[1].gamma)[0]
+    reads = first.decay * past - dot(u, spread(scores * first.between), "nt")
     yield
     after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
-    after_keys -= dot(u * until_end(gates[0].total), dk, "nn")
-
+    after_keys -= dot(u * until[0], dk, "nn")
+    after_values = decay_at_end(gates[1].total, values.shape[-1]) * values
+    after_values -= dot(u_values * until[1], dv, "nn")
     yield
-    f = activate(options, reads)
-    by_token = jnp.swapaxes(f, 1, 2)
+    f = activate_vjp(options, reads)[0]
+    by_token, decayed = turned(f, heads), turned(f * second.decay, heads)
     yield
-    u = gates[1].gamma * error_gradient(options, dot(values, dv, "nt"), target)
+    scores = dot(by_token, spread(u_values), "nn") * second.between
+    past = dot(decayed, spread(values), "nn")
     yield
-    scores = diagonal_blocks(dot(by_token, u, "nn"), heads) * second.between
-    parts = [scores, u * until_end(gates[1].total)]
-    yield
-    written = dot(jnp.concatenate(parts, axis=1), dv, "nn")
-    yield
-    past = diagonal_blocks(dot(by_token, values, "nn"), heads)
-    y = decay_by_token(gates[1].total, width) * past - written[:, :size]
-    after_values = decay_at_end(gates[1].total, width) * values - written[:, size:]
-    return (after_keys, after_values), y
+    return (after_keys, after_values), past - dot(scores, dv, "nn")

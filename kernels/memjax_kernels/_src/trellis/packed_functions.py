@@ -21,38 +21,27 @@ Slots = Float[Array, "P M CC"]
 Row = Float[Array, "P 1 CC"]
 
 
-def activate(options: Options, reads: Slots) -> Slots:
-    """f of the first pass's reads, slots as rows."""
-    return functions.apply(options.activation, reads, packs.over_slots, packs.sigmoid)
-
-
-def error_gradient(options: Options, z: Slots, target: Slots) -> Slots:
-    """E of a memory's prediction."""
-    return functions.error_gradient(
-        options.phi, z, target, packs.over_slots, packs.sigmoid
-    )
-
-
 def activate_vjp(
     options: Options, z: Slots
 ) -> tuple[Slots, Callable[[Slots, Row], Slots]]:
     """f, and of d_f and its sum over slots with f the gradient of z."""
     if options.activation == "ln_silu":
         return _ln_silu_vjp(z)
-    f, back = jax.vjp(functools.partial(activate, options), z)
+    apply = functools.partial(functions.apply, options.activation)
+    f, back = jax.vjp(lambda z: apply(z, packs.over_slots, packs.sigmoid), z)
     return f, lambda d_f, _: back(d_f)[0]
 
 
 def _ln_silu_vjp(z):
     mean = functools.partial(packs.over_slots, jnp.mean)
-    s, gate = _silu(z)
+    s, gate, rest = _silu(z)
     centred = s - mean(s)
     scale = jax.lax.rsqrt(mean(centred * centred) + functions.EPS)
     f = centred * scale
 
     def of_z(d_f, along):
         d = d_f - mean(d_f) - f * (along / z.shape[1])
-        return d * (gate + s * (1.0 - gate)) * scale
+        return d * (gate + s * rest) * (0.5 * scale)
 
     return f, of_z
 
@@ -63,7 +52,12 @@ def write_vjp(
     """u = gamma E, and of d_u the gradients of z, target and gamma."""
     if options.phi == "l2_silu":
         return _write_l2_silu(z, target, gamma)
-    error, back = jax.vjp(functools.partial(error_gradient, options), z, target)
+    phi, over, sigmoid = options.phi, packs.over_slots, packs.sigmoid
+
+    def error_of(z, target):
+        return functions.error_gradient(phi, z, target, over, sigmoid)
+
+    error, back = jax.vjp(error_of, z, target)
 
     def of_all(d_u):
         return *back(gamma * d_u), sum_slots(error * d_u)
@@ -73,30 +67,33 @@ def write_vjp(
 
 def _write_l2_silu(z, target, gamma):
     # E = r slope e with s = silu(z), r = 1 / |s|, n = s r, c = sum(n (n - target)) and
-    # e = n - target - c n.
-    s, gate = _silu(z)
-    slope = gate + s * (1.0 - gate)
-    r = jax.lax.rsqrt(sum_slots(s * s) + functions.EPS)
-    n = s * r
-    e = n - target
-    c = sum_slots(n * e)
-    e = e - n * c
-    scale = gamma * r
+    # e = n (1 - c) - target. `slope` is twice that of silu, `bend` four times its own.
+    s, gate, rest = _silu(z)
+    slope = gate + s * rest
+    squares = sum_slots(s * s)
+    r = jax.lax.rsqrt(squares + functions.EPS)
+    c = r * (r * squares - sum_slots(s * target))
+    e = s * (r - r * c) - target
+    scale = (0.5 * r) * gamma
 
     def of_all(d_u):
         p = d_u * slope
         # All other sums follow of those of p with e and n.
-        along_e, along_n = sum_slots(p * e), r * sum_slots(p * s)
+        along_e, along_n = 0.5 * sum_slots(p * e), 0.5 * r * sum_slots(p * s)
         of_r = gamma * (along_e + along_n * (functions.EPS * r * r - 2.0 * c))
-        along_s = r * r * (scale * along_n * (1.0 + c) + r * of_r)
-        d_s = p * (r * scale * (1.0 - c)) - e * (r * scale * along_n) - s * along_s
-        bend = (1.0 - gate) * (gate - gate * s + slope)
-        d_z = d_s * slope + d_u * e * bend * scale
-        return d_z, s * (r * scale * along_n) - p * scale, r * along_e
+        along = r * scale * along_n
+        along_s = r * r * (scale * along_n * (1.0 + c) + 0.5 * r * of_r)
+        d_s = p * ((0.5 * r) * scale * (1.0 - c)) - e * along - s * along_s
+        bend = rest * (gate - gate * s + slope)
+        d_z = d_s * slope + d_u * e * bend * (0.5 * scale)
+        return d_z, s * (2.0 * along) - p * scale, r * along_e
 
     return e * slope * scale, of_all
 
 
 def _silu(z):
-    gate = packs.sigmoid(z)
-    return z * gate, gate
+    """silu(z), twice the sigmoid, and what that lacks of 2."""
+    half = 0.5 * z
+    tanh = jnp.tanh(half)
+    gate = 1.0 + tanh
+    return half * gate, gate, 1.0 - tanh

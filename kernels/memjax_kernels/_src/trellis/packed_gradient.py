@@ -22,7 +22,7 @@ from memjax_kernels._src.trellis.packed import (
     Gates,
     Prepared,
     decay_at_end,
-    units,
+    turned,
     until_end,
 )
 from memjax_kernels._src.trellis.packed_functions import activate_vjp, write_vjp
@@ -53,7 +53,7 @@ def vjp(
     Yields between its phases; see `common.packs.staggered`.
     """
     dot, (slots, size) = options.multiply, (keys.shape[1], x.q.shape[1])
-    heads = len(gates[0].total.column)
+    heads = len(gates[0].total.end)
     spread = functools.partial(block_diagonal, heads=heads)
     target, dq, dk, dv, left = ready
     until = until_end(gates[0].total), until_end(gates[1].total)
@@ -132,7 +132,7 @@ def vjp(
     )
     yield
     d_q = products[:, slots:] + blocks(dot(d_past, keys, "tn"))
-    d_alpha = blocks(dot(d_target + d_target_1, units(x.alpha, heads), "tn"))
+    d_alpha = turned(d_target + d_target_1, heads)
     yield
     total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
     total_1 += _at_end(sum_slots(first * d_state), sum_slots(decayed * keys), heads)

@@ -52,8 +52,8 @@ def in_chunks(
     group = group_size(number // heads, each)
     rows = min(TOKENS // (group * heads * size), ROWS_BYTES // (group * each))
     rows = divisor(b, rows)
-    # Packs go through a chunk's phases in pairs.
-    pairs = rows * group // divisor(rows * group, 2)
+    # Four packs at a time go through a chunk's phases.
+    phased = rows * group // divisor(rows * group, 4)
     layout = Layout(
         rows,
         group,
@@ -62,7 +62,7 @@ def in_chunks(
         passes=(tokens.gamma.shape[-1], tokens.g.shape[-1]),
         opens=tokens.full is not None,
         resets=tokens.reset is not None,
-        phased=pairs,
+        phased=phased,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
     return run(_op, layout, tokens, memory, empty, **options)

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common import packs
+from memjax_kernels._src.common import packs, products
+from memjax_kernels._src.common.gate_sums import Sums
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.chunkwise import Layout
+from memjax_kernels._src.common.packs.decays import Totals
 from memjax_kernels._src.trellis.packed import Gates
 
 F32 = jnp.float32
+BF16 = jnp.dtype(jnp.bfloat16)
 
 
 class Packs(NamedTuple):
@@ -62,15 +65,28 @@ class Packs(NamedTuple):
         """Those of an array of all packs; None of none."""
         return jax.tree.map(lambda x: x[self.start : self.stop], x)
 
-    def gates(self, both: tuple[Gates, Gates]) -> tuple[Gates, Gates]:
-        """Those of all packs' gates; passes that share a total still do."""
-        first, second = both
-        total = self.of(first.total)
-        same = second.total is first.total
-        return (
-            Gates(self.of(first.gamma), total),
-            Gates(self.of(second.gamma), total if same else self.of(second.total)),
-        )
+    def gates(self, rows: list["Row"]) -> tuple[Gates, Gates]:
+        """Those of both passes; passes with one gate have one object."""
+        each = [(rows[row], i) for row, i in self._places()]
+        of_gamma, of_g = self.layout.passes
+        gamma = [
+            jnp.stack([row.gamma[index][i] for row, i in each])
+            for index in range(of_gamma)
+        ]
+        total = [self._total(each, index) for index in range(of_g)]
+        return Gates(gamma[0], total[0]), Gates(gamma[-1], total[-1])
+
+    def _total(self, each: list[tuple["Row", int]], index: int) -> Totals:
+        heads, group = self.layout.heads, self.layout.group
+        sums = [[part[i] for part in row.sums[index]] for row, i in each]
+        row = Sums(*map(jnp.stack, zip(*sums, strict=True)))
+        columns = [packs.every(row.columns, group, i) for row, i in each]
+        ones = each[0][0].ones[index]
+        wide = products.multiply(jnp.concatenate(columns), ones, "nn", BF16)
+        wide = wide.reshape(len(each), self.layout.size, -1)
+        ends = zip(*(packs.ends(part, heads) for part in row), strict=True)
+        of_head = tuple(Sums(*end) for end in ends)
+        return Totals(row, Sums(*jnp.split(wide, 2, axis=-1)), of_head)
 
     def _places(self) -> list[tuple[int, int]]:
         """The batch element and the number in it of each pack."""
@@ -84,9 +100,27 @@ def each_group(layout: Layout) -> list[Packs]:
     return [Packs(start, start + size, layout) for start in starts]
 
 
-def gates(x, layout: Layout) -> tuple[Gates, Gates]:
+class Row(NamedTuple):
+    """Gates of a batch element.
+
+    Attributes:
+        gamma: of each pass, along the lanes.
+        sums: of g in each pass, along the lanes.
+        columns: of all sums, in three parts with the digits of bfloat16.
+        ones: of each pass, where a product puts a pack's columns: coarse sums in all
+            lanes of their heads, and fine ones behind them.
+    """
+
+    gamma: list[Float[Array, "G 1 CC"]]
+    sums: list[Sums]
+    columns: Float[Array, "C N"]
+    ones: list[Float[Array, "N CC2"]]
+
+
+def gates(x, layout: Layout) -> list[Row]:
     """Gates of all packs, of references to `chunkwise.Blocks`."""
-    return _gates(x.gates[:, :, : layout.gate_columns], layout)
+    found = x.gates[:, :, : layout.gate_columns]
+    return [_gates_of_row(row, layout) for row in found]
 
 
 def flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
@@ -107,34 +141,24 @@ def flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
     return full, flag(int(layout.opens)) if layout.resets else None
 
 
-def _gates(block: Array, layout: Layout) -> tuple[Gates, Gates]:
-    """Gates of both passes, of a block [rows, C, R] of gammas and gates."""
-    steps, totals = zip(*(_gates_of_row(row, layout) for row in block), strict=True)
-
-    def join(*parts):
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-
-    steps, totals = ([join(*x) for x in zip(*y, strict=True)] for y in (steps, totals))
-    return Gates(steps[0], totals[0]), Gates(steps[-1], totals[-1])
-
-
-def _gates_of_row(block: Array, layout: Layout):
-    """Step sizes and sums of gates of each pass, of a batch element's [C, R]."""
+def _gates_of_row(block: Array, layout: Layout) -> Row:
+    """Of a batch element's columns [C, R] of gammas and gates."""
     group, heads, (of_gamma, of_g) = layout.group, layout.heads, layout.passes
-    each = heads * group
-    gammas = block[:, : each * of_gamma]
-    g = block[:, gammas.shape[1] :]
-    sums = pack_decays.sum_gates(g)
-    columns = jnp.concatenate([gammas, sums], axis=1)
-    rows = pack_decays.transpose(columns)
-
-    def total(index):
-        coarse = each * (of_gamma + index)
-        fine = coarse + each * of_g
-        return pack_decays.total(columns, rows, (coarse, fine), group, heads)
-
-    steps = [
-        pack_decays.pack_heads(rows, each * index, group, heads)
-        for index in range(of_gamma)
+    gammas = block[:, : heads * group * of_gamma]
+    sums = pack_decays.sum_gates(block[:, gammas.shape[1] :])
+    rows = pack_decays.transpose(jnp.concatenate([gammas, sums], axis=1))
+    given = [
+        pack_decays.pack_heads(rows, start, group, heads)
+        for start in range(0, rows.shape[0], heads * group)
     ]
-    return steps, [total(index) for index in range(of_g)]
+    gamma, coarse, fine = given[:of_gamma], given[of_gamma:-of_g], given[-of_g:]
+    columns = jnp.concatenate(packs.in_bfloat16(sums), axis=1).astype(BF16)
+    shape = (sums.shape[1], 2 * heads * layout.size)
+    head, ones = packs.head(shape, 2 * heads), []
+    for index in range(of_g):
+        first = head + heads * jnp.where(head < heads, index, of_g + index - 1)
+        after = packs.sublane(shape) - group * first
+        one = ((after >= 0) & (after < group)).astype(F32)
+        # Columns of other packs are zero where this is used.
+        ones.append(jnp.concatenate([one] * 3).astype(BF16))
+    return Row(gamma, [*map(Sums, coarse, fine)], columns, ones)

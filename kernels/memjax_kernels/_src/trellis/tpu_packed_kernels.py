@@ -21,9 +21,7 @@ from memjax_kernels._src.trellis.chunk import Options
 
 F32 = jnp.float32
 # Phases by which a group of packs is behind the one before it, counted for a v5e.
-FORWARD_LAG, BACKWARD_LAG = 1, 4
-# Of gates, which tokens in bfloat16 do not round.
-_exact = functools.partial(products.multiply, dtype=jnp.dtype(F32))
+FORWARD_LAG, BACKWARD_LAG = 2, 4
 
 
 def forward_kernel(
@@ -42,7 +40,7 @@ def forward_kernel(
     def advance(of: blocks.Packs):
         tokens = packed.Chunk(*map(of.tokens, x.tokens))
         given = of.gates(gates)
-        ready = packed.prepare(tokens, given, options)
+        ready = packed.prepare(tokens, given)
         yield
         start = of.memories(after)
         if reset is not None:
@@ -87,7 +85,7 @@ def backward_kernel(
     def vjp(of: blocks.Packs):
         tokens = packed.Chunk(*map(of.tokens, x.tokens))
         given = of.gates(gates)
-        ready = packed.prepare(tokens, given, options)
+        ready = packed.prepare(tokens, given)
         yield
         d, (keys, values) = of.memories(d_before), of.memories(residuals)
         zeros = jax.tree.map(jnp.zeros_like, d)
@@ -111,22 +109,25 @@ def backward_kernel(
         of.store_memories(d_before, d_start)
         for ref, d in zip(d_tokens, found.x, strict=True):
             of.store_tokens(ref, d)
-        return found.gamma, found.total
+        rows = *found.gamma, *_from_sums(found.total, layout.heads)
+        of.store_memories(d_gates, jnp.concatenate(rows, axis=1))
 
-    parts = in_turn([vjp(of) for of in blocks.each_group(layout)], BACKWARD_LAG)
-    gamma, total = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    rows = [*gamma, *(_from_sums(d, layout.heads) for d in total)]
-    d_gates[...] = jnp.concatenate(rows, axis=1).reshape(d_gates.shape)
+    in_turn([vjp(of) for of in blocks.each_group(layout)], BACKWARD_LAG)
 
 
-def _from_sums(d: Array, heads: int) -> Array:
+def _from_sums(d: tuple[Array, ...], heads: int) -> list[Array]:
     """Cotangents of gates from those of their sums: sums from each token on."""
-    width = d.shape[-1]
-    token = jax.lax.broadcasted_iota(jnp.int32, (width, width), 0)
-    before = packs.lane((width, width))
-    start = before - packs.within((width, width), width // heads)
-    later = (token >= before) & (token < start + width // heads)
-    return _exact(d[:, 0], later.astype(F32), "nn")[:, None]
+    rows = jnp.concatenate(d)[:, 0]
+    shape = (rows.shape[1],) * 2
+    token, before = packs.sublane(shape), packs.lane(shape)
+    start = before - packs.within(shape, shape[0] // heads)
+    later = (token >= before) & (token < start + shape[0] // heads)
+    # One matrix for all parts.
+    parts = jnp.concatenate(packs.in_bfloat16(rows))
+    dtype = jnp.dtype(jnp.bfloat16)
+    found = products.multiply(parts, later.astype(F32), "nn", dtype)
+    total = functools.reduce(jnp.add, jnp.split(found, 3))
+    return jnp.split(total[:, None], len(d))
 
 
 def add_unless(full, found, d):

@@ -57,6 +57,13 @@ def block_diagonal(x: Float[Array, "*P C DD"], heads: int) -> Float[Array, "*P C
     return stack([jnp.where(of == i, x, zero) for i in range(heads)])
 
 
+def every(x: Float[Array, "C N"], step: int, first: int) -> Float[Array, "C N"]:
+    """Lanes `first`, `first` + `step` and so on of bfloat16, the others zero."""
+    words = pltpu.bitcast(x, jnp.int32)
+    chosen = jnp.where(within(words.shape, step) == first, -1, 0)
+    return pltpu.bitcast(words & chosen, jnp.bfloat16)
+
+
 def diagonal_blocks(x: Float[Array, "P CC DD"], heads: int) -> Float[Array, "P C DD"]:
     """Undoes `block_diagonal`: of each head's rows the head's own lanes."""
     return by_head(jnp.split(x, heads, axis=1))

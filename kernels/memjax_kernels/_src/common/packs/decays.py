@@ -27,13 +27,13 @@ class Totals(NamedTuple):
     """Inclusive sums of g over the chunk.
 
     Attributes:
-        row: along the lanes, [P, 1, 2 C].
-        column: along the sublanes, [P, C, 1] of each head.
+        row: along the lanes, [P, 1, CC].
+        wide: along the sublanes, in all lanes of a head, [P, C, CC].
         end: at the chunk's last token, [P, 1, 1] of each head.
     """
 
     row: Sums
-    column: tuple[Sums, ...]
+    wide: Sums
     end: tuple[Sums, ...]
 
 
@@ -96,34 +96,9 @@ def pack_heads(
     return jnp.concatenate(parts, axis=1)[:, None]
 
 
-def total(
-    columns: Float[Array, "C N"],
-    rows: Float[Array, "N C"],
-    starts: tuple[int, int],
-    group: int,
-    heads: int,
-) -> Totals:
-    """The sums of gates whose coarse and fine parts start at these columns."""
-
-    def column(start):
-        return jnp.stack([columns[:, start + i : start + i + 1] for i in range(group)])
-
-    of_head = tuple(
-        Sums(*(column(start + i * group) for start in starts)) for i in range(heads)
-    )
-    row = Sums(*(pack_heads(rows, start, group, heads) for start in starts))
-    ends = zip(*(packs.ends(part, heads) for part in row), strict=True)
-    return Totals(row, of_head, tuple(Sums(*end) for end in ends))
-
-
 def decays(total: Totals) -> Decays:
     """The decays of a chunk's gates."""
-    row, heads = total.row, len(total.column)
-    width = row.coarse.shape[-1]
-    wide = Sums(
-        *(packs.widen(columns, width) for columns in zip(*total.column, strict=True))
-    )
-    return decays_of(row, wide, heads)
+    return decays_of(total.row, total.wide, len(total.end))
 
 
 def decays_of(row: Sums, wide: Sums, heads: int) -> Decays:
@@ -139,17 +114,14 @@ def decays_of(row: Sums, wide: Sums, heads: int) -> Decays:
 
 def until_end(total: Totals) -> Float[Array, "P 1 CC"]:
     """The decay from each token to the chunk's end; at most 1 for those of others."""
-    row, width = total.row, total.row.coarse.shape[-1]
-    end = Sums(*(packs.widen(x, width) for x in zip(*total.end, strict=True)))
+    row, end = total.row, Sums(*(x[:, -1:] for x in total.wide))
     between = (end.coarse - row.coarse) + (end.fine - row.fine)
     return jnp.exp(jnp.minimum(between, 0.0))
 
 
-def decay_by_token(total: Totals, width: int) -> Float[Array, "P C VV"]:
-    """The decay since the chunk's start, tokens along the sublanes."""
-    return packs.widen([jnp.exp(x.coarse + x.fine) for x in total.column], width)
-
-
 def decay_at_end(total: Totals, width: int) -> Float[Array, "P 1 DD"]:
     """The decay over the whole chunk, in a memory's lanes."""
+    coarse, fine = total.wide
+    if width == coarse.shape[-1]:
+        return jnp.exp(coarse[:, -1:] + fine[:, -1:])
     return jnp.exp(packs.widen([x.coarse + x.fine for x in total.end], width))
