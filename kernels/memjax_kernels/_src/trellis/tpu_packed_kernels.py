@@ -21,7 +21,7 @@ from memjax_kernels._src.trellis.chunk import Options
 
 F32 = jnp.float32
 # Phases by which a group of packs is behind the one before it, counted for a v5e.
-FORWARD_LAG, BACKWARD_LAG = 2, 4
+FORWARD_LAG, BACKWARD_LAG = 1, 4
 
 
 def forward_kernel(
