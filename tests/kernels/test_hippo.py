@@ -184,8 +184,9 @@ def test_in_step_shares_matrices_at_trace_time(in_step, names):
     def branches(in_step):
         traced = jax.make_jaxpr(functools.partial(call, in_step=in_step))
         text = str(traced(int32([0] * B), int32([3] * B)))
-        # Two are of the platform: which one it is, and one inside its kernel.
-        return text.count("cond[") - 2 * text.count("platform_index[")
+        # Others ask for the platform, or are inside a TPU's kernel.
+        others = map(text.count, ("platform_index[", "pallas_call["))
+        return text.count("cond[") - sum(others)
 
     # Whether batch elements agree, and then whether the bank covers them.
     assert (branches(None), branches(True), branches(False)) == (2, 1, 0)
@@ -286,6 +287,26 @@ def test_matrices_compile_for_a_mesh_with_the_kernel_in_them():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("matrices", "batch", "width"), [(1, 1, 512), (1, 2, 384), (2, 2, 512), (1, 2, 96)]
+)
+def test_products_by_columns_are_whole_ones(matrices, batch, width):
+    """The form of TPUs, and its gradient."""
+    draws = np.random.default_rng(0)
+    matrix, signal, weight = (
+        jnp.asarray(draws.normal(size=shape), jnp.float32)
+        for shape in ((matrices, 3, 5), (batch, 5, width), (batch, 3, width))
+    )
+
+    def run(form):
+        y, pull = jax.vjp(lambda x: form(matrix, x), signal)
+        return y, *pull(weight)
+
+    found, expected = map(run, (on_demand._by_columns, on_demand._at_once))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_on_demand_matrices_change_after_a_million_tokens():
     """300 blocks late in a stream: rounding the ratio to float32 would lose 1%."""
     order, length, steps, begin = 64, 4, 300, 1_000_000

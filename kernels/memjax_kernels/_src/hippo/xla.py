@@ -195,6 +195,4 @@ def read(
     reconstruction: Float[Array, "M N"], coefficients: Coefficients
 ) -> Float[Array, "B M X"]:
     """Memory tokens R C (eq. 8)."""
-    return jnp.einsum(
-        "mn,bnx->bmx", reconstruction, coefficients, precision=on_demand.HIGHEST
-    )
+    return on_demand.product(reconstruction[None], coefficients)
