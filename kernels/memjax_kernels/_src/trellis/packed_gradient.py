@@ -8,6 +8,7 @@ writes there: the decay factors out of both, so that no cotangent of W is formed
 """
 
 import functools
+import math
 from collections.abc import Generator
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks, sum_slots
+from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.packed import (
     Chunk,
@@ -62,6 +64,17 @@ def vjp(
     def stack(*rows):
         return jnp.concatenate([row.astype(jnp.float32) for row in rows], axis=1)
 
+    def of_tokens(a, b):
+        # Each head's rows have its own lanes: a tile of lanes needs its heads' rows.
+        tiles = math.gcd(heads, max(1, b.shape[2] // LANES))
+        if tiles == 1:
+            return blocks(dot(a, b, "tn"))
+        rows = jnp.split(jnp.swapaxes(a, 1, 2), tiles, axis=1)
+        both = rows, jnp.split(b, tiles, axis=2)
+        each = [dot(*pair, "nn") for pair in zip(*both, strict=True)]
+        each = [diagonal_blocks(y, heads // tiles) for y in each]
+        return jnp.concatenate(each, axis=2)
+
     d_keys, d_values = d_after
 
     # The first pass again.
@@ -97,12 +110,8 @@ def vjp(
     decayed = decay_at_end(gates[1].total, values.shape[-1]) * d_values
     d_values_before = decayed + dot(d_z, dv, "nn") + dot(f * left[1].decay, dd_y, "nn")
     yield
-    d_v = blocks(
-        dot(
-            stack(-written, -second * until[1], d_z),
-            stack(d_y, d_values, values),
-            "tn",
-        )
+    d_v = of_tokens(
+        stack(-written, -second * until[1], d_z), stack(d_y, d_values, values)
     )
     yield
     along = sum_slots(f * d_f)
@@ -123,15 +132,9 @@ def vjp(
     products = dot(stack(d_z, d_scores), dk, "nn")
     d_keys_before = decayed + products[:, :slots] + dot(d_past, dq, "nn")
     yield
-    d_k = blocks(
-        dot(
-            stack(d_scores, -first * until[0], d_z),
-            stack(x.q, d_keys, keys),
-            "tn",
-        )
-    )
+    d_k = of_tokens(stack(d_scores, -first * until[0], d_z), stack(x.q, d_keys, keys))
     yield
-    d_q = products[:, slots:] + blocks(dot(d_past, keys, "tn"))
+    d_q = products[:, slots:] + of_tokens(d_past, keys)
     d_alpha = turned(d_target + d_target_1, heads)
     yield
     total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
