@@ -94,7 +94,7 @@ def _on_device(static: Static, tokens, filters, before):
 
 def _in_xla(static: Static, x, filters, before, seen):
     """The function of the forward kernel."""
-    positions = None if seen is None else seen[..., 0]
+    positions = None if seen is None else seen[..., 0].astype(jnp.int32)
     bias = filters[0, static.taps] if static.has_bias else None
     given = x, filters[0, : static.taps], before, positions, bias
     return (), xla.short_convolution(*given, unit_norm=static.width is not None)
