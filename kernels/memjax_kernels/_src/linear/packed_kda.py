@@ -133,7 +133,7 @@ def _rated(x: Channels, y: Float[Array, "P C DD"]) -> Float[Array, "P C DD"]:
 
 
 def _in_turn(number: int, function: Callable[..., Any], *given: Any) -> Any:
-    """The function of up to so many packs at once: fewer values are there with few."""
+    """The function of at most `number` packs at a time: fewer values are live."""
     leaves, tree = jax.tree.flatten(given)
     turns = len(leaves[0]) // math.gcd(len(leaves[0]), number)
     of_turns = zip(*(jnp.split(x, turns) for x in leaves), strict=True)
@@ -272,7 +272,7 @@ def _levels_overlaps(x, q, k, erased, left):
     if number > 1:
         mixed = _columns(found[0], heads, number, 1)
         # Small parts of later tokens with large ones; of keys in the transpose's place.
-        small = _transpose(mixed, heads)
+        small = packs.turned(mixed, heads)
         if erased is not None:
             small = _columns(found[1], heads, number, 0)
         later += mixed + small
@@ -340,9 +340,3 @@ def _add_first(x: Array, found: Array) -> Array:
 def _sum_lanes(x: Float[Array, "P C DD"], heads: int, width: int) -> Array:
     """Sums over each head's lanes, in `width` lanes of all heads."""
     return packs.widen(packs.sums(x, heads), width)
-
-
-def _transpose(x: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
-    """Of each head."""
-    by_head = jnp.split(jnp.swapaxes(x, 1, 2), heads, axis=1)
-    return jnp.concatenate(by_head, axis=2)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal
 from memjax_kernels._src.common.packs.decays import (
     Decays,
@@ -52,12 +53,6 @@ class Gates(NamedTuple):
     total: Totals
 
 
-def turned(x: Float[Array, "P L HR"], heads: int) -> Float[Array, "P R HL"]:
-    """The transpose of each head's matrix."""
-    parts = jnp.split(jnp.swapaxes(x, 1, 2), heads, axis=1)
-    return jnp.concatenate(parts, axis=2)
-
-
 class Prepared(NamedTuple):
     """Values that depend on tokens and gates alone.
 
@@ -84,7 +79,7 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates]) -> Prepared:
     # Computed once where both are the same.
     both = left, (left if second is first else decays(second))
     dq, dk, dv = (block_diagonal(y, heads) for y in (x.q, x.k, x.v))
-    return Prepared(turned(x.alpha, heads).astype(F32), dq, dk, dv, both)
+    return Prepared(packs.turned(x.alpha, heads).astype(F32), dq, dk, dv, both)
 
 
 def advance(
@@ -118,7 +113,7 @@ def advance(
     after_values -= dot(u_values * until[1], dv, "nn")
     yield
     f = activate_vjp(options, reads)[0]
-    by_token, decayed = turned(f, heads), turned(f * second.decay, heads)
+    by_token, decayed = packs.turned(f, heads), packs.turned(f * second.decay, heads)
     yield
     scores = dot(by_token, spread(u_values), "nn") * second.between
     past = dot(decayed, spread(values), "nn")

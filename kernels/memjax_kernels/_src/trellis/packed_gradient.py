@@ -24,7 +24,6 @@ from memjax_kernels._src.trellis.packed import (
     Gates,
     Prepared,
     decay_at_end,
-    turned,
     until_end,
 )
 from memjax_kernels._src.trellis.packed_functions import activate_vjp, write_vjp
@@ -135,7 +134,7 @@ def vjp(
     d_k = of_tokens(stack(d_scores, -first * until[0], d_z), stack(x.q, d_keys, keys))
     yield
     d_q = products[:, slots:] + of_tokens(d_past, keys)
-    d_alpha = turned(d_target + d_target_1, heads)
+    d_alpha = packs.turned(d_target + d_target_1, heads)
     yield
     total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
     total_1 += _at_end(sum_slots(first * d_state), sum_slots(decayed * keys), heads)

@@ -66,7 +66,7 @@ class Packs(NamedTuple):
         return jax.tree.map(lambda x: x[self.start : self.stop], x)
 
     def gates(self, rows: list["Row"]) -> tuple[Gates, Gates]:
-        """Those of both passes; passes with one gate have one object."""
+        """Gates of both passes, which share an object where they have one gate."""
         each = [(rows[row], i) for row, i in self._places()]
         of_gamma, of_g = self.layout.passes
         gamma = [

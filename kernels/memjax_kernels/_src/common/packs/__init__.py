@@ -75,6 +75,12 @@ def widen(numbers: Sequence[Float[Array, "P _ 1"]], width: int) -> Array:
     return by_head([jnp.broadcast_to(number, shape) for number in numbers])
 
 
+def turned(x: Float[Array, "P L HR"], heads: int) -> Float[Array, "P R HL"]:
+    """Each head's matrix transposed."""
+    parts = jnp.split(jnp.swapaxes(x, 1, 2), heads, axis=1)
+    return jnp.concatenate(parts, axis=2)
+
+
 def by_head(parts: Sequence[Array]) -> Array:
     """The i-th part in the lanes of the i-th head."""
     of = head(parts[0].shape, len(parts))

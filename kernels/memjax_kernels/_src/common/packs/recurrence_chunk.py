@@ -159,7 +159,7 @@ def equations(op: Op) -> Equations:
 
 
 def forgets_little(x: Any) -> Bool[Array, ""] | None:
-    """Whether gates of each channel and quarter sum to less than `channels.MILD`.
+    """Whether |log gates| sum to less than MILD in every channel of every quarter.
 
     Gates are rounded to bfloat16. None for float32, of which quotients would lose a
     digit.
