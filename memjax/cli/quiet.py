@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,12 @@ def hide_reported() -> None:
 
 def _is_unreported(record: logging.LogRecord) -> bool:
     """False for the record of a failure that memjax reports."""
-    return not record.exc_info or _REPORTED[record.name] not in record.pathname.split(
-        os.sep
-    )
+    if not record.exc_info:
+        return True
+    # absl's logger, made here before absl is imported, says absl's own file.
+    frames = traceback.walk_tb(record.exc_info[2])
+    files = [record.pathname, *(frame.f_code.co_filename for frame, _ in frames)]
+    return not any(_REPORTED[record.name] in file.split(os.sep) for file in files)
 
 
 def _unraisable(otherwise: Callable[[Any], None], found: Any) -> None:
