@@ -71,10 +71,9 @@ def program(
         return _flat(function(*by_head, **options)[1])
 
     given = jax.eval_shape(lambda *x: tuple(map(_flat, x)), *shaped)
-    # Kernels read the memory at the first step and write it at the last. A step is a
-    # chunk, or 16 tokens of smaller ones.
+    # Kernels read the memory at the first step, and write it at the last.
     chunk = options.get("chunk_size")
-    share = max(16, chunk) / of.time if chunk else 1.0
+    share = chunk / of.time if chunk else 1.0
     codes = (mild, 1 - mild) if op in ("kda", "gdn2") and not peer else ()
     ends = {op: Shares(ends=share, bodies=codes)}
     flops = ops.cost(op, of, chunk or 0, "bfloat16", backward).flops
@@ -136,9 +135,9 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
 
         return name, build, of, chip
 
-    for size in (64, 16, 4, 1):
+    for size in (64, 16):
         yield op(f"trellis/c{size}", "trellis", chunk_size=size)
-    for size in (16, 64, 1):
+    for size in (16, 64):
         yield op(f"lattice-dec/c{size}", "lattice", chunk_size=size)
     for plain in PLAIN:
         yield op(plain, plain)
@@ -156,7 +155,6 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
         for chip in ("v6e", "v5p"):
             yield op(f"{at}/{chip}", which, chip=chip, chunk_size=64)
         yield op(f"{at}/small", which, SMALL, chunk_size=64)
-    yield op("trellis/c4/small", "trellis", SMALL, chunk_size=4)
     for plain, chip in OTHER_CHIPS.items():
         yield op(f"{plain}/{chip}/small", plain, SMALL, chip)
     for kernel, time in itertools.product(ATTENTION, LENGTHS):

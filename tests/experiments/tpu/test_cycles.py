@@ -79,7 +79,7 @@ def test_results_are_written_case_by_case_and_kept(tmp_path, monkeypatch, capsys
     reason="compiling for a TPU takes libtpu (pip install libtpu)",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["trellis/c4", "lattice-dec/c64"])
+@pytest.mark.parametrize("op", ["trellis/c64", "lattice-dec/c64"])
 def test_kernels_do_not_get_slower(op):
     """Cycles rise by at most 10% over those that are committed."""
     name = f"{op}/small/forward"

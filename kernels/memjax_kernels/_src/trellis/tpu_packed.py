@@ -1,7 +1,7 @@
 """Trellis on a TPU for packed heads, without a copy of the tokens.
 
 `packed` has the equations of a chunk, `tpu_packed_kernels` the kernels and `tpu_op`
-the op. Chunks of fewer than 16 tokens go through `tpu_small`.
+the op.
 """
 
 from typing import Any
