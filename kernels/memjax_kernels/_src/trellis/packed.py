@@ -16,7 +16,8 @@ all of it.
 """
 
 import functools
-from collections.abc import Generator
+import math
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal
+from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.common.packs.decays import (
     Decays,
     Totals,
@@ -82,6 +84,14 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates]) -> Prepared:
     return Prepared(packs.turned(x.alpha, heads).astype(F32), dq, dk, dv, both)
 
 
+def by_tiles(dot, x, y, heads: int) -> Array:
+    """x D(y), without the blocks of D that are zero: each tile of lanes has its heads."""
+    tiles = math.gcd(heads, max(1, y.shape[-1] // LANES))
+    pairs = zip(jnp.split(x, tiles, -1), jnp.split(y, tiles, -1), strict=True)
+    found = [dot(a, block_diagonal(b, heads // tiles), "nn") for a, b in pairs]
+    return jnp.concatenate(found, axis=-1)
+
+
 def advance(
     x: Chunk,
     ready: Prepared,
@@ -89,8 +99,9 @@ def advance(
     keys: Float[Array, "P M KK"],
     values: Float[Array, "P M VV"],
     options: Options,
-) -> Generator[None, None, tuple[tuple[Array, Array], Float[Array, "P C VV"]]]:
-    """The memories after a chunk, and its reads.
+    keep: Callable[[tuple[Array, Array]], None],
+) -> Generator[None, None, Float[Array, "P C VV"]]:
+    """The reads of a chunk; `keep` gets the memories after it, as early as they are.
 
     Yields between its phases; see `common.packs.staggered`.
     """
@@ -99,23 +110,25 @@ def advance(
     until = until_end(gates[0].total), until_end(gates[1].total)
     spread = functools.partial(block_diagonal, heads=heads)
 
-    # One matrix for the rows of both.
     products = dot(jnp.concatenate([x.q.astype(F32), keys], axis=1), dk, "nt")
     scores, z = products[:, : x.q.shape[1]], products[:, x.q.shape[1] :]
-    past, z_values = dot(keys, dq, "nt"), dot(values, dv, "nt")
+    past = dot(keys, dq, "nt")
+    z_values = dot(values, dv, "nt")
     u = write_vjp(options, z, target, gates[0].gamma)[0]
     u_values = write_vjp(options, z_values, target, gates[1].gamma)[0]
-    reads = first.decay * past - dot(u, spread(scores * first.between), "nt")
     yield
     after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
     after_keys -= dot(u * until[0], dk, "nn")
     after_values = decay_at_end(gates[1].total, values.shape[-1]) * values
     after_values -= dot(u_values * until[1], dv, "nn")
+    keep((after_keys, after_values))
+    yield
+    reads = first.decay * past - dot(u, spread(scores * first.between), "nt")
     yield
     f = activate_vjp(options, reads)[0]
     by_token, decayed = packs.turned(f, heads), packs.turned(f * second.decay, heads)
     yield
     scores = dot(by_token, spread(u_values), "nn") * second.between
-    past = dot(decayed, spread(values), "nn")
+    past = by_tiles(dot, decayed, values, heads)
     yield
-    return (after_keys, after_values), past - dot(scores, dv, "nn")
+    return past - dot(scores, dv, "nn")

@@ -9,7 +9,7 @@ writes there: the decay factors out of both, so that no cotangent of W is formed
 
 import functools
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -35,8 +35,6 @@ class Cotangents(NamedTuple):
     x: Chunk
     gamma: tuple[Array, Array]
     total: tuple[Array, Array]
-    keys: Float[Array, "P M KK"]
-    values: Float[Array, "P M VV"]
 
 
 def vjp(
@@ -45,12 +43,14 @@ def vjp(
     gates: tuple[Gates, Gates],
     keys: Float[Array, "P M KK"],
     values: Float[Array, "P M VV"],
-    d_after: tuple[Array, Array],
+    d_after: Callable[[], tuple[Array, Array]],
     d_y: Float[Array, "P C VV"],
     options: Options,
+    keep: Callable[[tuple[Array, Array]], None],
 ) -> Generator[None, None, Cotangents]:
     """The cotangents of a chunk, which is computed again from its memories.
 
+    `d_after` gives those of the memories after the chunk, `keep` gets those before.
     Yields between its phases; see `common.packs.staggered`.
     """
     dot, (slots, size) = options.multiply, (keys.shape[1], x.q.shape[1])
@@ -74,76 +74,73 @@ def vjp(
         each = [diagonal_blocks(y, heads // tiles) for y in each]
         return jnp.concatenate(each, axis=2)
 
-    d_keys, d_values = d_after
-
     # The first pass again.
-    products = dot(stack(x.q, keys, d_keys), dk, "nt")
-    z, state_keys = jnp.split(products[:, size:], 2, axis=1)
-    first, of_first = write_vjp(options, z, target, gates[0].gamma)
+    products = dot(stack(x.q, keys), dk, "nt")
+    first, of_first = write_vjp(options, products[:, size:], target, gates[0].gamma)
     yield
     scores = spread(products[:, :size] * left[0].between)
     reads = left[0].decay * dot(keys, dq, "nt") - dot(first, scores, "nt")
     yield
     f, of_reads = activate_vjp(options, reads)
     by_token = jnp.swapaxes(f, 1, 2)
-
     yield
     # The second, with its cotangents.
-    products = dot(stack(values, d_values, d_y), dv, "nt")
-    yield
-    z, gamma = products[:, :slots], gates[1].gamma
-    second, of_second = write_vjp(options, z, target, gamma)
-    state_values, d_scores = products[:, slots : 2 * slots], products[:, 2 * slots :]
+    products = dot(stack(values, d_y), dv, "nt")
+    second, of_second = write_vjp(options, products[:, :slots], target, gates[1].gamma)
     yield
     written = blocks(dot(by_token, second, "nn")) * left[1].between
-    d_scores = spread(-d_scores * left[1].between)
-    yield
+    d_scores = spread(-products[:, slots:] * left[1].between)
     dd_y = spread(d_y)
-    d_f = left[1].decay * dot(values, dd_y, "nt")
-    d_f += dot(second, d_scores, "nt")
     yield
-    d_state = -until[1] * state_values
-    d_u = dot(f, d_scores, "nn") + d_state
-    yield
-    d_z, d_target, gamma_2 = of_second(d_u)
-    decayed = decay_at_end(gates[1].total, values.shape[-1]) * d_values
-    d_values_before = decayed + dot(d_z, dv, "nn") + dot(f * left[1].decay, dd_y, "nn")
-    yield
-    d_v = of_tokens(
-        stack(-written, -second * until[1], d_z), stack(d_y, d_values, values)
-    )
-    yield
-    along = sum_slots(f * d_f)
-    total_2 = along - gates[1].gamma * gamma_2
-    total_2 += _at_end(sum_slots(second * d_state), sum_slots(decayed * values), heads)
-
+    d_f = left[1].decay * dot(values, dd_y, "nt") + dot(second, d_scores, "nt")
+    d_second = dot(f, d_scores, "nn")
     yield
     # The first pass.
+    along = sum_slots(f * d_f)
     d_reads = of_reads(d_f, along)
     d_past = left[0].decay * d_reads
     yield
-    d_state = -until[0] * state_keys
-    d_u = d_state - dot(d_reads, scores, "nn")
+    d_first = dot(d_reads, scores, "nn")
     d_scores = -blocks(dot(d_reads, first, "tn")) * left[0].between
     yield
-    d_z, d_target_1, gamma_1 = of_first(d_u)
-    decayed = decay_at_end(gates[0].total, keys.shape[-1]) * d_keys
+    # What depends on the chunks behind this one.
+    d_keys, d_values = d_after()
+    d_states = -until[0] * dot(d_keys, dk, "nt"), -until[1] * dot(d_values, dv, "nt")
+    d_z_values, d_target_2, gamma_2 = of_second(d_second + d_states[1])
+    d_z, d_target_1, gamma_1 = of_first(d_states[0] - d_first)
+    yield
+    decayed = [
+        decay_at_end(gate.total, d.shape[-1]) * d
+        for gate, d in zip(gates, (d_keys, d_values), strict=True)
+    ]
     products = dot(stack(d_z, d_scores), dk, "nn")
-    d_keys_before = decayed + products[:, :slots] + dot(d_past, dq, "nn")
+    before_keys = decayed[0] + products[:, :slots] + dot(d_past, dq, "nn")
+    before_values = decayed[1] + dot(d_z_values, dv, "nn")
+    before_values += dot(f * left[1].decay, dd_y, "nn")
+    keep((before_keys, before_values))
+    yield
+    total_2 = along - gates[1].gamma * gamma_2
+    total_2 += _at_end(
+        sum_slots(second * d_states[1]), sum_slots(decayed[1] * values), heads
+    )
+    total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
+    total_1 += _at_end(
+        sum_slots(first * d_states[0]), sum_slots(decayed[0] * keys), heads
+    )
+    yield
+    d_v = of_tokens(
+        stack(-written, -second * until[1], d_z_values), stack(d_y, d_values, values)
+    )
     yield
     d_k = of_tokens(stack(d_scores, -first * until[0], d_z), stack(x.q, d_keys, keys))
     yield
     d_q = products[:, slots:] + of_tokens(d_past, keys)
-    d_alpha = packs.turned(d_target + d_target_1, heads)
+    d_alpha = packs.turned(d_target_1 + d_target_2, heads)
     yield
-    total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
-    total_1 += _at_end(sum_slots(first * d_state), sum_slots(decayed * keys), heads)
     return Cotangents(
         Chunk(d_q, d_k, d_v, d_alpha),
         (gamma_1, gamma_2),
         (total_1, total_2),
-        d_keys_before,
-        d_values_before,
     )
 
 

@@ -22,6 +22,7 @@ from memjax_kernels._src.trellis.tpu_op import op_of, run
 # Limits up to which a program takes further batch elements, in tokens and bytes by the
 # estimate, of which Mosaic takes about half: packs of one hide the latency of another.
 TOKENS, ROWS_BYTES = 1536, 96 << 20
+CHUNKS = 4
 
 
 def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
@@ -54,6 +55,7 @@ def in_chunks(
     rows = divisor(b, rows)
     # Four packs at a time go through a chunk's phases.
     phased = rows * group // divisor(rows * group, 4)
+    chunks = min(CHUNKS, tokens.q.shape[1])
     layout = Layout(
         rows,
         group,
@@ -63,6 +65,8 @@ def in_chunks(
         opens=tokens.full is not None,
         resets=tokens.reset is not None,
         phased=phased,
+        chunks=chunks,
+        saves=chunks,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
     return run(_op, layout, tokens, memory, empty, **options)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs, products
@@ -23,26 +24,31 @@ BF16 = jnp.dtype(jnp.bfloat16)
 class Packs(NamedTuple):
     """The packs from `start` to before `stop` of the P = rows * group of a program.
 
+    Of the block's chunks `part`.
+
     They are read where a computation takes them and written where it ends: values that
     wait for those of other packs would be spilled.
     """
 
     start: int
     stop: int
+    part: int
     layout: Layout
 
     def tokens(self, ref) -> Float[Array, "p C DD"]:
-        """Those of a reference [rows, C, group DD]."""
-        width = ref.shape[2] // self.layout.group
-        return jnp.stack(
-            [ref[row, :, i * width : (i + 1) * width] for row, i in self._places()]
-        )
+        """Those of a reference [rows, parts C, group DD]."""
+        return jnp.stack([ref[at] for at in self._at_tokens(ref)])
 
     def store_tokens(self, ref, x: Float[Array, "p C DD"]) -> None:
         """Undoes `tokens`."""
-        width = x.shape[-1]
-        for each, (row, i) in zip(x, self._places(), strict=True):
-            ref[row, :, i * width : (i + 1) * width] = each.astype(ref.dtype)
+        for each, at in zip(x, self._at_tokens(ref), strict=True):
+            ref[at] = each.astype(ref.dtype)
+
+    def _at_tokens(self, ref):
+        width, size = ref.shape[2] // self.layout.group, self.layout.size
+        tokens = slice(self.part * size, (self.part + 1) * size)
+        lanes = [slice(i * width, (i + 1) * width) for i in range(self.layout.group)]
+        return [(row, tokens, lanes[i]) for row, i in self._places()]
 
     def memories(self, refs):
         """Those of references [rows, group, M, DD], in float32."""
@@ -61,13 +67,28 @@ class Packs(NamedTuple):
 
         jax.tree.map(write, refs, values)
 
+    def saved(self, refs):
+        """Those of references [rows, group, parts M, DD], in float32."""
+        return self.memories(self._of_part(refs))
+
+    def save(self, refs, values) -> None:
+        """Undoes `saved`."""
+        self.store_memories(self._of_part(refs), values)
+
+    def _of_part(self, refs):
+        def part(ref):
+            size = ref.shape[2] // self.layout.parts
+            return ref.at[:, :, pl.ds(self.part * size, size)]
+
+        return jax.tree.map(part, refs)
+
     def of(self, x):
         """Those of an array of all packs; None of none."""
-        return jax.tree.map(lambda x: x[self.start : self.stop], x)
+        return jax.tree.map(lambda x: x[self.part][self.start : self.stop], x)
 
-    def gates(self, rows: list["Row"]) -> tuple[Gates, Gates]:
+    def gates(self, rows: list[list["Row"]]) -> tuple[Gates, Gates]:
         """Gates of both passes, which share an object where they have one gate."""
-        each = [(rows[row], i) for row, i in self._places()]
+        each = [(rows[row][self.part], i) for row, i in self._places()]
         of_gamma, of_g = self.layout.passes
         gamma = [
             jnp.stack([row.gamma[index][i] for row, i in each])
@@ -94,14 +115,15 @@ class Packs(NamedTuple):
 
 
 def each_group(layout: Layout) -> list[Packs]:
-    """The groups of packs that go through the phases one behind the other."""
+    """The groups of packs, chunk after chunk, each behind the one before it."""
     size = layout.rows * layout.group // layout.phased
     starts = range(0, layout.rows * layout.group, size)
-    return [Packs(start, start + size, layout) for start in starts]
+    parts = range(layout.parts)
+    return [Packs(i, i + size, part, layout) for part in parts for i in starts]
 
 
 class Row(NamedTuple):
-    """Gates of a batch element.
+    """Gates of a batch element's chunk.
 
     Attributes:
         gamma: of each pass, along the lanes.
@@ -117,41 +139,36 @@ class Row(NamedTuple):
     ones: list[Float[Array, "N CC2"]]
 
 
-def gates(x, layout: Layout) -> list[Row]:
-    """Gates of all packs, of references to `chunkwise.Blocks`."""
+def gates(x, layout: Layout) -> list[list[Row]]:
+    """Gates of all packs, of references to `chunkwise.Blocks`: rows, then chunks."""
     found = x.gates[:, :, : layout.gate_columns]
     return [_gates_of_row(row, layout) for row in found]
 
 
-def flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
+def flags(x, layout: Layout) -> tuple[list[Array] | None, list[Array] | None]:
     """Flags of full and of reset chunks, [P, 1, 1]; None where there are none."""
     if not layout.opens and not layout.resets:
         return None, None
     columns = x.gates[:, :, layout.gate_columns :]
     # All tokens of a chunk have its flags.
-    found = jnp.max(columns, axis=1, keepdims=True)[:, None]
+    chunks = jnp.split(columns, layout.parts, axis=1)
+    found = [jnp.max(chunk, axis=1, keepdims=True)[:, None] for chunk in chunks]
 
     def flag(index):
-        each = found[..., index : index + 1]
-        return packs.each_pack(
-            jnp.broadcast_to(each, (layout.rows, layout.group, 1, 1))
-        )
+        shape = (layout.rows, layout.group, 1, 1)
+        each = [jnp.broadcast_to(x[..., index : index + 1], shape) for x in found]
+        return [packs.each_pack(x) for x in each]
 
     full = flag(0) if layout.opens else None
     return full, flag(int(layout.opens)) if layout.resets else None
 
 
-def _gates_of_row(block: Array, layout: Layout) -> Row:
-    """Of a batch element's columns [C, R] of gammas and gates."""
+def _gates_of_row(block: Array, layout: Layout) -> list[Row]:
+    """Of a batch element's columns [parts C, R] of gammas and gates."""
     group, heads, (of_gamma, of_g) = layout.group, layout.heads, layout.passes
     gammas = block[:, : heads * group * of_gamma]
-    sums = pack_decays.sum_gates(block[:, gammas.shape[1] :])
+    sums = pack_decays.sum_gates(block[:, gammas.shape[1] :], layout.size)
     rows = pack_decays.transpose(jnp.concatenate([gammas, sums], axis=1))
-    given = [
-        pack_decays.pack_heads(rows, start, group, heads)
-        for start in range(0, rows.shape[0], heads * group)
-    ]
-    gamma, coarse, fine = given[:of_gamma], given[of_gamma:-of_g], given[-of_g:]
     columns = jnp.concatenate(packs.in_bfloat16(sums), axis=1).astype(BF16)
     shape = (sums.shape[1], 2 * heads * layout.size)
     head, ones = packs.head(shape, 2 * heads), []
@@ -161,4 +178,15 @@ def _gates_of_row(block: Array, layout: Layout) -> Row:
         one = ((after >= 0) & (after < group)).astype(F32)
         # Columns of other packs are zero where this is used.
         ones.append(jnp.concatenate([one] * 3).astype(BF16))
-    return Row(gamma, [*map(Sums, coarse, fine)], columns, ones)
+
+
+    def part(rows, columns):
+        given = [
+            pack_decays.pack_heads(rows, start, group, heads)
+            for start in range(0, rows.shape[0], heads * group)
+        ]
+        gamma, coarse, fine = given[:of_gamma], given[of_gamma:-of_g], given[-of_g:]
+        return Row(gamma, [*map(Sums, coarse, fine)], columns, ones)
+
+    parts = jnp.split(rows, layout.parts, axis=1), jnp.split(columns, layout.parts)
+    return [*map(part, *parts)]

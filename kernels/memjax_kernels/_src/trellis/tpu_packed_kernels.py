@@ -21,7 +21,7 @@ from memjax_kernels._src.trellis.chunk import Options
 
 F32 = jnp.float32
 # Phases by which a group of packs is behind the one before it, counted for a v5e.
-FORWARD_LAG, BACKWARD_LAG = 1, 4
+FORWARD_LAG, BACKWARD_LAG = 1, 2
 
 
 def forward_kernel(
@@ -46,13 +46,13 @@ def forward_kernel(
         if reset is not None:
             start = choose(of.of(reset), of.memories(empty), start)
         if residuals is not None:
-            of.store_memories(residuals, start)
-        keys, values = start
-        new, read = yield from packed.advance(
-            tokens, ready, given, keys, values, options
-        )
-        # A chunk that stays open leaves the memories at its start.
-        of.store_memories(after, choose(of.of(full), new, start))
+            of.save(residuals, start)
+
+        def keep(new):
+            # A chunk that stays open leaves the memories at its start.
+            of.store_memories(after, choose(of.of(full), new, start))
+
+        read = yield from packed.advance(tokens, ready, given, *start, options, keep)
         of.store_tokens(y, read)
 
     in_turn([advance(of) for of in blocks.each_group(layout)], FORWARD_LAG)
@@ -87,32 +87,32 @@ def backward_kernel(
         given = of.gates(gates)
         ready = packed.prepare(tokens, given)
         yield
-        d, (keys, values) = of.memories(d_before), of.memories(residuals)
-        zeros = jax.tree.map(jnp.zeros_like, d)
+        start = of.saved(residuals)
+        zeros = jax.tree.map(jnp.zeros_like, start)
+
+        def d_new():
+            return choose(of.of(full), of.memories(d_before), zeros)
+
+        def keep(d_start):
+            d_start = add_unless(of.of(full), d_start, of.memories(d_before))
+            if reset is not None:
+                # Every reset reads `empty`, so that its gradient is a sum over chunks.
+                emptied = choose(of.of(reset), d_start, zeros)
+                sums = jax.tree.map(jnp.add, of.memories(d_empty), emptied)
+                of.store_memories(d_empty, sums)
+                d_start = choose(of.of(reset), zeros, d_start)
+            of.store_memories(d_before, d_start)
+
         found = yield from packed_gradient.vjp(
-            tokens,
-            ready,
-            given,
-            keys,
-            values,
-            choose(of.of(full), d, zeros),
-            of.tokens(d_y),
-            options,
+            tokens, ready, given, *start, d_new, of.tokens(d_y), options, keep
         )
-        d_start = add_unless(of.of(full), (found.keys, found.values), d)
-        if reset is not None:
-            # Every reset reads `empty`, so that its gradient is a sum over chunks.
-            emptied = choose(of.of(reset), d_start, zeros)
-            sums = jax.tree.map(jnp.add, of.memories(d_empty), emptied)
-            of.store_memories(d_empty, sums)
-            d_start = choose(of.of(reset), zeros, d_start)
-        of.store_memories(d_before, d_start)
         for ref, d in zip(d_tokens, found.x, strict=True):
             of.store_tokens(ref, d)
         rows = *found.gamma, *_from_sums(found.total, layout.heads)
-        of.store_memories(d_gates, jnp.concatenate(rows, axis=1))
+        of.save((d_gates,), (jnp.concatenate(rows, axis=1),))
 
-    in_turn([vjp(of) for of in blocks.each_group(layout)], BACKWARD_LAG)
+    groups = reversed(blocks.each_group(layout))
+    in_turn([vjp(of) for of in groups], BACKWARD_LAG)
 
 
 def _from_sums(d: tuple[Array, ...], heads: int) -> list[Array]:

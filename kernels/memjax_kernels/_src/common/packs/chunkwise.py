@@ -50,6 +50,8 @@ class Layout(NamedTuple):
         phased: groups of packs that go through a chunk's phases one behind the other.
         ways: value heads of a key head, which divide those of a program or are divided
             by them.
+        chunks: of a block, where they have 16 tokens or more.
+        saves: memories of a block that the forward kernel saves.
     """
 
     rows: int
@@ -61,6 +63,8 @@ class Layout(NamedTuple):
     resets: bool
     phased: int = 1
     ways: int = 1
+    chunks: int = 1
+    saves: int = 1
 
     @property
     def share(self) -> int:
@@ -75,7 +79,7 @@ class Layout(NamedTuple):
     @property
     def parts(self) -> int:
         """Chunks of a block."""
-        return max(1, ROWS // self.size)
+        return max(self.chunks, ROWS // self.size)
 
     @property
     def gate_columns(self) -> int:
@@ -216,12 +220,13 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
     after = jax.tree.map(lambda m: like(m.shape, F32), memory)
     residuals = None
     if with_residuals:
-        number = values.shape[1]
-        residuals = jax.tree.map(
-            lambda m, dtype: like((m.shape[0], number, *m.shape[1:]), dtype),
-            memory,
-            op.residuals(values.dtype),
-        )
+        number = x.tokens[0].shape[1]
+
+        def saved(m, dtype):
+            b, of_all, slots, width = m.shape
+            return like((b, number, of_all, layout.saves * slots, width), dtype)
+
+        residuals = jax.tree.map(saved, memory, op.residuals(values.dtype))
     of = _specs_for(layout, x, lambda i: i)
     after, y, residuals = _call(
         of,
@@ -322,7 +327,9 @@ def _gates_like(op: Op, layout: Layout, of: Specs, x: Blocks):
         columns = like((batch, n, groups, size, layout.gate_columns), F32)
         return columns, of.gates(columns)
     packs = groups * layout.group
-    rows = like((batch, n, packs, op.gate_rows, layout.heads * size), F32)
+    # Of each chunk those that the kernel computes by themselves.
+    rows = op.gate_rows * layout.saves, layout.heads * size // layout.saves
+    rows = like((batch, n, packs, *rows), F32)
     return rows, of.residuals(rows)
 
 
@@ -331,9 +338,11 @@ def _by_head(
 ) -> Float[Array, "B n C H _"] | None:
     if d is None or not op.gate_rows:
         return d if d is None else gates_of_columns(d, layout.group, layout.heads)
-    b, n, packs, rows, _ = d.shape
-    split = d.reshape(b, n, packs, rows, layout.heads, -1)
-    return split.transpose(0, 1, 5, 2, 4, 3).reshape(b, n, split.shape[5], -1, rows)
+    b, n, packs = d.shape[:3]
+    split = d.reshape(b, n, packs, layout.saves, op.gate_rows, layout.heads, -1)
+    by_token = split.transpose(0, 1, 3, 6, 2, 5, 4)
+    heads = packs * layout.heads
+    return by_token.reshape(b, n, -1, heads, op.gate_rows)
 
 
 def _specs(of: Specs, layout: Layout, x: Blocks) -> Blocks:
