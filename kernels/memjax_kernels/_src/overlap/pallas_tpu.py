@@ -25,6 +25,7 @@ from memjax_kernels._src.common.packs.blocks import (
     PARAMS,
     ROWS,
     Specs,
+    divisor,
     gate_columns,
     gates_of_columns,
     group_size,
@@ -36,12 +37,15 @@ from memjax_kernels._src.overlap.xla import LEAST, in_chunks
 F32 = jnp.float32
 # Least tokens of a block: pairs of tokens of two heads fill the lanes.
 LEAST_BLOCK = 64
+# Packs of a program, at most: one hides the latency of another.
+PACKS_OF_PROGRAM = 24
 
 
 class Static(NamedTuple):
     """Static arguments of the kernels."""
 
     chunk_size: int
+    rows: int
     group: int
     heads: int
     interpret: Any
@@ -121,10 +125,13 @@ def _on_device(tokens, *, chunk_size, interpret):
     heads = _heads(tokens.k, size)
     if not heads:
         # A device of a mesh may hold heads that fill no lanes.
-        return (), _in_xla(Static(chunk_size, 0, 0, None), tokens)
+        return (), _in_xla(Static(chunk_size, 0, 0, 0, None), tokens)
     packs_of_all = tokens.k.shape[3] // heads
     group = group_size(packs_of_all, heads * _bytes(tokens.k, size))
-    static = Static(chunk_size, group, heads, interpret)
+    # Blocks do not depend on each other: a program takes some as batch elements.
+    tokens = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), tokens)
+    rows = divisor(tokens.k.shape[0], max(1, PACKS_OF_PROGRAM // group))
+    static = Static(chunk_size, rows, group, heads, interpret)
     keys, left = _blocks(static, varying.vary_alike(tokens))
     return (), (keys.reshape(shape), left.reshape(shape[:-1]))
 
@@ -185,7 +192,7 @@ _blocks = gradients.of_kernels("overlap", _forward, _backward, _in_xla)
 
 def _call(static: Static, kernel, name, x: Tokens, more, outputs):
     groups = x.k.shape[3] // static.group // static.heads
-    of = Specs(None, static.group, groups, lambda i: i)
+    of = Specs(static.rows, static.group, groups, lambda i: i)
 
     def both(t):
         return Tokens(of.tokens(t.k), of.gates(t.gamma))
@@ -196,7 +203,7 @@ def _call(static: Static, kernel, name, x: Tokens, more, outputs):
     blocks = _arrange(static, x)
     (result,) = pl.pallas_call(
         functools.partial(kernel, static=static),
-        grid=(x.k.shape[0], groups, x.k.shape[1]),
+        grid=(x.k.shape[0] // static.rows, groups, 1),
         in_specs=(both(blocks), *(at(y) for at, y in zip(specs, more, strict=True))),
         out_specs=(spec(outputs),),
         out_shape=(outputs,),
@@ -212,9 +219,7 @@ def _pairs(k, columns, static):
     size = k.shape[1]
     dot = functools.partial(multiply, dtype=operand_dtype(k))
     alike = dot(k, block_diagonal(k, static.heads), "nt")
-    gamma = pack_columns.spread(
-        columns[None], alike.shape[-1], static.group, static.heads
-    )
+    gamma = pack_columns.spread(columns, alike.shape[-1], static.group, static.heads)
     earlier, later = packs.sublane(alike.shape), packs.within(alike.shape, size)
 
     def chunk(at):
@@ -226,23 +231,25 @@ def _pairs(k, columns, static):
 
 
 def _forward_kernel(x, left, *, static: Static):
-    pairs = _pairs(packs.load(x.k, static.group), x.gamma[...], static)
-    left[...] = jnp.exp(packs.sum_slots(jnp.log(pairs.left)))
+    pairs = _pairs(packs.load_rows(x.k, static.group), x.gamma[...], static)
+    found = jnp.exp(packs.sum_slots(jnp.log(pairs.left)))
+    left[...] = found.reshape(left.shape)
 
 
 def _backward_kernel(x, d_keys, d_left, d_x, *, static: Static):
-    k, heads = packs.load(x.k, static.group), static.heads
+    k, heads = packs.load_rows(x.k, static.group), static.heads
     dot = functools.partial(multiply, dtype=operand_dtype(k))
     pairs = _pairs(k, x.gamma[...], static)
     logs = jnp.log(pairs.left)
     # The product over all other earlier tokens.
     others = jnp.exp(packs.sum_slots(logs) - logs)
-    d_pair = -d_left[...] * others * pairs.alike
-    shape = (1, *d_x.gamma.shape)
-    d_gamma = pack_columns.sum_lanes(d_pair * pairs.alike, shape, static.group, heads)
-    d_x.gamma[...] = d_gamma[0]
+    d_pair = -packs.each_pack(d_left[...]) * others * pairs.alike
+    shape = d_x.gamma.shape
+    d_x.gamma[...] = pack_columns.sum_lanes(
+        d_pair * pairs.alike, shape, static.group, heads
+    )
     d_alike = 2 * pairs.gamma * d_pair
     d_k = dot(d_alike, block_diagonal(k, heads), "nn") + diagonal_blocks(
         dot(d_alike, k, "tn"), heads
     )
-    packs.store(d_x.k, packs.load(d_keys, static.group) + d_k)
+    packs.store_rows(d_x.k, packs.load_rows(d_keys, static.group) + d_k)

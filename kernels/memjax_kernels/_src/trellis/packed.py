@@ -85,7 +85,7 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates]) -> Prepared:
 
 
 def by_tiles(dot, x, y, heads: int) -> Array:
-    """x D(y), without the blocks of D that are zero: each tile of lanes has its heads."""
+    """x D(y): in a tile of lanes of the rows of its heads, as others are zero."""
     tiles = math.gcd(heads, max(1, y.shape[-1] // LANES))
     pairs = zip(jnp.split(x, tiles, -1), jnp.split(y, tiles, -1), strict=True)
     found = [dot(a, block_diagonal(b, heads // tiles), "nn") for a, b in pairs]

@@ -19,10 +19,10 @@ from memjax_kernels._src.trellis import tpu_packed_kernels
 from memjax_kernels._src.trellis.segment import Tokens
 from memjax_kernels._src.trellis.tpu_op import op_of, run
 
-# Limits up to which a program takes further batch elements, in tokens and bytes by the
-# estimate, of which Mosaic takes about half: packs of one hide the latency of another.
-TOKENS, ROWS_BYTES = 1536, 96 << 20
-CHUNKS = 4
+# Limits up to which a program takes further chunks, and batch elements: tokens, bytes
+# by the estimate, of which Mosaic takes about half, and chunks. One hides the latency
+# of another.
+TOKENS, ROWS_BYTES, CHUNKS = 1536, 96 << 20, 8
 
 
 def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
@@ -51,11 +51,12 @@ def in_chunks(
     heads = heads_of_pack(size, number, widths)
     each = heads * _block_bytes(size, *widths)
     group = group_size(number // heads, each)
-    rows = min(TOKENS // (group * heads * size), ROWS_BYTES // (group * each))
-    rows = divisor(b, rows)
+    # Chunks first: of one behind another all but the memories is computed meanwhile.
+    number = min(ROWS_BYTES // (group * each), TOKENS // (group * heads * size))
+    chunks = divisor(tokens.q.shape[1], min(CHUNKS, number))
+    rows = divisor(b, number // chunks)
     # Four packs at a time go through a chunk's phases.
     phased = rows * group // divisor(rows * group, 4)
-    chunks = min(CHUNKS, tokens.q.shape[1])
     layout = Layout(
         rows,
         group,
@@ -66,7 +67,6 @@ def in_chunks(
         resets=tokens.reset is not None,
         phased=phased,
         chunks=chunks,
-        saves=chunks,
     )
     options = {"phi": phi, "activation": activation, "interpret": interpret}
     return run(_op, layout, tokens, memory, empty, **options)

@@ -1,13 +1,12 @@
 """Blocks of the Trellis kernels for packed heads: reads and writes of a program.
 
-A block is a chunk of every pack.
+A block is a chunk, or a few, of every pack.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs, products
@@ -24,7 +23,7 @@ BF16 = jnp.dtype(jnp.bfloat16)
 class Packs(NamedTuple):
     """The packs from `start` to before `stop` of the P = rows * group of a program.
 
-    Of the block's chunks `part`.
+    Of the block's chunks number `chunk`.
 
     They are read where a computation takes them and written where it ends: values that
     wait for those of other packs would be spilled.
@@ -32,11 +31,11 @@ class Packs(NamedTuple):
 
     start: int
     stop: int
-    part: int
+    chunk: int
     layout: Layout
 
     def tokens(self, ref) -> Float[Array, "p C DD"]:
-        """Those of a reference [rows, parts C, group DD]."""
+        """Those of a reference [rows, chunks C, group DD]."""
         return jnp.stack([ref[at] for at in self._at_tokens(ref)])
 
     def store_tokens(self, ref, x: Float[Array, "p C DD"]) -> None:
@@ -46,7 +45,7 @@ class Packs(NamedTuple):
 
     def _at_tokens(self, ref):
         width, size = ref.shape[2] // self.layout.group, self.layout.size
-        tokens = slice(self.part * size, (self.part + 1) * size)
+        tokens = slice(self.chunk * size, (self.chunk + 1) * size)
         lanes = [slice(i * width, (i + 1) * width) for i in range(self.layout.group)]
         return [(row, tokens, lanes[i]) for row, i in self._places()]
 
@@ -68,27 +67,34 @@ class Packs(NamedTuple):
         jax.tree.map(write, refs, values)
 
     def saved(self, refs):
-        """Those of references [rows, group, parts M, DD], in float32."""
-        return self.memories(self._of_part(refs))
+        """Those of references [rows, group, chunks M, DD], in float32."""
+
+        def read(ref):
+            return jnp.stack([ref[at] for at in self._at_saved(ref)]).astype(F32)
+
+        return jax.tree.map(read, refs)
 
     def save(self, refs, values) -> None:
         """Undoes `saved`."""
-        self.store_memories(self._of_part(refs), values)
 
-    def _of_part(self, refs):
-        def part(ref):
-            size = ref.shape[2] // self.layout.parts
-            return ref.at[:, :, pl.ds(self.part * size, size)]
+        def write(ref, x):
+            for each, at in zip(x, self._at_saved(ref), strict=True):
+                ref[at] = each.astype(ref.dtype)
 
-        return jax.tree.map(part, refs)
+        jax.tree.map(write, refs, values)
+
+    def _at_saved(self, ref):
+        size = ref.shape[2] // self.layout.chunks
+        of_chunk = slice(self.chunk * size, (self.chunk + 1) * size)
+        return [(*place, of_chunk) for place in self._places()]
 
     def of(self, x):
-        """Those of an array of all packs; None of none."""
-        return jax.tree.map(lambda x: x[self.part][self.start : self.stop], x)
+        """Those of each chunk's array of all packs; None of none."""
+        return None if x is None else x[self.chunk][self.start : self.stop]
 
     def gates(self, rows: list[list["Row"]]) -> tuple[Gates, Gates]:
         """Gates of both passes, which share an object where they have one gate."""
-        each = [(rows[row][self.part], i) for row, i in self._places()]
+        each = [(rows[row][self.chunk], i) for row, i in self._places()]
         of_gamma, of_g = self.layout.passes
         gamma = [
             jnp.stack([row.gamma[index][i] for row, i in each])
@@ -118,8 +124,8 @@ def each_group(layout: Layout) -> list[Packs]:
     """The groups of packs, chunk after chunk, each behind the one before it."""
     size = layout.rows * layout.group // layout.phased
     starts = range(0, layout.rows * layout.group, size)
-    parts = range(layout.parts)
-    return [Packs(i, i + size, part, layout) for part in parts for i in starts]
+    chunks = range(layout.chunks)
+    return [Packs(i, i + size, chunk, layout) for chunk in chunks for i in starts]
 
 
 class Row(NamedTuple):
@@ -151,7 +157,7 @@ def flags(x, layout: Layout) -> tuple[list[Array] | None, list[Array] | None]:
         return None, None
     columns = x.gates[:, :, layout.gate_columns :]
     # All tokens of a chunk have its flags.
-    chunks = jnp.split(columns, layout.parts, axis=1)
+    chunks = jnp.split(columns, layout.chunks, axis=1)
     found = [jnp.max(chunk, axis=1, keepdims=True)[:, None] for chunk in chunks]
 
     def flag(index):
@@ -164,7 +170,7 @@ def flags(x, layout: Layout) -> tuple[list[Array] | None, list[Array] | None]:
 
 
 def _gates_of_row(block: Array, layout: Layout) -> list[Row]:
-    """Of a batch element's columns [parts C, R] of gammas and gates."""
+    """Of a batch element's columns [chunks C, R] of gammas and gates."""
     group, heads, (of_gamma, of_g) = layout.group, layout.heads, layout.passes
     gammas = block[:, : heads * group * of_gamma]
     sums = pack_decays.sum_gates(block[:, gammas.shape[1] :], layout.size)
@@ -179,8 +185,7 @@ def _gates_of_row(block: Array, layout: Layout) -> list[Row]:
         # Columns of other packs are zero where this is used.
         ones.append(jnp.concatenate([one] * 3).astype(BF16))
 
-
-    def part(rows, columns):
+    def chunk(rows, columns):
         given = [
             pack_decays.pack_heads(rows, start, group, heads)
             for start in range(0, rows.shape[0], heads * group)
@@ -188,5 +193,5 @@ def _gates_of_row(block: Array, layout: Layout) -> list[Row]:
         gamma, coarse, fine = given[:of_gamma], given[of_gamma:-of_g], given[-of_g:]
         return Row(gamma, [*map(Sums, coarse, fine)], columns, ones)
 
-    parts = jnp.split(rows, layout.parts, axis=1), jnp.split(columns, layout.parts)
-    return [*map(part, *parts)]
+    each = jnp.split(rows, layout.chunks, axis=1), jnp.split(columns, layout.chunks)
+    return [*map(chunk, *each)]

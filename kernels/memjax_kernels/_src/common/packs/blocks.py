@@ -93,20 +93,14 @@ def unpack_heads(
     return split.swapaxes(2, 3).reshape(b, heads * packs, slots, -1)
 
 
-def join_chunks(x: Array, parts: int) -> Array:
-    """[B, n, C, ...] as blocks of `parts` chunks, [B, m, parts C, ...].
-
-    Chunks of zeros fill the last block.
-    """
-    padding = [(0, 0)] * x.ndim
-    padding[1] = (0, -x.shape[1] % parts)
-    return jnp.pad(x, padding).reshape(x.shape[0], -1, parts * x.shape[2], *x.shape[3:])
+def join_chunks(x: Array, number: int) -> Array:
+    """[B, n, C, ...] as blocks of so many chunks, [B, m, number C, ...]."""
+    return x.reshape(x.shape[0], -1, number * x.shape[2], *x.shape[3:])
 
 
-def split_chunks(x: Array, parts: int, number: int) -> Array:
-    """Undoes `join_chunks` of so many chunks."""
-    chunks = x.reshape(x.shape[0], -1, x.shape[2] // parts, *x.shape[3:])
-    return chunks[:, :number]
+def split_chunks(x: Array, number: int) -> Array:
+    """Undoes `join_chunks`."""
+    return x.reshape(x.shape[0], -1, x.shape[2] // number, *x.shape[3:])
 
 
 def gate_columns(gate: Array, group: int, heads: int) -> Array:

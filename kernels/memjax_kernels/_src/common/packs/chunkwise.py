@@ -2,13 +2,13 @@
 
 The grid is (batch elements, groups of packs, blocks), the last in order. All packs of a
 group, and of a few batch elements where these are small, are computed in one program,
-so that one hides the latency of another. A block is a chunk, or 16 tokens of smaller
-ones. The memory is an output block that all blocks of a head share: it stays in VMEM
-from the first to the last. An op brings the two kernels; `chunk_kernels` makes them of
-the equations of a chunk and of its gradient.
+so that one hides the latency of another. A block is a chunk, or a few. The memory is an
+output block that all blocks of a head share: it stays in VMEM from the first to the
+last. An op brings the two kernels; `chunk_kernels` makes them of the equations of a
+chunk and of its gradient.
 
-The forward kernel also saves the memory before every block where a gradient is taken.
-The backward kernel goes through the blocks in reverse and computes each again.
+The forward kernel also saves the memory before every chunk where a gradient is taken.
+The backward kernel goes through the chunks in reverse and computes each again.
 """
 
 import functools
@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, PyTree
 from memjax_kernels._src.common import gradients, products, varying
 from memjax_kernels._src.common.packs import pack_products
 from memjax_kernels._src.common.packs.blocks import (
-    ROWS,
     Specs,
     flag_columns,
     gate_columns,
@@ -50,8 +49,7 @@ class Layout(NamedTuple):
         phased: groups of packs that go through a chunk's phases one behind the other.
         ways: value heads of a key head, which divide those of a program or are divided
             by them.
-        chunks: of a block, where they have 16 tokens or more.
-        saves: memories of a block that the forward kernel saves.
+        chunks: of a block, a divisor of all.
     """
 
     rows: int
@@ -64,7 +62,6 @@ class Layout(NamedTuple):
     phased: int = 1
     ways: int = 1
     chunks: int = 1
-    saves: int = 1
 
     @property
     def share(self) -> int:
@@ -75,11 +72,6 @@ class Layout(NamedTuple):
     def of_row(self) -> tuple[int, int]:
         """Packs of a batch element, and heads of a pack."""
         return self.group, self.heads
-
-    @property
-    def parts(self) -> int:
-        """Chunks of a block."""
-        return max(self.chunks, ROWS // self.size)
 
     @property
     def gate_columns(self) -> int:
@@ -131,10 +123,10 @@ class Op(NamedTuple):
         backward: (x, empty, residuals, d_after, d_y, d_tokens, d_gates, d_before,
             d_empty, *scratch). Both with keywords `layout`, `options` and `multiply`.
         form: the same in XLA, (options, chunks, memory, empty) -> (memory, y).
-        residuals: the dtype of the tokens -> those of the memory before blocks.
+        residuals: the dtype of the tokens -> those of the memory before chunks.
         scratch: (layout, chunks in blocks) -> what both kernels have in VMEM alone.
-        gate_rows: of a pack's cotangents of gates, rows with tokens along the lanes;
-            0 is columns, as those of the gates.
+        gate_rows: of a chunk's cotangents of a pack's gates, rows with tokens along
+            the lanes; 0 is columns, as those of the gates.
         of_gates: (those cotangents, [B, n, C, H, .], chunks in blocks) -> those of the
             gates; without it there is one gate at most.
     """
@@ -180,7 +172,7 @@ def kernels_of(op: Op) -> Callable[..., Any]:
 
 def _in_blocks(layout: Layout, x: Chunks) -> Chunks:
     """Several chunks in one, and flags of every token."""
-    join = functools.partial(join_chunks, parts=layout.parts)
+    join = functools.partial(join_chunks, number=layout.chunks)
 
     def of_tokens(f):
         return jnp.broadcast_to(f[..., None], x.tokens[0].shape[:3])
@@ -224,7 +216,7 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
 
         def saved(m, dtype):
             b, of_all, slots, width = m.shape
-            return like((b, number, of_all, layout.saves * slots, width), dtype)
+            return like((b, number, of_all, layout.chunks * slots, width), dtype)
 
         residuals = jax.tree.map(saved, memory, op.residuals(values.dtype))
     of = _specs_for(layout, x, lambda i: i)
@@ -252,7 +244,7 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
     blocks = _arrange(layout, x)
     join = functools.partial(pack_heads, heads=heads)
     empty, d_after = jax.tree.map(join, (empty, d_after))
-    d_y = join_chunks(d_y, layout.parts).reshape(blocks.tokens[2].shape)
+    d_y = join_chunks(d_y, layout.chunks).reshape(blocks.tokens[2].shape)
     shaped = functools.partial(varying.like_tree, d_y)
     n = x.tokens[0].shape[1]
     before, emptied = shaped(d_after), shaped(empty)
@@ -284,13 +276,12 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
         scratch=op.scratch(layout, x)[1],
     )
     d_gates = op.of_gates(_by_head(op, layout, d_gates), x)
-    number = given.tokens[0].shape[1]
     of_tokens = functools.partial(_of_blocks, layout)
     # Flags have no gradient.
     no_flags = jax.tree.map(jnp.zeros_like, given[2:])
     d_x = Chunks(
         jax.tree.map(of_tokens, d_tokens, given.tokens),
-        tuple(split_chunks(d, layout.parts, number) for d in d_gates),
+        tuple(split_chunks(d, layout.chunks) for d in d_gates),
         *no_flags,
     )
     part = functools.partial(unpack_heads, heads=heads)
@@ -304,7 +295,7 @@ def _of_blocks(layout: Layout, x: Array, like: Array) -> Array:
     if parts.shape[4] > 1:
         parts = parts.sum(4).astype(like.dtype)
     x = parts.reshape(*x.shape[:3], heads, width)
-    return split_chunks(x, layout.parts, like.shape[1])
+    return split_chunks(x, layout.chunks)
 
 
 def _tokens_like(layout: Layout, x: Blocks) -> Any:
@@ -327,8 +318,7 @@ def _gates_like(op: Op, layout: Layout, of: Specs, x: Blocks):
         columns = like((batch, n, groups, size, layout.gate_columns), F32)
         return columns, of.gates(columns)
     packs = groups * layout.group
-    # Of each chunk those that the kernel computes by themselves.
-    rows = op.gate_rows * layout.saves, layout.heads * size // layout.saves
+    rows = op.gate_rows * layout.chunks, layout.heads * size // layout.chunks
     rows = like((batch, n, packs, *rows), F32)
     return rows, of.residuals(rows)
 
@@ -339,7 +329,7 @@ def _by_head(
     if d is None or not op.gate_rows:
         return d if d is None else gates_of_columns(d, layout.group, layout.heads)
     b, n, packs = d.shape[:3]
-    split = d.reshape(b, n, packs, layout.saves, op.gate_rows, layout.heads, -1)
+    split = d.reshape(b, n, packs, layout.chunks, op.gate_rows, layout.heads, -1)
     by_token = split.transpose(0, 1, 3, 6, 2, 5, 4)
     heads = packs * layout.heads
     return by_token.reshape(b, n, -1, heads, op.gate_rows)
