@@ -75,7 +75,7 @@ def generate_text(
     else:
         texts = [prompt]
     enable_compilation_cache()
-    opened = opening.load(model, dtype)
+    opened = opening.load(model, dtype, for_generation=True)
     ends = opened.text.generation.eos_ids
     settings: dict[str, Any] = {
         "max_new_tokens": tokens,

@@ -147,7 +147,8 @@ class Conversation:
             if writes and folder.path.exists():
                 folder.lock()
             folder.load(read_note)
-        opened = memjax.load(model, dtype=dtype, progress=progress)
+        given: Any = {"dtype": dtype, "progress": progress, "for_generation": True}
+        opened = memjax.load(model, **given)
         # A new folder is made when there is a model for it.
         if folder is not None and writes:
             folder.lock()

@@ -10,6 +10,7 @@ from flax.nnx import reprlib
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax.status import size
+from memjax_kernels._src.stored_product import Stored
 
 #: As many tokens as full attention can hold.
 LONGEST = sys.maxsize
@@ -115,6 +116,14 @@ class Model(Protocol):
         ...
 
 
+def named_parameters(model: Any) -> list[tuple[Any, Any]]:
+    """Paths and values of all parameters; a weight as its file has it is one value."""
+    return jax.tree_util.tree_leaves_with_path(
+        nnx.to_pure_dict(nnx.state(model)),
+        is_leaf=lambda leaf: isinstance(leaf, Stored),
+    )
+
+
 class Sized:
     """A model whose `repr` has its sizes, and not its parameters."""
 
@@ -124,11 +133,12 @@ class Sized:
 
     def __nnx_repr__(self) -> Generator[Any, None, None]:
         """Of thousands of arrays nothing could be seen; `nnx.display` shows them."""
+        count = sum(leaf.size for _, leaf in named_parameters(self))
         leaves = jax.tree.leaves(nnx.state(cast(nnx.Module, self)))
         yield reprlib.Object(type(self), same_line=True)
         for name, value in self._shown().items():
             yield reprlib.Attr(name, value)
-        yield reprlib.Attr("parameters", sum(x.size for x in leaves))
+        yield reprlib.Attr("parameters", count)
         held = sum(x.size * x.dtype.itemsize for x in leaves)
         yield reprlib.Attr("size", size(held))
 

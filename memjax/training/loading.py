@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import jax
+
 from memjax.buckets.bucket import as_path
 from memjax.checks import require_known
 from memjax.config_io import AnyPath
@@ -71,6 +73,7 @@ def load(
     dtype: Dtype | None = None,
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
+    for_generation: bool = False,
     progress: Progress = unseen,
 ) -> Loaded:
     """Loads a model with its tokenizer.
@@ -89,6 +92,10 @@ def load(
             quantized, without a copy in float32 of more than a tensor. Decays of
             recurrent memories and skips around them are as the file has them.
         with_tokenizer: False does not read it, which helps if its kind is unknown.
+        for_generation: a model that is not to be trained or saved. On a CPU, in
+            float32, the matrices of a model without a memory then stay in the bits of
+            their file, in blocks of 4 or 8 bits (Q4_0, Q4_1, Q8_0), bfloat16 or
+            float16, and are widened inside the products; elsewhere it changes nothing.
         progress: called with each tensor: how many were read, and how many there are.
 
     Raises:
@@ -113,7 +120,10 @@ def load(
     if hub.is_adapter(found.path):
         return _load_adapter(found, base, **options)
     _require_none(f"{found.origin}, which is no LoRA of PEFT", base=base)
-    return _load_whole(found, **options)
+    in_float32 = param_dtype is None and dtype != "bfloat16"
+    on_cpu = jax.default_backend() == "cpu"
+    as_stored = for_generation and in_float32 and on_cpu
+    return _load_whole(found, as_stored=as_stored, **options)
 
 
 def _load_whole(
@@ -123,6 +133,7 @@ def _load_whole(
     param_dtype: Dtype | None,
     with_tokenizer: bool,
     progress: Progress,
+    as_stored: bool = False,
 ) -> Loaded:
     """A model that is no run, with the weights of its own folder or file."""
     is_folder = (found.path / CONFIG).is_file()
@@ -138,6 +149,7 @@ def _load_whole(
             dtype=dtype,
             param_dtype=param_dtype,
             with_tokenizer=with_tokenizer,
+            as_stored=as_stored,
             progress=progress,
         )
         return Loaded(model, text, origin, license=terms)

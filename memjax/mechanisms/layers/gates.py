@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers.projections import Adapted, linear
 from memjax_kernels._src.common.partition import channels_by_heads
+from memjax_kernels._src.stored_product import Stored
 
 
 class Gate(NamedTuple):
@@ -44,13 +45,13 @@ def init_gate(key: PRNGKeyArray, shape: tuple[int, ...], start: float) -> Gate:
 
 
 def flat_product(
-    x: Float[Array, "*B D"], weight: Float[Array, "D ..."] | Adapted
+    x: Float[Array, "*B D"], weight: Float[Array, "D ..."] | Adapted | Stored
 ) -> Float[Array, "*B N"]:
     """x times a weight, in the dtype of x, all axes of the outputs as one.
 
     Separate axes of heads and channels would have another layout on a TPU.
     """
-    if isinstance(weight, Adapted):
+    if isinstance(weight, Adapted | Stored):
         return linear(x, weight).reshape(*x.shape[:-1], -1)
     return x @ weight.reshape(weight.shape[0], -1).astype(x.dtype)
 

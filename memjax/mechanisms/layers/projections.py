@@ -20,6 +20,7 @@ from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
 from memjax_kernels._src.common.partition import by_heads, by_tokens
+from memjax_kernels._src.stored_product import Stored, stored_product
 
 
 class Adapted(NamedTuple):
@@ -37,7 +38,7 @@ class Adapted(NamedTuple):
     scale: float | Float[Array, ""]
 
 
-Weight = Array | Adapted
+Weight = Array | Adapted | Stored
 
 
 class AttentionParams(NamedTuple):
@@ -126,7 +127,7 @@ def linear(
 
     Args:
         x: [..., *I], I the axes that are summed over.
-        weight: [*I, *O], or a weight with a low-rank change.
+        weight: [*I, *O], such a weight with a low-rank change, or as a file has it.
         bias: [*O]; None is none.
         axes: how many axes I are.
 
@@ -138,6 +139,10 @@ def linear(
         # Through the narrow axis: down up, as large as W, is never formed.
         change = linear(linear(x, weight.down, axes=axes), weight.up)
         y = y + change * jnp.asarray(weight.scale, x.dtype)
+    elif isinstance(weight, Stored):
+        leading = x.shape[: x.ndim - axes]
+        y = stored_product(x.reshape(*leading, -1), weight).astype(x.dtype)
+        y = y.reshape(*leading, *weight.shape[axes:])
     else:
         # Axes of heads and channels as one: two would be laid out otherwise on a TPU.
         summed = weight.shape[:axes]

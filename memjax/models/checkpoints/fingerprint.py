@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from memjax.checks import require_instance, short
 from memjax.data.documents.tokenizer import Tokenizer
-from memjax.models.base import Model
+from memjax.models.base import Model, named_parameters
+from memjax_kernels._src.stored_product import Stored, stored_numbers
 
 #: Numbers of each parameter in a fingerprint.
 SAMPLED = 4096
@@ -34,8 +34,7 @@ def fingerprint(model: Model) -> str:
     read in full. It is computed once, until a parameter is another array: a
     conversation saves its memory after each turn.
     """
-    variables = nnx.to_pure_dict(nnx.state(model))
-    named = jax.tree_util.tree_leaves_with_path(variables)
+    named = named_parameters(model)
     known = _known.get(model)
     if known is not None and len(known.leaves) == len(named):
         pairs = zip(known.leaves, named, strict=True)
@@ -43,11 +42,18 @@ def fingerprint(model: Model) -> str:
             return known.fingerprint
     found = hashlib.sha256()
     for path, leaf in named:
-        value = np.asarray(leaf)
-        kind = f"{jax.tree_util.keystr(path)} {value.dtype}{value.shape}"
-        found.update(kind.encode())
-        flat = value.reshape(-1)
-        found.update(flat[:: max(1, flat.size // SAMPLED)].tobytes())
+        step = max(1, leaf.size // SAMPLED)
+        if isinstance(leaf, Stored):
+            # As of the same matrix in float32.
+            kind = f"float32{leaf.shape}"
+            numbers = stored_numbers(leaf, np.arange(0, leaf.size, step))
+        else:
+            value = np.asarray(leaf)
+            kind = f"{value.dtype}{value.shape}"
+            numbers = value.reshape(-1)[::step]
+        found.update(f"{jax.tree_util.keystr(path)} {kind}".encode())
+        # -0 is 0, whatever the form in which a weight is stored.
+        found.update((numbers + 0).tobytes())
     leaves = [weakref.ref(leaf) for _, leaf in named]
     _known[model] = _Found(leaves, found.hexdigest())
     return found.hexdigest()

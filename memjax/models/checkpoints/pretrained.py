@@ -47,6 +47,7 @@ def read_pretrained(
     dtype: Dtype | None,
     param_dtype: Dtype | None = None,
     with_tokenizer: bool = True,
+    as_stored: bool = False,
     progress: Progress = unseen,
 ) -> tuple[LanguageModel, TextInterface, str, dict[str, str]]:
     """Model, text interface, origin and licence of a model without a memory.
@@ -65,7 +66,7 @@ def read_pretrained(
             require_family(config, found.origin)
         hub.fetch_weights(found)
     checkpoint = _open(found.path)
-    model = _build(checkpoint, dtype, param_dtype, progress)
+    model = _build(checkpoint, dtype, param_dtype, as_stored, progress)
     if isinstance(checkpoint, GGUFCheckpoint):
         text = checkpoint.text_interface(with_tokenizer=with_tokenizer)
         terms = checkpoint.license
@@ -105,6 +106,7 @@ def _build(
     checkpoint: SafetensorsFolder | GGUFCheckpoint,
     dtype: Dtype | None,
     param_dtype: Dtype | None,
+    as_stored: bool,
     progress: Progress,
 ) -> LanguageModel:
     where, shapes = str(checkpoint.path), checkpoint.shapes
@@ -119,7 +121,8 @@ def _build(
             return found.astype(saved, copy=False)
     else:
         get = checkpoint.get_compact if dtype == "bfloat16" else checkpoint.get
-        if isinstance(checkpoint, GGUFCheckpoint) and dtype != "bfloat16":
+        narrow = as_stored or dtype == "bfloat16"
+        if isinstance(checkpoint, GGUFCheckpoint) and not narrow:
             checkpoint.report_widening()
     if checkpoint.config.get("model_type") == own_format.MODEL_TYPE:
         config, get = checkpoint.config, _counted(get, len(shapes), progress)
@@ -147,4 +150,6 @@ def _build(
         report_unread(described, family, f"{where}: text_config")
     shapes, of_text = text_tensors(family, config, shapes, get, where)
     read = _counted(of_text, len(shapes), progress)
-    return parameters.parameters_from_tensors(config, shapes, read, where, family)
+    return parameters.parameters_from_tensors(
+        config, shapes, read, where, family, as_stored=as_stored
+    )

@@ -9,13 +9,14 @@ from flax import nnx
 
 from memjax.buckets.bucket import on_disk
 from memjax.checks import require_instance
-from memjax.models.base import Sized
+from memjax.models.base import Sized, named_parameters
 from memjax.models.checkpoints import own_format
 from memjax.models.checkpoints.hf import tensor_names
 from memjax.models.checkpoints.hf.export import to_hf_config
 from memjax.models.checkpoints.hf.safetensors_write import write_folder
 from memjax.models.checkpoints.text_interface import TextInterface
 from memjax.models.language_model.config import Dtype, ModelConfig
+from memjax_kernels._src.stored_product import Stored
 
 #: Size of the largest file; more tensors go to several files.
 SHARD_BYTES = 5 * 10**9
@@ -41,6 +42,11 @@ def plain_contents(config: ModelConfig, model: nnx.Module) -> Contents:
     Of the family of `to_hf_config`, or in memjax's own format where no family has such
     a model, as those with the recurrent layers of papers.
     """
+    if any(isinstance(leaf, Stored) for _, leaf in named_parameters(model)):
+        raise ValueError(
+            "model must not be loaded with for_generation=True, which keeps weights "
+            "in the bits of their file, to be saved"
+        )
     try:
         described = to_hf_config(config)
         tensors = tensor_names.tensors_from_parameters(config, model)

@@ -16,10 +16,15 @@ from memjax.mechanisms.layers import documents
 from memjax.models import ragged
 from memjax.models.language_model import caches
 from memjax.models.language_model.config import build_once
+from memjax_kernels._src.stored_product import Stored, stored_rows
 
 
-def rows_of(table: Float[Array, "N E"], at: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+def rows_of(
+    table: Float[Array, "N E"] | Stored, at: Int[Array, "B T"]
+) -> Float[Array, "B T E"]:
     """Rows; NaN where there is none, as nothing can be raised inside jit."""
+    if isinstance(table, Stored):
+        return stored_rows(table, at)
     return table.at[at].get(
         mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
     )

@@ -43,6 +43,7 @@ from memjax.models.language_model.layers import (
 from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.common.partition import along_batch
+from memjax_kernels._src.stored_product import Stored, stored_product
 
 # One memory a layer; behind them, where positions are learned, how many tokens of each
 # row have taken one.
@@ -335,14 +336,15 @@ class LanguageModel(Savable, nnx.Module):
 
     def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
-        if self.config.tied_head:
-            head = self.embedding.get_value().T
+        tied = self.config.tied_head
+        head = (self.embedding if tied else self.head).get_value()
+        if isinstance(head, Stored):
+            scores = stored_product(features, head)
         else:
-            head = self.head.get_value()
-        # Operands in the features' dtype, sums in float32: a softmax over V needs the
-        # digits.
-        head = head.astype(features.dtype)
-        scores = jnp.matmul(features, head, preferred_element_type=jnp.float32)
+            # Operands in the features' dtype, sums in float32: a softmax over V needs
+            # the digits.
+            head = (head.T if tied else head).astype(features.dtype)
+            scores = jnp.matmul(features, head, preferred_element_type=jnp.float32)
         scores = times(scores, self.config.architecture.logits_multiplier)
         cap = self.config.architecture.logits_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)

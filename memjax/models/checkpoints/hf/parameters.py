@@ -1,6 +1,7 @@
 """Build a model from the tensors of a Hugging Face checkpoint."""
 
 from collections.abc import Callable, Mapping
+from typing import get_args
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ from memjax.models.checkpoints.own_format import require_tensors
 from memjax.models.checkpoints.own_model import abstract_model, on_device
 from memjax.models.language_model.config import ModelConfig
 from memjax.models.language_model.model import LanguageModel
+from memjax.models.lora import Target, targets_in
+from memjax_kernels._src.stored_product import store
 
 
 def parameter_shapes(
@@ -31,12 +34,28 @@ def parameter_shapes(
     }
 
 
+def matrices(model: LanguageModel) -> set[str]:
+    """Paths of the parameters that `linear` multiplies, the embedding and the head.
+
+    Not those that join projections, which are cut before.
+    """
+    found = {"embedding", "head"}
+    for i, block in enumerate(model.blocks):
+        for part in ("mechanism", "feed_forward"):
+            names = targets_in(getattr(block, part, None), get_args(Target))
+            paths = {f"blocks.{i}.{part}.{name}" for name in names}
+            found |= {path for path in paths if not path.endswith("query_key")}
+    return found
+
+
 def parameters_from_tensors(
     config: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
     get: Callable[[str], np.ndarray],
     where: str = "checkpoint",
     family: str | None = None,
+    *,
+    as_stored: bool = False,
 ) -> LanguageModel:
     """The model with the parameters of a checkpoint.
 
@@ -49,6 +68,8 @@ def parameters_from_tensors(
         get: reads a tensor by name, in the dtype that the parameter is to have.
         where: the checkpoint's name in errors.
         family: model_type of the checkpoint; see `tensor_names`.
+        as_stored: keep the matrices of products in the fewest bits that hold them, for
+            generation alone.
 
     Raises:
         ValueError: listing every tensor that is missing, unknown or of another shape;
@@ -77,12 +98,19 @@ def parameters_from_tensors(
                 "tie_word_embeddings, found another matrix"
             )
 
-    def read(tensor, leaf):
-        return on_device(
-            read_parameter(tensor, lambda name: get(stored(name)), leaf.shape)
-        )
+    products = matrices(model) if as_stored else ()
 
-    values = map(read, tensors_of(theirs), jax.tree.leaves(ours))
+    def read(tensor, path, leaf):
+        found = read_parameter(tensor, lambda name: get(stored(name)), leaf.shape)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name not in products:
+            return on_device(found)
+        table = -1 if name == "embedding" else 1
+        axes = found.ndim - 1 if tensor.layout == "out_of" else table
+        return jax.tree.map(on_device, store(found, axes))
+
+    named = jax.tree_util.tree_leaves_with_path(ours)
+    values = map(read, tensors_of(theirs), *zip(*named, strict=True))
     filled = jax.tree.unflatten(jax.tree.structure(ours), values)
     nnx.replace_by_pure_dict(state, filled)
     nnx.update(model, state)
