@@ -147,8 +147,7 @@ class Conversation:
             if writes and folder.path.exists():
                 folder.lock()
             folder.load(read_note)
-        given: Any = {"dtype": dtype, "progress": progress, "for_generation": True}
-        opened = memjax.load(model, **given)
+        opened = memjax.load(model, dtype=dtype, for_generation=True, progress=progress)
         # A new folder is made when there is a model for it.
         if folder is not None and writes:
             folder.lock()
