@@ -341,8 +341,7 @@ class LanguageModel(Savable, nnx.Module):
         if isinstance(head, Stored):
             scores = stored_product(features, head)
         else:
-            # Operands in the features' dtype, sums in float32: a softmax over V needs
-            # the digits.
+            # Sums in float32: a softmax over V needs the digits.
             head = (head.T if tied else head).astype(features.dtype)
             scores = jnp.matmul(features, head, preferred_element_type=jnp.float32)
         scores = times(scores, self.config.architecture.logits_multiplier)
