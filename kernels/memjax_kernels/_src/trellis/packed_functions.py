@@ -85,7 +85,8 @@ def _write_l2_silu(z, target, gamma):
         along_s = r * r * (scale * along_n * (1.0 + c) + 0.5 * r * of_r)
         d_s = p * ((0.5 * r) * scale * (1.0 - c)) - e * along - s * along_s
         bend = rest * (gate - gate * s + slope)
-        d_z = d_s * slope + d_u * e * bend * (0.5 * scale)
+        # All but d_u is known before it: one value to keep, not two.
+        d_z = d_s * slope + d_u * (e * bend * (0.5 * scale))
         return d_z, s * (2.0 * along) - p * scale, r * along_e
 
     return e * slope * scale, of_all

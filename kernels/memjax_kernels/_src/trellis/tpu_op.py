@@ -32,8 +32,7 @@ def op_of(
 
         return run
 
-    # Gates of a pack, with tokens along the lanes: gamma and g of each pass.
-    rows: Any = {"gate_rows": 4, "of_gates": _of_gates}
+    rows: Any = {"gate_rows": True, "of_gates": _of_gates}
     return kernels_of(
         Op("trellis", of(forward), of(backward), _in_xla, **rows, **brought)
     )
@@ -56,14 +55,10 @@ def run(
     return op(Static((phi, activation), layout, interpret), chunks, memory, empty)
 
 
-def _of_gates(d: Float[Array, "B n C H 4"], x: Chunks) -> tuple[Array, Array]:
-    """Of gamma and g in each pass, as gradients of both gates."""
+def _of_gates(d: Float[Array, "B n C H _"], x: Chunks) -> tuple[Array, Array]:
+    """Of gamma in its passes, then of g, as gradients of both gates."""
     gamma, g = x.gates
-    d_gamma, d_g = d[..., :2], d[..., 2:]
-    if gamma.shape[-1] == 1:
-        d_gamma = d_gamma.sum(-1, keepdims=True)
-    if g.shape[-1] == 1:
-        d_g = d_g.sum(-1, keepdims=True)
+    d_gamma, d_g = jnp.split(d, [gamma.shape[-1]], axis=-1)
     # Gates clamped to the lowest have no gradient.
     return d_gamma, jnp.where(g > FORGETS_ALL, d_g, 0.0)
 

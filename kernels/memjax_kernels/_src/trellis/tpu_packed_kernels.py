@@ -52,7 +52,10 @@ def forward_kernel(
             # A chunk that stays open leaves the memories at its start.
             of.store_memories(after, choose(of.of(full), new, start))
 
-        read = yield from packed.advance(tokens, ready, given, *start, options, keep)
+        keys, values = start
+        read = yield from packed.advance(
+            tokens, ready, given, keys, values, options, keep
+        )
         of.store_tokens(y, read)
 
     in_turn([advance(of) for of in blocks.each_group(layout)], FORWARD_LAG)
@@ -87,8 +90,8 @@ def backward_kernel(
         given = of.gates(gates)
         ready = packed.prepare(tokens, given)
         yield
-        start = of.saved(residuals)
-        zeros = jax.tree.map(jnp.zeros_like, start)
+        keys, values = of.saved(residuals)
+        zeros = jax.tree.map(jnp.zeros_like, (keys, values))
 
         def d_new():
             return choose(of.of(full), of.memories(d_before), zeros)
@@ -104,11 +107,17 @@ def backward_kernel(
             of.store_memories(d_before, d_start)
 
         found = yield from packed_gradient.vjp(
-            tokens, ready, given, *start, d_new, of.tokens(d_y), options, keep
+            tokens, ready, given, keys, values, d_new, of.tokens(d_y), options, keep
         )
         for ref, d in zip(d_tokens, found.x, strict=True):
             of.store_tokens(ref, d)
-        rows = *found.gamma, *_from_sums(found.total, layout.heads)
+        both = found.gamma, _from_sums(found.total, layout.heads)
+        # Of a gate that both passes share, the sum.
+        rows = [
+            d
+            for of_gate, passes in zip(both, layout.passes, strict=True)
+            for d in (of_gate if passes == 2 else [of_gate[0] + of_gate[1]])
+        ]
         of.save((d_gates,), (jnp.concatenate(rows, axis=1),))
 
     groups = reversed(blocks.each_group(layout))

@@ -125,8 +125,8 @@ class Op(NamedTuple):
         form: the same in XLA, (options, chunks, memory, empty) -> (memory, y).
         residuals: the dtype of the tokens -> those of the memory before chunks.
         scratch: (layout, chunks in blocks) -> what both kernels have in VMEM alone.
-        gate_rows: of a chunk's cotangents of a pack's gates, rows with tokens along
-            the lanes; 0 is columns, as those of the gates.
+        gate_rows: whether a chunk's cotangents of a pack's gates are rows with tokens
+            along the lanes, one a pass of each gate; else columns, as the gates.
         of_gates: (those cotangents, [B, n, C, H, .], chunks in blocks) -> those of the
             gates; without it there is one gate at most.
     """
@@ -137,7 +137,7 @@ class Op(NamedTuple):
     form: Callable[..., tuple[PyTree, Array]]
     residuals: Callable[[Any], PyTree]
     scratch: Callable[..., tuple[Sequence[Any], Sequence[Any]]] = lambda *_: ((), ())
-    gate_rows: int = 0
+    gate_rows: bool = False
     of_gates: Callable[..., tuple[Array, ...]] = _of_gates
 
 
@@ -182,8 +182,11 @@ def _in_blocks(layout: Layout, x: Chunks) -> Chunks:
 
 
 def _arrange(layout: Layout, x: Chunks) -> Blocks:
-    columns = functools.partial(gate_columns, group=layout.group, heads=layout.heads)
-    gates = [columns(gate) for gate in x.gates]
+    # Passes of one gate, then those of the next.
+    gates = [gate.reshape(*gate.shape[:4], -1) for gate in x.gates]
+    if gates:
+        joined = jnp.concatenate(gates, axis=-1)
+        gates = [gate_columns(joined, layout.group, layout.heads)]
     flags = [flag for flag in (x.full, x.reset) if flag is not None]
     gates += [flag_columns(flag, gates[0]) for flag in flags]
     tokens = jax.tree.map(lambda t: t.reshape(*t.shape[:3], -1), x.tokens)
@@ -318,7 +321,7 @@ def _gates_like(op: Op, layout: Layout, of: Specs, x: Blocks):
         columns = like((batch, n, groups, size, layout.gate_columns), F32)
         return columns, of.gates(columns)
     packs = groups * layout.group
-    rows = op.gate_rows * layout.chunks, layout.heads * size // layout.chunks
+    rows = sum(layout.passes) * layout.chunks, layout.heads * size // layout.chunks
     rows = like((batch, n, packs, *rows), F32)
     return rows, of.residuals(rows)
 
@@ -328,11 +331,11 @@ def _by_head(
 ) -> Float[Array, "B n C H _"] | None:
     if d is None or not op.gate_rows:
         return d if d is None else gates_of_columns(d, layout.group, layout.heads)
-    b, n, packs = d.shape[:3]
-    split = d.reshape(b, n, packs, layout.chunks, op.gate_rows, layout.heads, -1)
+    (b, n, packs), rows = d.shape[:3], sum(layout.passes)
+    split = d.reshape(b, n, packs, layout.chunks, rows, layout.heads, -1)
     by_token = split.transpose(0, 1, 3, 6, 2, 5, 4)
     heads = packs * layout.heads
-    return by_token.reshape(b, n, -1, heads, op.gate_rows)
+    return by_token.reshape(b, n, -1, heads, rows)
 
 
 def _specs(of: Specs, layout: Layout, x: Blocks) -> Blocks:
