@@ -2,7 +2,8 @@
 
 A program that has every layer written out takes a time to trace and compile that grows
 with the depth. Here layers of one kind are one loop, with a body traced and compiled
-once: the parameters stay a tree a layer, and are stacked inside the program.
+once: the parameters stay a tree a layer, and are stacked inside the program. Without
+the loop they are traced once all the same, as one function that the program calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,11 +65,20 @@ def repetitions(layers: Sequence[Layer]) -> list[tuple[int, int]]:
 
 
 def _in_turn(run, layers, h):
-    after = []
+    after, kinds, functions = [], [], []
     for layer in layers:
-        memory, h = run(layer, h)
+        kind = _kind(layer)
+        if kind not in kinds:
+            kinds.append(kind)
+            functions.append(_function(run, layer))
+        memory, h = functions[kinds.index(kind)](_arrays(layer), h)
         after.append(memory)
     return after, h
+
+
+def _function(run, layer):
+    """`run` of the arrays of any layer of this kind, traced once."""
+    return jax.jit(lambda arrays, h: run(_with_arrays(layer, arrays), h))
 
 
 def _scan(run, layers, period, h):
