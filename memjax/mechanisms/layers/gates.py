@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers.projections import Adapted, linear
+from memjax_kernels._src.common.cpu import weigh
 from memjax_kernels._src.common.partition import channels_by_heads
 from memjax_kernels._src.stored_product import Stored
 
@@ -53,7 +54,7 @@ def flat_product(
     """
     if isinstance(weight, Adapted | Stored):
         return linear(x, weight).reshape(*x.shape[:-1], -1)
-    return x @ weight.reshape(weight.shape[0], -1).astype(x.dtype)
+    return weigh(x, weight.reshape(weight.shape[0], -1).astype(x.dtype))
 
 
 def linear_logits(

@@ -19,6 +19,7 @@ from memjax.mechanisms.base import axes
 from memjax.mechanisms.layers import rope
 from memjax.mechanisms.layers.heads import HeadsConfig
 from memjax.mechanisms.layers.norms import expand_leading_dims, rms_norm
+from memjax_kernels._src.common.cpu import weigh
 from memjax_kernels._src.common.partition import by_heads, by_tokens
 from memjax_kernels._src.stored_product import Stored, stored_product
 
@@ -148,7 +149,7 @@ def linear(
         summed = weight.shape[:axes]
         flat = weight.reshape(math.prod(summed), -1).astype(x.dtype)
         leading = x.shape[: x.ndim - axes]
-        y = x.reshape(*leading, flat.shape[0]) @ flat
+        y = weigh(x.reshape(*leading, flat.shape[0]), flat)
         y = y.reshape(*leading, *weight.shape[axes:])
     if bias is None:
         return y

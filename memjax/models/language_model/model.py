@@ -42,6 +42,7 @@ from memjax.models.language_model.layers import (
 )
 from memjax.nnx.compilation import compiled
 from memjax.nnx.params import as_arrays, as_params, params_key
+from memjax_kernels._src.common.cpu import weigh
 from memjax_kernels._src.common.partition import along_batch
 from memjax_kernels._src.stored_product import Stored, stored_product
 
@@ -336,16 +337,15 @@ class LanguageModel(Savable, nnx.Module):
 
     def logits(self, features: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Scores of the next token, in float32."""
-        tied = self.config.tied_head
+        style, tied = self.config.architecture, self.config.tied_head
         head = (self.embedding if tied else self.head).get_value()
         if isinstance(head, Stored):
             scores = stored_product(features, head)
         else:
             # Sums in float32: a softmax over V needs the digits.
             head = (head.T if tied else head).astype(features.dtype)
-            scores = jnp.matmul(features, head, preferred_element_type=jnp.float32)
-        scores = times(scores, self.config.architecture.logits_multiplier)
-        cap = self.config.architecture.logits_cap
+            scores = weigh(features, head, jnp.float32)
+        scores, cap = times(scores, style.logits_multiplier), style.logits_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     def __call__(

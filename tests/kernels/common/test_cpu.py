@@ -1,4 +1,4 @@
-"""CPU forms of broadcasts: values and gradients of the plain form."""
+"""CPU forms of products and broadcasts: values and gradients of the plain form."""
 
 import chex
 import jax
@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels._src.common.cpu import computed_once, scale_channels, scale_rows
+from memjax_kernels._src.common.cpu import (
+    computed_once,
+    scale_channels,
+    scale_rows,
+    weigh,
+)
 
 SHAPES = [(7,), (3, 5), (2, 11, 3, 6)]
 
@@ -61,3 +66,23 @@ def test_other_platforms_lower_the_plain_form(function):
     assert "dot_general" in text("cpu")
     assert "dot_general" not in text("tpu")
     assert "dot_general" not in text("cuda")
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 4, 6)])
+def test_weighing_is_a_product_with_its_gradients(shape):
+    x, weight, g = draws(shape, (shape[-1], 8), (*shape[:-1], 8))
+
+    def run(product):
+        y, pull = jax.vjp(product, x, weight)
+        return y, *pull(g)
+
+    chex.assert_trees_all_close(run(weigh), run(jnp.matmul), rtol=1e-5, atol=1e-6)
+    assert weigh(jnp.bfloat16(x), jnp.bfloat16(weight), jnp.float32).dtype == g.dtype
+
+
+def test_weights_of_several_axes_have_gradients_without_a_transpose():
+    x, weight, g = draws((2, 16, 6), (6, 8), (2, 16, 8))
+    traced = jax.jit(lambda *a: jax.vjp(weigh, *a[:2])[1](a[2])[1]).trace(x, weight, g)
+    program = traced.lower().compile().as_text()
+    assert " transpose(" not in program and " copy(" not in program
+    assert "reshape" not in traced.lower(lowering_platforms=("tpu",)).as_text()
