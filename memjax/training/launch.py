@@ -211,7 +211,20 @@ def make_programs(run: Run, mesh: Mesh) -> Programs:
     if mesh.size == 1 and run.kind == "train" and run.language_model.scan_layers:
         # A layer at a time by one program: XLA compiles each draw of a program anew.
         return lambda key: jax.device_put(run.create_state(key), layout), step
-    return jax.jit(run.create_state, out_shardings=layout), step
+    create = jax.jit(
+        run.create_state, out_shardings=layout, compiler_options=_options(mesh)
+    )
+    return create, step
+
+
+def _options(mesh: Mesh) -> dict[str, int] | None:
+    """Compiler options of a program that runs once."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return None
+    # LLVM takes half as long: a program of random draws is many loops of integers that
+    # it would unroll. Some draws may differ in the last bit, as they do in a program of
+    # other layers.
+    return {"xla_backend_optimization_level": 1}
 
 
 def state_layout(run: Run, mesh: Mesh) -> TrainState:
