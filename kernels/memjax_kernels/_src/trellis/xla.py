@@ -49,7 +49,9 @@ def trellis_xla(
     chunk = jax.tree.map(chunks_first, of_each_pass(tokens))
     flags = jax.tree.map(jnp.transpose, (tokens.full, tokens.reset))
     memory, y = chunks.scan(
-        one_chunk_after,
+        # A chunk is computed again in its gradient: its memory is all that is written
+        # and read, and not 30 arrays. That takes a quarter less time.
+        jax.checkpoint(one_chunk_after, prevent_cse=False),
         memory,
         (q, chunk, *flags),
         remat_every=min(remat_every, number),
