@@ -1,23 +1,31 @@
 """Trellis on a TPU for packed heads, without a copy of the tokens.
 
-`packed` has the equations of a chunk, `tpu_packed_kernels` the kernels and `tpu_op`
-the op.
+`packed` has the equations of a chunk, `tpu_packed_kernels` the kernels.
 """
 
 from typing import Any
 
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.packs.blocks import (
     LANES,
     divisor,
     group_size,
     packings,
 )
-from memjax_kernels._src.common.packs.chunkwise import Layout
-from memjax_kernels._src.trellis import tpu_packed_kernels
+from memjax_kernels._src.common.packs.chunkwise import (
+    Chunks,
+    Layout,
+    Op,
+    Static,
+    kernels_of,
+)
+from memjax_kernels._src.trellis import packed, tpu_packed_kernels
+from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.segment import Tokens
-from memjax_kernels._src.trellis.tpu_op import op_of, run
+from memjax_kernels._src.trellis.xla import trellis_xla
 
 # Limits up to which a program takes further chunks, and batch elements: tokens, bytes
 # by the estimate, of which Mosaic takes about half, and chunks. One hides the latency
@@ -68,8 +76,13 @@ def in_chunks(
         phased=phased,
         chunks=chunks,
     )
-    options = {"phi": phi, "activation": activation, "interpret": interpret}
-    return run(_op, layout, tokens, memory, empty, **options)
+    x = Chunks(
+        packed.Chunk(tokens.q, tokens.k, tokens.v, tokens.alpha),
+        (tokens.gamma, tokens.g),
+        tokens.full,
+        tokens.reset,
+    )
+    return _op(Static((phi, activation), layout, interpret), x, memory, empty)
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
@@ -84,9 +97,39 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
     return 4 * (tokens + memories + between)
 
 
-# Memories are saved in the tokens' dtype, to which operands of products are rounded.
-_op = op_of(
-    tpu_packed_kernels.forward_kernel,
-    tpu_packed_kernels.backward_kernel,
-    residuals=lambda dtype: (dtype, dtype),
+def _with_options(kernel):
+    def run(*refs, layout, options, multiply):
+        phi, activation = options
+        kernel(*refs, layout=layout, options=Options(phi, activation, multiply))
+
+    return run
+
+
+def _of_gates(d: Float[Array, "B n C H _"], x: Chunks) -> tuple[Array, Array]:
+    """Of gamma in its passes, then of g, as gradients of both gates."""
+    gamma, g = x.gates
+    d_gamma, d_g = jnp.split(d, [gamma.shape[-1]], axis=-1)
+    # Gates clamped to the lowest have no gradient.
+    return d_gamma, jnp.where(g > FORGETS_ALL, d_g, 0.0)
+
+
+def _in_xla(options, x: Chunks, memory, empty):
+    """The function of the kernels."""
+    phi, activation = options
+    tokens = Tokens(*x.tokens, *x.gates, full=x.full, reset=x.reset)
+    return trellis_xla(tokens, memory, empty, phi=phi, activation=activation)
+
+
+_op = kernels_of(
+    Op(
+        "trellis",
+        _with_options(tpu_packed_kernels.forward_kernel),
+        _with_options(tpu_packed_kernels.backward_kernel),
+        _in_xla,
+        # Memories are saved in the tokens' dtype, to which operands of products are
+        # rounded.
+        residuals=lambda dtype: (dtype, dtype),
+        gate_rows=True,
+        of_gates=_of_gates,
+    )
 )

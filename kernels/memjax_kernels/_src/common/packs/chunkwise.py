@@ -12,7 +12,7 @@ The backward kernel goes through the chunks in reverse and computes each again.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -119,12 +119,11 @@ class Op(NamedTuple):
 
     Attributes:
         name: of the op.
-        forward: (x, before, empty, after, y, residuals, *scratch), all of references.
+        forward: (x, before, empty, after, y, residuals), all of references.
         backward: (x, empty, residuals, d_after, d_y, d_tokens, d_gates, d_before,
-            d_empty, *scratch). Both with keywords `layout`, `options` and `multiply`.
+            d_empty). Both with keywords `layout`, `options` and `multiply`.
         form: the same in XLA, (options, chunks, memory, empty) -> (memory, y).
         residuals: the dtype of the tokens -> those of the memory before chunks.
-        scratch: (layout, chunks in blocks) -> what both kernels have in VMEM alone.
         gate_rows: whether a chunk's cotangents of a pack's gates are rows with tokens
             along the lanes, one a pass of each gate; else columns, as the gates.
         of_gates: (those cotangents, [B, n, C, H, .], chunks in blocks) -> those of the
@@ -136,7 +135,6 @@ class Op(NamedTuple):
     backward: Callable[..., None]
     form: Callable[..., tuple[PyTree, Array]]
     residuals: Callable[[Any], PyTree]
-    scratch: Callable[..., tuple[Sequence[Any], Sequence[Any]]] = lambda *_: ((), ())
     gate_rows: bool = False
     of_gates: Callable[..., tuple[Array, ...]] = _of_gates
 
@@ -233,7 +231,6 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
         outputs=(after, y, residuals),
         specs=(_specs(of, layout, blocks), of.memories(memory), of.memories(empty)),
         out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
-        scratch=op.scratch(layout, x)[0],
     )
     part = functools.partial(unpack_heads, heads=layout.heads)
     return (jax.tree.map(part, after), _of_blocks(layout, y, values)), residuals
@@ -276,7 +273,6 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
             of.memories(before),
             of.memories(emptied),
         ),
-        scratch=op.scratch(layout, x)[1],
     )
     d_gates = op.of_gates(_by_head(op, layout, d_gates), x)
     of_tokens = functools.partial(_of_blocks, layout)
