@@ -204,19 +204,21 @@ class Specs(NamedTuple):
         outputs: Any,
         specs: Any,
         out_specs: Any,
+        scratch: Sequence[Any] = (),
         *,
         interpret: Any,
     ) -> Any:
         """Runs a kernel of x and further inputs on the grid of these blocks.
 
         Args:
-            kernel: of references to x, the inputs and the outputs.
+            kernel: of references to x, the inputs, the outputs and the scratch.
             name: of the kernel in the program.
             x: a named tuple with `tokens` [B, n, C, H D].
             inputs: further ones.
             outputs: what they look like.
             specs: blocks of x and the inputs.
             out_specs: blocks of the outputs.
+            scratch: what is in VMEM alone.
             interpret: as in `pallas_call`.
         """
         batch, number = x.tokens[0].shape[:2]
@@ -226,6 +228,7 @@ class Specs(NamedTuple):
             in_specs=specs,
             out_specs=out_specs,
             out_shape=outputs,
+            scratch_shapes=scratch,
             compiler_params=PARAMS,
             interpret=interpret,
             name=name,
