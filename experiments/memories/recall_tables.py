@@ -57,6 +57,8 @@ def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> R
     order = itertools.product(found, result["config"]["columns"])
     for name, column in order:
         of = found[name]
+        if column not in {known for known, _ in of}:
+            continue
         runs = of.get((column, "recall"), [])
         learned = [x for x in runs if x.get("validation", (0,))[0] >= LEARNED]
         cells = {"right answers": name, "equal": column}
