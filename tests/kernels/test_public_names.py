@@ -18,7 +18,7 @@ SHARED = {
     *("cached_attention", "hippo", "lattice.sphere", "trellis.functions"),
     *("common", "common.cpu", "common.steps.in_place", "common.packs.tiles"),
     *("common.partition", "common.steps"),
-    *("grouped_product", "recurrent_block"),
+    *("grouped_product", "recurrent_block", "stored_product"),
 }
 
 

@@ -77,8 +77,13 @@ def _in_turn(run, layers, h):
 
 
 def _function(run, layer):
-    """`run` of the arrays of any layer of this kind, traced once."""
-    return jax.jit(lambda arrays, h: run(_with_arrays(layer, arrays), h))
+    """`run` of the arrays of any layer of this kind, traced once on one device."""
+
+    def of_arrays(arrays, h):
+        return run(_with_arrays(layer, arrays), h)
+
+    # Among several devices what a function takes and returns may be sent at its edge.
+    return jax.jit(of_arrays) if jax.device_count() == 1 else of_arrays
 
 
 def _scan(run, layers, period, h):

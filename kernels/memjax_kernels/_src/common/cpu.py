@@ -38,17 +38,22 @@ def weigh(
 ) -> Float[Array, "*B O"]:
     """x W, with sums and a result in `dtype`; None is that of x."""
     product = functools.partial(jnp.matmul, preferred_element_type=dtype)
-    if x.ndim < 3:
+    if x.ndim < 3 or _rows(x) == x.shape[:-1]:
         return product(x, weight)
 
     # The gradient of W sums over all axes but the last. Of two axes XLA makes one by a
     # transposed copy of what computes x, element by element: a quarter of a step.
     def rows_as_one(x, weight):
-        *rows, width = x.shape
-        y = product(x.reshape(math.prod(rows), width), weight)
-        return y.reshape(*rows, weight.shape[1])
+        y = product(x.reshape(*_rows(x), x.shape[-1]), weight)
+        return y.reshape(*x.shape[:-1], weight.shape[1])
 
     return by_platform(rows_as_one, product)(x, weight)
+
+
+def _rows(x: Float[Array, "*B D"]) -> tuple[int, ...]:
+    """All axes but the last, as one where no other device has a part of them."""
+    rows = x.shape[:-1]
+    return rows if jax.device_count() > 1 else (math.prod(rows),)
 
 
 def scale_channels(
@@ -56,12 +61,11 @@ def scale_channels(
 ) -> Float[Array, "*B D"]:
     """x * scale, one scale a channel."""
     return by_platform(
-        # Rows as one axis, as in `weigh`.
         lambda x, scale: (
             x
-            * exact_product(
-                jnp.ones((math.prod(x.shape[:-1]), 1), scale.dtype), scale[None]
-            ).reshape(x.shape)
+            * exact_product(jnp.ones((*_rows(x), 1), scale.dtype), scale[None]).reshape(
+                x.shape
+            )
         ),
         lambda x, scale: x * scale.reshape((1,) * (x.ndim - 1) + (-1,)),
     )(x, scale)
