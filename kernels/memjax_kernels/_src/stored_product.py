@@ -4,7 +4,7 @@
 
 q has 4 or 8 bits, and 32 inputs of an output share s and o, as in the blocks Q4_0, Q4_1
 and Q8_0 of GGUF; or W has 16 bits. Reading weights takes the time of such a product
-where x has few rows. 256 outputs at a time are widened to float32, in cache, by
+where x has few rows. A block of outputs at a time is widened to float32, in cache, by
 operations that XLA vectorises: conversion from bfloat16 by XLA itself would take 20
 times as long as the product.
 
@@ -115,7 +115,7 @@ def _sixteen_bits(dtype):
 
 
 def _blocks_of(bits, bounds):
-    """Form of so many bits: `bounds` of groups gives the scale and the offset."""
+    """The form with `bits` bits; `bounds` computes scale and offset of each group."""
 
     def form(rows):
         if rows.shape[1] % GROUP:

@@ -103,7 +103,7 @@ def vjp(
     d_first = dot(d_reads, scores, "nn")
     d_scores = -blocks(dot(d_reads, first, "tn")) * left[0].between
     yield
-    # What depends on the chunks behind this one.
+    # Cotangents of the memories, which the later chunks have computed.
     d_keys, d_values = d_after()
     d_states = -until[0] * dot(d_keys, dk, "nt"), -until[1] * dot(d_values, dv, "nt")
     d_z_values, d_target_2, gamma_2 = of_second(d_second + d_states[1])

@@ -35,7 +35,7 @@ class Packs(NamedTuple):
     layout: Layout
 
     def tokens(self, ref) -> Float[Array, "p C DD"]:
-        """Those of a reference [rows, chunks C, group DD]."""
+        """Tokens of these packs in a reference [rows, chunks C, group DD]."""
         return jnp.stack([ref[at] for at in self._at_tokens(ref)])
 
     def store_tokens(self, ref, x: Float[Array, "p C DD"]) -> None:
@@ -50,38 +50,20 @@ class Packs(NamedTuple):
         return [(row, tokens, lanes[i]) for row, i in self._places()]
 
     def memories(self, refs):
-        """Those of references [rows, group, M, DD], in float32."""
-
-        def read(ref):
-            return jnp.stack([ref[place] for place in self._places()]).astype(F32)
-
-        return jax.tree.map(read, refs)
+        """Memories of these packs in references [rows, group, M, DD], in float32."""
+        return _read(refs, lambda _: self._places())
 
     def store_memories(self, refs, values) -> None:
         """Undoes `memories`."""
-
-        def write(ref, x):
-            for each, place in zip(x, self._places(), strict=True):
-                ref[place] = each.astype(ref.dtype)
-
-        jax.tree.map(write, refs, values)
+        _write(refs, values, lambda _: self._places())
 
     def saved(self, refs):
-        """Those of references [rows, group, chunks M, DD], in float32."""
-
-        def read(ref):
-            return jnp.stack([ref[at] for at in self._at_saved(ref)]).astype(F32)
-
-        return jax.tree.map(read, refs)
+        """Memories saved for the chunk, [rows, group, chunks M, DD], in float32."""
+        return _read(refs, self._at_saved)
 
     def save(self, refs, values) -> None:
         """Undoes `saved`."""
-
-        def write(ref, x):
-            for each, at in zip(x, self._at_saved(ref), strict=True):
-                ref[at] = each.astype(ref.dtype)
-
-        jax.tree.map(write, refs, values)
+        _write(refs, values, self._at_saved)
 
     def _at_saved(self, ref):
         size = ref.shape[2] // self.layout.chunks
@@ -89,7 +71,7 @@ class Packs(NamedTuple):
         return [(*place, of_chunk) for place in self._places()]
 
     def of(self, x):
-        """Those of each chunk's array of all packs; None of none."""
+        """These packs of the chunk's array, of a list over chunks; None for None."""
         return None if x is None else x[self.chunk][self.start : self.stop]
 
     def gates(self, rows: list[list["Row"]]) -> tuple[Gates, Gates]:
@@ -118,6 +100,25 @@ class Packs(NamedTuple):
     def _places(self) -> list[tuple[int, int]]:
         """The batch element and the number in it of each pack."""
         return [divmod(i, self.layout.group) for i in range(self.start, self.stop)]
+
+
+def _read(refs, places):
+    """The arrays at the places of each reference, stacked, in float32."""
+
+    def read(ref):
+        return jnp.stack([ref[at] for at in places(ref)]).astype(F32)
+
+    return jax.tree.map(read, refs)
+
+
+def _write(refs, values, places) -> None:
+    """Undoes `_read`."""
+
+    def write(ref, x):
+        for each, at in zip(x, places(ref), strict=True):
+            ref[at] = each.astype(ref.dtype)
+
+    jax.tree.map(write, refs, values)
 
 
 def each_group(layout: Layout) -> list[Packs]:

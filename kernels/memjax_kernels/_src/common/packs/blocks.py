@@ -94,7 +94,7 @@ def unpack_heads(
 
 
 def join_chunks(x: Array, number: int) -> Array:
-    """[B, n, C, ...] as blocks of so many chunks, [B, m, number C, ...]."""
+    """Joins `number` chunks to a block: [B, n, C, ...] to [B, m, number C, ...]."""
     return x.reshape(x.shape[0], -1, number * x.shape[2], *x.shape[3:])
 
 

@@ -159,7 +159,7 @@ def equations(op: Op) -> Equations:
 
 
 def forgets_little(x: Any) -> Bool[Array, ""] | None:
-    """Whether |log gates| sum to less than MILD in every channel of every quarter.
+    """Whether the log gates of each channel sum to more than -MILD in each quarter.
 
     Gates are rounded to bfloat16. None for float32, of which quotients would lose a
     digit.
