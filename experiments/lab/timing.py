@@ -9,10 +9,11 @@ import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
-import resource
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -107,8 +108,9 @@ def _serve(line: Any, threads: int, make: Callable[..., Any], given: Any) -> Non
         begin = time.perf_counter()
         value = step()
         seconds = time.perf_counter() - begin
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        line.send((seconds, value, peak))
+        # `resource` would count the parent's memory, which this process began with.
+        (peak,) = re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        line.send((seconds, value, int(peak) / 2**10))
 
 
 def versions(*packages: str) -> dict[str, str]:

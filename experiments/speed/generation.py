@@ -5,19 +5,21 @@
     python -m experiments.speed.generation
 
 SmolLM2-135M continues passages of a book, greedily: one prompt, and eight of unequal
-length, on one core and on two. memjax and transformers hold it in float32; memjax and,
-of one prompt, llama.cpp in the 4 bits of the file. Each has a process of its own, timed
-interleaved; loading, compilation and the first round are left out.
+length, on one core and on two. memjax and, of one prompt, llama.cpp keep weights as the
+file has them, in 4 bits or, rewritten, in 8 and 16; memjax and transformers hold the 4
+bits in float32. Each has a process of its own, timed interleaved; loading, compilation
+and the first round are left out.
 
 - `first`: seconds to the first token, in which the prompt is read.
 - `tokens_per_s`: of all sequences together, the prompt's reading included.
-- `equal_tokens`: share of the drawn tokens that equal those of transformers.
+- `equal_tokens`: share of the drawn tokens that equal memjax's with stored weights.
 
 What this does not show: a GPU or TPU, sampling, batches that change while they run.
 """
 
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,12 +51,15 @@ NAMES = {
     "transformers": "transformers",
     "llama_cpp": "llama.cpp, weights as stored",
 }
+ARCHITECTURE = "general.architecture"
 #: A book of the embedded corpus, whose passages are the prompts.
 DOCUMENT = "austen__northangerabbey"
 #: Tokens of the longest prompt of a batch, the shortest having half of them, and tokens
 #: that are drawn for each.
 PROMPT, NEW_TOKENS = 128, 128
-BATCHES, CORES, REPEATS = (1, 8), (1, 2), 3
+CORES, REPEATS = (1, 2), 3
+#: Types of the matrices, the file's own first, with numbers of prompts.
+FILES = (("Q4_1", 1), ("Q4_1", 8), ("Q8_0", 1), ("F16", 1))
 
 
 class Prompts(NamedTuple):
@@ -73,6 +78,28 @@ def passages(file: Path, batch: int) -> Prompts:
     ids = tokenizer.encode(text[: 8 * PROMPT * batch])[: PROMPT * batch]
     lengths = np.linspace(PROMPT, PROMPT // 2, batch).astype(int)
     return Prompts(ids.reshape(batch, PROMPT), tuple(map(int, lengths)))
+
+
+def of_type(file: Path, kind: str, folder: Path) -> Path:
+    """The model with matrices of another type."""
+    import gguf
+
+    wanted, reader = gguf.GGMLQuantizationType[kind], gguf.GGUFReader(file)
+    target = folder / f"{kind}.gguf"
+    writer = gguf.GGUFWriter(target, reader.fields[ARCHITECTURE].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != ARCHITECTURE:
+            first, *rest = field.types
+            writer.add_key_value(key, field.contents(), first, (rest or [None])[-1])
+    for x in reader.tensors:
+        raw, of = x.data, x.tensor_type
+        if raw.ndim > 1:
+            raw, of = gguf.quantize(gguf.dequantize(raw, of), wanted), wanted
+        writer.add_tensor(x.name, raw, raw_dtype=of)
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    return target
 
 
 def make(name: str, file: Path, prompts: Prompts) -> Callable[[], dict[str, Any]]:
@@ -166,11 +193,13 @@ def _source(file: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
 
 
-def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:
-    """All implementations at one batch size and number of cores."""
+def time_row(file: Path, kind: str, batch: int, cores: int) -> dict[str, Any]:
+    """The implementations that take this type, number of prompts and cores."""
     prompts = passages(file, batch)
-    # Batches have another interface there.
-    names = [name for name in NAMES if name != "llama_cpp" or batch == 1]
+    # llama.cpp has another interface for batches.
+    skipped = {"llama_cpp"} if batch > 1 else set()
+    skipped |= {"memjax", "transformers"} if kind != FILES[0][0] else set()
+    names = [name for name in NAMES if name not in skipped]
     arguments = {name: (name, file, prompts) for name in names}
     found = timing.time_processes(make, arguments, cores, REPEATS)
     rows = {name: _summary(rounds) for name, rounds in found.items()}
@@ -179,9 +208,9 @@ def time_row(file: Path, batch: int, cores: int) -> dict[str, Any]:
     ours["whole_speedup"] = timing.speedup(ours["whole"], peers)
     drawn = {n: np.array(rounds[-1].value["tokens"]) for n, rounds in found.items()}
     for name, row in rows.items():
-        equal = (drawn[name] == drawn["transformers"]).mean()
+        equal = (drawn[name] == drawn["memjax_stored"]).mean()
         row["equal_tokens"] = float(equal)
-    about = {"batch": batch, "cores": cores, "lengths": prompts.lengths}
+    about = {"kind": kind, "batch": batch, "cores": cores, "lengths": prompts.lengths}
     return about | {"implementations": rows}
 
 
@@ -202,7 +231,12 @@ def _summary(rounds: list[timing.Round]) -> dict[str, Any]:
 def main() -> None:
     """Times, prints and writes the results."""
     file = smollm2()
-    rows = [time_row(file, b, cores) for cores, b in itertools.product(CORES, BATCHES)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = {kind: of_type(file, kind, Path(folder)) for kind, _ in FILES[2:]}
+        rows = [
+            time_row(files.get(kind, file), kind, batch, cores)
+            for cores, (kind, batch) in itertools.product(CORES, FILES)
+        ]
     packages = timing.versions("torch", "transformers", "llama-cpp-python")
     results = {"rows": rows, "packages": packages}
     question = "speed of generation with a pretrained model"
@@ -221,6 +255,7 @@ def generation(result: dict[str, Any]) -> Rows:
             yield {
                 "cores": f"{found['cores']}",
                 "prompts": f"{found['batch']}",
+                "weights of": found["kind"],
                 "program": NAMES[name],
                 "tokens/s": number(row["tokens_per_s"], 1),
                 "s, fastest to slowest": f"{whole['min_s']:.2f} to "
@@ -228,7 +263,7 @@ def generation(result: dict[str, Any]) -> Rows:
                 "first token: ms": number(1e3 * row["first"]["median_s"], 0),
                 "peak MiB": number(row["peak_mebibytes"], 0),
                 "memjax as stored is faster by": times(ours["whole_speedup"].get(name)),
-                "tokens as transformers'": percent(row["equal_tokens"]),
+                "tokens as memjax's as stored": percent(row["equal_tokens"]),
             }
 
 
