@@ -11,7 +11,7 @@ from jaxtyping import Array
 import memjax_kernels
 from memjax.aot.chips import CHIPS
 from memjax.training.monitoring.device_peaks import PEAK_FLOPS
-from memjax_kernels._src.linear.chunks import CHANNEL_CHUNK_SIZE, CHUNK_SIZE
+from memjax_kernels._src.linear.chunks import CHUNK_SIZE, channel_chunk_size
 
 #: The order in which an op takes its arrays.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -162,12 +162,12 @@ def work(op: str, d: int, chunk_size: int, itemsize: int) -> Work:
             gates, state = 0, d**2
         case "gla":
             # Scores in halves of blocks.
-            c = CHANNEL_CHUNK_SIZE
+            c = channel_chunk_size()
             again, read = c * d + 2 * d**2, 2 * c * d + 2 * d**2
             gates, state = 4 * d, d**2
         case "gated_slots":
             # Comparison with the slots, then their read.
-            c = CHANNEL_CHUNK_SIZE
+            c = channel_chunk_size()
             again, read = 4 * c * d + 6 * d**2, 2 * d * (c + d)
             gates, state = itemsize * d + 4 * d, 2 * d**2
         case "ssd" | "gated_delta_rule":

@@ -15,8 +15,6 @@ from memjax_kernels._src.common.products import Multiply, multiplier, operand_dt
 from memjax_kernels._src.gated_slots.step import GatedSlotsState
 from memjax_kernels._src.linear import chunks as linear_chunks
 
-CHUNK_SIZE = linear_chunks.CHANNEL_CHUNK_SIZE
-
 
 def advance_group(state, q, k, v, alpha, g, reset):
     """A group of chunks: (state, *tokens, reset) -> (state, y)."""

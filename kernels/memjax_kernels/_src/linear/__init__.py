@@ -32,7 +32,7 @@ _GLA = _SSD._replace(
     gates={"g": "B T H K"},
     step=steps.gla_step,
     kernels=pallas_tpu.gla_tpu,
-    chunk_size=chunks.CHANNEL_CHUNK_SIZE,
+    chunk_size=None,
 )
 
 

@@ -30,6 +30,7 @@ _KDA = _GATED_DELTA_RULE._replace(
     gates={"beta": "B T H", "g": "B T H K"},
     step=steps.kda_step,
     kernels=pallas_tpu.kda_tpu,
+    chunk_size=None,
 )
 _GDN2 = _KDA._replace(
     name="gdn2",

@@ -16,7 +16,7 @@ from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.token_scan import scan_tokens, zeros_where
 from memjax_kernels._src.linear import jla
-from memjax_kernels._src.linear.chunks import scan_groups
+from memjax_kernels._src.linear.chunks import channel_chunk_size, scan_groups
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "jla"]
 
@@ -36,7 +36,8 @@ class LinearOp(NamedTuple):
         advance: the chunk form (state, *tokens, reset) -> (state, y) of a group of
             chunks: see `chunks.scan_groups`.
         kernels: the TPU form (*tokens, state, reset) -> (state, y), if there is one.
-        chunk_size: of the chunk form, where the caller does not choose one.
+        chunk_size: of the chunk form, where the caller does not choose one; None is
+            `chunks.channel_chunk_size`.
         init_state: sizes in the order of `sizes` -> the empty memory.
         state: axes of each array of the state.
         unsupported: why the kernels cannot take the tokens; "" if they can.
@@ -47,7 +48,7 @@ class LinearOp(NamedTuple):
     step: Callable[..., Any]
     advance: Callable[..., Any]
     kernels: Callable[..., Any] | None
-    chunk_size: int
+    chunk_size: int | None
     init_state: Callable[..., Any]
     state: Mapping[str, str] = {"state": "B H K V"}
     sizes: str = "BHKV"
@@ -95,7 +96,8 @@ def run(
     elif reset is not None:
         # A decay of 0 would leave NaN of a memory that is not finite.
         state = jax.tree.map(functools.partial(zeros_where, reset[:, 0]), state)
-    in_chunks = functools.partial(chunked, op, chunk_size or op.chunk_size)
+    size = chunk_size or op.chunk_size or channel_chunk_size()
+    in_chunks = functools.partial(chunked, op, size)
     forms = {
         "xla": share(in_chunks, ways),
         "reference": share(functools.partial(reference, op), ways),
