@@ -161,9 +161,10 @@ def test_decays_of_channels_are_those_of_each():
     q, k, x = rng.normal(size=(3, 1, 1, 8, 3)).astype("f4")
     weights = rng.normal(size=(1, 1, 8, 8)).astype("f4")
     multiply = multiplier(jnp.dtype("float32"))
-    pairs = np.asarray(jax.jit(decays.scores, static_argnums=3)(q, k, left, multiply))
-    expected = np.einsum("ic,jc,cij->ij", q[0, 0], k[0, 0], between)
-    np.testing.assert_allclose(pairs[0, 0], expected, 1e-5, 1e-6)
+    found = jax.jit(decays.scores, static_argnums=3)((q, x), k, left, multiply)
+    for query, pairs in zip((q, x), found, strict=True):
+        expected = np.einsum("ic,jc,cij->ij", query[0, 0], k[0, 0], between)
+        np.testing.assert_allclose(pairs[0, 0], expected, 1e-5, 1e-6)
     read = np.asarray(
         jax.jit(decays.sums, static_argnums=3)(weights, x, left, multiply)
     )

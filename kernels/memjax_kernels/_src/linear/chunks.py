@@ -113,7 +113,7 @@ def linear_reads(
     # All chunks at once; only adding them to the memory has to go in order.
     written = multiply(on_keys(k, left.until), on_values(v, left.until), "tn")
     state, starts = carry(state, left.since[..., -1, :], written)
-    inside = decays.scores(q, k, left, multiply)
+    (inside,) = decays.scores((q,), k, left, multiply)
     read = multiply(on_keys(q, left.since), starts, "nn")
     return state, multiply(inside, v, "nn") + on_values(read, left.since)
 

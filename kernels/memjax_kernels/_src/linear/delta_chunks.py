@@ -58,7 +58,12 @@ def gdn2_group(
 
     erased = erase * k
     # Below the diagonal: a write sees those before it, and not itself.
-    inverse = triangular.inverse(jnp.tril(decays.scores(erased, k, left, exact), -1))
+    if left.matrix is None:
+        scores, reads = decays.scores((erased, q), k, left, exact)
+    else:
+        (scores,) = decays.scores((erased,), k, left, exact)
+        (reads,) = decays.scores((q,), k, left, read)
+    inverse = triangular.inverse(jnp.tril(scores, -1))
     # U = values - keys S: solved before S is known, so that all chunks are solved at
     # once.
     values, keys = (exact(inverse, x, "nn") for x in (write * v, left.since * erased))
@@ -73,5 +78,5 @@ def gdn2_group(
     items = (values, keys, k * left.until, decay)
     state, (writes, starts) = jax.lax.scan(move, state, items)
     # Reads do not feed back into the memory, so that they may run in bfloat16.
-    y = read(decays.scores(q, k, left, read), writes, "nn")
+    y = read(reads, writes, "nn")
     return state, (y + read(q * left.since, starts, "nn")).astype(dtype)
