@@ -23,6 +23,7 @@ from experiments.lab.results import (
     table,
     written,
 )
+from experiments.memories.recall_tables import score
 from experiments.mplus.answers import by_method
 from experiments.speed.hybrids import LENGTHS
 from experiments.tpu.cycles import SUMMARY, cycles_of
@@ -31,7 +32,7 @@ from memjax.models import HMTConfig
 from memjax.training.finetune.segment_stage import SegmentStage
 
 EQUAL, FACTS = "memories/equal_bytes", "mplus/retention"
-LENGTH, RECALL, LOG = "hmt/smollm2/length", "memories/recall", "facts/study"
+LENGTH, RECALL, LOG = "hmt/smollm2/length", "memories/columns/recall", "facts/study"
 BOOKS, CYCLES, HYBRIDS = "memories/books_window8", "tpu/cycles", "speed/hybrids"
 #: A token of text is stored as an int32.
 BYTES_OF_ID = 4
@@ -92,13 +93,10 @@ def _evidence(*results: Result) -> dict[str, Any]:
 
     def recalled(name: str) -> str:
         # Medians over seeds, states of equal bytes.
-        length, found = recall["task"]["lengths"][1], {16: [], 32: []}
-        for row in recall["rows"]:
-            if row["name"] == name and row.get("column", "bytes") == "bytes":
-                for score in row.get("scores", ()):
-                    if score["length"] == length and score["pairs"] in found:
-                        found[score["pairs"]].append(score["tokens"])
-        few, many = (number(float(np.median(x)), 2) for x in found.values())
+        of, length = (name, "bytes"), recall["task"]["lengths"][1]
+        runs = [x for x in recall["rows"] if (x["name"], x["column"]) == of]
+        found = (np.median([score(x, n, length) for x in runs]) for n in (16, 32))
+        few, many = (number(float(x), 2) for x in found)
         return f"{few} ({many})"
 
     def logged(name: str) -> str:

@@ -69,33 +69,24 @@ def _chunk(mechanism: str, size: int, **options: Any) -> Row:
     return Row(mechanism, {"chunk_size": size} | options)
 
 
-#: The most telling rows are trained first, then those of a single token a chunk.
-TELLING = {
+MODELS = {
     "DeltaNet": Row("deltanet"),
     "Trellis": Row("trellis"),
     "Trellis, C = 4": _chunk("trellis", 4),
     "Lattice": Row("lattice"),
     "TTT": Row("ttt_linear"),
     "Gated DeltaNet": Row("gated_deltanet"),
-}
-SINGLE = {
     "Trellis, C = 1": _chunk("trellis", 1),
     "Lattice, C = 1": _chunk("lattice", 1),
     "TTT, C = 1": _chunk("ttt_linear", 1),
+    "sliding window": Row("sliding_window", columns=("bytes",)),
+    "Transformer++": Row("attention", columns=("width",)),
+    "Linear Attention": Row("linear_attention"),
+    "Mamba2": Row("mamba2"),
+    "GLA": Row("gla"),
+    "GSA": Row("gsa"),
+    "ABC": Row("abc"),
 }
-MODELS: dict[str, Row] = (
-    TELLING
-    | SINGLE
-    | {
-        "sliding window": Row("sliding_window", columns=("bytes",)),
-        "Transformer++": Row("attention", columns=("width",)),
-        "Linear Attention": Row("linear_attention"),
-        "Mamba2": Row("mamba2"),
-        "GLA": Row("gla"),
-        "GSA": Row("gsa"),
-        "ABC": Row("abc"),
-    }
-)
 _BASELINES = {name: MODELS[name] for name in ("DeltaNet", "TTT")}
 
 
@@ -231,20 +222,18 @@ def model(task: mqar.Task, row: Row, column: Column) -> ModelConfig:
 
 
 def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Case]:
-    """All rows of a study with equal parameters, the most telling first."""
+    """All rows of a study with equal parameters, one column after the other."""
     chosen = STUDIES[of]
 
     def equal(name: str, column: Column, task: mqar.Task) -> ModelConfig:
         made = model(task, chosen.rows[name], column)
         return small_models.equal_parameters(made, task.scale)
 
-    rest = chosen.rows.keys() - TELLING.keys() - SINGLE.keys()
     order: list[tuple[str, Column]] = [
         (name, column)
-        for group in (TELLING, SINGLE, rest)
         for column in columns
         for name, row in chosen.rows.items()
-        if column in row.columns and name in group
+        if column in row.columns
     ]
     found = [
         Case(name, column, "recall", equal(name, column, mqar.SMALL))

@@ -23,27 +23,6 @@ PAPER = {
 }
 
 
-def _by_pairs(summary: list[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """Mean and standard error over seeds by model and number of pairs."""
-    found: dict[str, dict[str, str]] = {}
-    for row in sorted(summary, key=lambda row: row["pairs"]):
-        cell = spread(row["mean"], row["error"], 2)
-        found.setdefault(row["name"], {})[f"{row['pairs']} pairs"] = cell
-    return found
-
-
-@table("memories/recall")
-def by_pairs(result: Mapping[str, Any]) -> Rows:
-    """Right answers by pairs, at a length with room for all of them."""
-    found = _by_pairs(result["accuracy"][str(result["task"]["lengths"][1])])
-    for name, run in {row["name"]: row for row in result["rows"]}.items():
-        yield {
-            "right answers": name,
-            "state bytes": number(run["state_bytes"], 0),
-            "learning rate": f"{run['learning_rate']:g}",
-        } | found[name]
-
-
 def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> Rows:
     """Rows of a mechanism: width, bytes, seeds that learned, and what those answer.
 
@@ -66,7 +45,7 @@ def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> R
             cells[field.replace("_", " ")] = number(runs[0][field], 0) if runs else ""
         cells["learned"] = f"{len(learned)} of {len(runs)}" if runs else "not trained"
         for count in counts:
-            values = [_score(x, count, length) for x in learned]
+            values = [score(x, count, length) for x in learned]
             cells[f"{count} pairs"] = median_and_range(values)
         if has_text:
             values = [x.get("perplexity") for x in of.get((column, "text"), [])]
@@ -78,7 +57,8 @@ def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> R
         yield f"PPL of {order}s {number(value, 2)}"
 
 
-def _score(run: Mapping[str, Any], pairs: int, length: int) -> float:
+def score(run: Mapping[str, Any], pairs: int, length: int) -> float:
+    """Right answers of a run's test of that many pairs, in sequences of that length."""
     (found,) = (
         x["tokens"]
         for x in run["scores"]

@@ -96,8 +96,9 @@ def of_type(file: Path, kind: str, folder: Path) -> Path:
         if raw.ndim > 1:
             raw, of = gguf.quantize(gguf.dequantize(raw, of), wanted), wanted
         writer.add_tensor(x.name, raw, raw_dtype=of)
-    for step in ("header", "kv_data", "tensors"):
-        getattr(writer, f"write_{step}_to_file")()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return target
 
@@ -161,7 +162,7 @@ def _transformers(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        **_source(file), dtype=torch.float32
+        file.parent, gguf_file=file.name, dtype=torch.float32
     ).eval()
     # Padded at the left, as it expects.
     batch, longest = prompts.tokens.shape
@@ -169,13 +170,13 @@ def _transformers(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
     for b, length in enumerate(prompts.lengths):
         ids[b, longest - length :] = prompts.tokens[b, :length]
         mask[b, longest - length :] = 1
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    tensors = {key: torch.from_numpy(value) for key, value in inputs.items()}
+    ids, mask = map(torch.from_numpy, (ids, mask))
 
     def draw(count: int) -> np.ndarray:
         with torch.inference_mode():
             out = model.generate(
-                **tensors,
+                ids,
+                attention_mask=mask,
                 do_sample=False,
                 max_new_tokens=count,
                 min_new_tokens=count,
@@ -186,20 +187,13 @@ def _transformers(file: Path, prompts: Prompts) -> Callable[[int], np.ndarray]:
     return draw
 
 
-def _source(file: Path) -> dict[str, Any]:
-    """A GGUF file or a folder, as transformers takes it."""
-    if file.is_dir():
-        return {"pretrained_model_name_or_path": file}
-    return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-
-
 def time_row(file: Path, kind: str, batch: int, cores: int) -> dict[str, Any]:
     """The implementations that take this type, number of prompts and cores."""
     prompts = passages(file, batch)
     # llama.cpp has another interface for batches.
-    skipped = {"llama_cpp"} if batch > 1 else set()
-    skipped |= {"memjax", "transformers"} if kind != FILES[0][0] else set()
-    names = [name for name in NAMES if name not in skipped]
+    wide = kind == FILES[0][0]
+    taken = {"llama_cpp": batch == 1, "memjax": wide, "transformers": wide}
+    names = [name for name in NAMES if taken.get(name, True)]
     arguments = {name: (name, file, prompts) for name in names}
     found = timing.time_processes(make, arguments, cores, REPEATS)
     rows = {name: _summary(rounds) for name, rounds in found.items()}
