@@ -31,7 +31,6 @@ TPU = {
     "trellis": "trellis/test_trellis_tpu",
     "lattice": "lattice/test_lattice_tpu",
     "hippo": None,
-    "overlap": "test_overlap",
     "causal_attention": "test_causal_attention",
     "cached_attention": "test_cached_attention",
     "sigmoid_scores": "test_sigmoid_scores",

@@ -71,7 +71,6 @@ from memjax_kernels._src.linear.steps import (
 from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as ssd_init_state,
 )
-from memjax_kernels._src.overlap import overlap, overlap_with_keys
 from memjax_kernels._src.recurrent_block import (
     gated_norm,
     l2_normalize,
@@ -168,8 +167,6 @@ __all__ = [
     "linear_attention",
     "linear_attention_init_state",
     "linear_attention_step",
-    "overlap",
-    "overlap_with_keys",
     "rotate",
     "selective_scan",
     "selective_scan_init_state",

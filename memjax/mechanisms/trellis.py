@@ -37,7 +37,7 @@ from memjax.mechanisms.cells.learned_init import (
 )
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.overlap import OpenChunk, bounded_step, bounded_steps
+from memjax.mechanisms.layers.overlap import OpenChunk, bounded_step
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import (
     TRELLIS_ACTIVATIONS,
@@ -51,6 +51,7 @@ from memjax_kernels import (
     trellis_step,
 )
 from memjax_kernels import trellis as trellis_op
+from memjax_kernels._src.trellis.bounds import bounded_tokens
 from memjax_kernels._src.trellis.functions import apply as phi_of
 
 
@@ -240,17 +241,13 @@ def apply(
     """Equal to T steps, computed chunk by chunk."""
     initial = _initial(config, params, x.shape[0])
     slots, steps = initial if memory is None else initialise(memory, initial)
+    if steps is not None:
+        slots = _with_steps(slots, steps[0], steps[-1])
     # None: all rows are at the start of a chunk, and tokens need no shift.
-    before, position = (None, None) if memory is None else (slots, slots.position)
+    before = None if memory is None else slots
     # Values are normalised, as in `step`.
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
-    if steps is not None:
-        opened, gammas = _opened(slots, steps), _of_each(gamma, k)
-        given = zip(opened, (k, v), gammas, strict=True)
-        found = [bounded_steps(o, position, *rest) for o, *rest in given]
-        after, (k, v), gammas = zip(*found, strict=True)
-        steps, gamma = after[: len(steps)], jnp.stack(gammas, axis=-1)
     slots, y = trellis_op(
         q,
         k,
@@ -263,9 +260,14 @@ def apply(
         chunk_size=config.chunk_size,
         phi=config.phi,
         activation=config.activation,
+        bound_steps=config.bounded,
         reset=reset,
         implementation=config.implementation,
     )
+    if steps is not None:
+        steps = (slots.tokens.key_gamma, slots.tokens.value_gamma)[: len(steps)]
+        bounded = bounded_tokens(slots.tokens)
+        slots = _with_steps(slots, bounded.key_gamma, bounded.value_gamma)
     return initialised(Memory(slots, steps)), _read(config, y)
 
 
@@ -287,6 +289,12 @@ def _no_steps(config, batch):
         return None
     shape = batch, config.num_heads, config.chunk_size
     return (jnp.zeros(shape, jnp.float32),) * (1 if config.shared_gates else 2)
+
+
+def _with_steps(slots, keys, values):
+    """The memories, with these steps of the open chunk's tokens in each pass."""
+    tokens = slots.tokens._replace(key_gamma=keys, value_gamma=values)
+    return dataclasses.replace(slots, tokens=tokens)
 
 
 def _opened(slots, steps):

@@ -94,7 +94,6 @@ def hippo(**options):
         ),
         # Sizes.
         (lambda: ops.ssd(X, X, X, -GATE, chunk_size=2.0), "chunk_size must .* got 2.0"),
-        (lambda: ops.overlap(X, GATE, chunk_size=2.5), "chunk_size must be an integer"),
         (lambda: ops.ssd_init_state(0, 1, 1, 1), "batch must be at least 1, got 0"),
         (lambda: ops.lattice_state(MATRIX, 0), "chunk_size must be at least 1, got 0"),
         (

@@ -36,10 +36,10 @@ def draw(
     return *tokens, jnp.asarray(gamma), jnp.asarray(np.log(g))
 
 
-def in_chunks(implementation, tokens, state, empty, reset=None):
+def in_chunks(implementation, tokens, state, empty, reset=None, **options):
     given: Any = (*tokens, state, reset, empty)
     return segment.in_chunks(
-        implementation, *given, phi="l2_silu", activation="ln_silu"
+        implementation, *given, phi="l2_silu", activation="ln_silu", **options
     )
 
 
@@ -92,8 +92,8 @@ def open_state(sizes, place):
     return opened(state, draw(b, c, h, k, v, m), place)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def both(implementation, arguments, reset=None):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="bound_steps")
+def both(implementation, arguments, reset=None, bound_steps=False):
     """Results, and gradients of everything for random cotangents."""
     tokens, state, empty = arguments
 
@@ -110,7 +110,8 @@ def both(implementation, arguments, reset=None):
 
     def forward(tokens, *found):
         before, fresh = map(with_floats, (state, empty), found)
-        after, y = in_chunks(implementation, tokens, before, fresh, reset)
+        given = tokens, before, fresh, reset
+        after, y = in_chunks(implementation, *given, bound_steps=bound_steps)
         return floats(after), y
 
     values, back = jax.vjp(forward, tokens, floats(state), floats(empty))

@@ -22,6 +22,7 @@ from tests.kernels.trellis.against_xla import (
     both,
     draw,
     open_state,
+    opened,
     perturbed,
 )
 
@@ -52,7 +53,7 @@ def gates_of(heads, gamma, g):
     wide = [packs.widen(x, heads * g.shape[-1]) for x in zip(*columns, strict=True)]
     end = tuple(gate_sums.Sums(*(x[:, -1:] for x in part)) for part in columns)
     total = pack_decays.Totals(row_sums, gate_sums.Sums(*wide), end)
-    return packed.Gates(row(gamma), total)
+    return packed.Gates(row(gamma), total, None)
 
 
 @pytest.mark.slow
@@ -85,14 +86,14 @@ def test_packed_chunk_and_gradient_equal_unpacked():
         values, pull = jax.vjp(slots_last, *primals)
         return values, pull((d_after, d_y))
 
-    def advance(x, ready, gates, keys, values):
-        new = []
+    def advance(x, gates, keys, values):
+        new, ready = [], packed.prepare(x, gates, EXACT)
         given = x, ready, gates, keys, values, options, new.append
         read = yield from packed.advance(*given)
         return new[0], read
 
-    def vjp(x, ready, gates, keys, values, d_after, d_y):
-        before = []
+    def vjp(x, gates, keys, values, d_after, d_y):
+        before, ready = [], packed.prepare(x, gates, EXACT)
         given = x, ready, gates, keys, values, lambda: d_after, d_y
         found = yield from packed_gradient.vjp(*given, options, before.append)
         return before[0], found
@@ -102,8 +103,7 @@ def test_packed_chunk_and_gradient_equal_unpacked():
         x = packed.Chunk(*map(paired, (q, k, v, alpha)))
         gates = gates_of(heads, gamma[0], g[0]), gates_of(heads, gamma[1], g[1])
         keys, values = map(paired, memory)
-        ready = packed.prepare(x, gates)
-        given = x, ready, gates, keys, values
+        given = x, gates, keys, values
         d = (paired(d_after[0]), paired(d_after[1])), paired(d_y)
         # Packs one behind the other, as groups of them are in the kernels.
         new, read = staggered(advance, given, sizes["P"], lag=2)
@@ -161,6 +161,29 @@ def test_values_and_gradients_agree_with_xla(sizes, place, resets):
     arguments = (tokens, state, empty)
     expected = both(trellis_xla, arguments, reset)
     close(both(INTERPRETED, arguments, reset), expected, 3e-6)
+
+
+def with_unit_values(tokens):
+    values = tokens[2] / jnp.linalg.norm(tokens[2], axis=-1, keepdims=True)
+    # Every third key is the first once more: its step leaves little to theirs.
+    k, v = (x.at[:, ::3].set(x[:, :1]) for x in (tokens[1], values))
+    return tokens[0], k, v.astype(tokens[2].dtype), *tokens[3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gates", [(), (2,)])
+def test_bounded_steps_agree_with_xla(gates):
+    b, t, h, d, c = 2, 22, 4, 64, 16
+    tokens = with_unit_values(draw(b, t, h, d, d, d, gates=gates))
+    empty = perturbed(trellis_init_state(b, h, d, d, d, c), 2)
+    state, reset = None, None
+    if gates:
+        before = with_unit_values(draw(b, c, h, d, d, d, seed=1))
+        state = opened(perturbed(empty, 3), before, [3, 5])
+        reset = np.arange(t) == np.array([13, t])[:, None]
+    arguments = (tokens, state, empty)
+    expected = both(trellis_xla, arguments, reset, bound_steps=True)
+    close(both(INTERPRETED, arguments, reset, bound_steps=True), expected, 3e-6)
 
 
 # Relative errors of the XLA form in bfloat16, in thousandths, for the tokens of the

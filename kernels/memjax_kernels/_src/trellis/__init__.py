@@ -6,7 +6,7 @@ and `pallas_gpu`. `reference` is the definition.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Array, Bool, Float
 
@@ -45,6 +45,7 @@ def trellis(
     chunk_size: int = 64,
     phi: TrellisPhi = "l2_silu",
     activation: TrellisActivation = "ln_silu",
+    bound_steps: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """Both passes over a segment: a loop of `trellis_step`.
@@ -74,6 +75,11 @@ def trellis(
         chunk_size: C, at least 1.
         phi: applied to predictions before they are compared with alpha.
         activation: f between the passes.
+        bound_steps: whether gamma, in [0, 1], is multiplied by Π (1 - gamma_s ⟨k_s,
+            k_t⟩²) over the tokens s before t in its chunk, in the second pass of
+            values: a key that repeats is written once. They must have unit norm or be
+            zeros, which is not checked. Steps of the state's tokens, before and after,
+            are those that are not multiplied yet; `trellis_step` takes the others.
         implementation: None is the fastest that can run here.
 
     Returns:
@@ -88,6 +94,8 @@ def trellis(
     checks.check_options(chunk_size, phi, activation)
     sizes = checks.check_tokens(q, k, v, alpha, gamma, g)
     empty = checks.check_states(state, empty, sizes, chunk_size)
+    if bound_steps:
+        arguments.check_range("gamma", gamma, 0.0, 1.0)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     misplaced = None
     if reset is not None:
@@ -107,9 +115,10 @@ def trellis(
         ("pallas_tpu", "pallas_gpu") if widths == {64} else ("pallas_tpu",),
     )
     given = (q, k, v, alpha, gamma, g, state, reset, empty)
+    options: Any = {"phi": phi, "activation": activation, "bound_steps": bound_steps}
     if implementation == "reference":
-        after, y = trellis_reference(*given, phi=phi, activation=activation)
+        after, y = trellis_reference(*given, **options)
     else:
-        after, y = segment.in_chunks(form, *given, phi=phi, activation=activation)
+        after, y = segment.in_chunks(form, *given, **options)
     # Results after a misplaced reset have no meaning, and must not pass unseen.
     return chunks.mask_with_nan(after, y, misplaced)

@@ -22,11 +22,12 @@ F32 = jnp.float32
 
 
 class Options(NamedTuple):
-    """Static options of a chunk."""
+    """Static options of a chunk; `bound_steps` is for packed heads."""
 
     phi: str
     activation: str
     multiply: Multiply
+    bound_steps: bool = False
 
 
 def advance(

@@ -33,7 +33,9 @@ from memjax_kernels._src.common.packs.decays import (
     decays,
     until_end,
 )
+from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.trellis.chunk import Options
+from memjax_kernels._src.trellis.packed_bounds import bounded_vjp
 from memjax_kernels._src.trellis.packed_functions import activate_vjp, write_vjp
 
 F32 = jnp.float32
@@ -49,10 +51,27 @@ class Chunk(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Gates of one pass; both passes may have one and the same object `total`."""
+    """Gates of one pass; both passes may have one and the same object `total`.
+
+    `wide` is gamma along the sublanes, in all lanes of a head, where it is bounded.
+    """
 
     gamma: Float[Array, "P 1 CC"]
     total: Totals
+    wide: Float[Array, "P C CC"] | None
+
+
+class Steps(NamedTuple):
+    """Steps as a pass takes them.
+
+    Attributes:
+        bounded: along the lanes.
+        vjp: of their cotangent that of gamma, and those of the products of a chunk's
+            keys, [P, C, CC], if there are any.
+    """
+
+    bounded: Float[Array, "P 1 CC"]
+    vjp: Callable[[Array], tuple[Array, tuple[Array, ...]]]
 
 
 class Prepared(NamedTuple):
@@ -64,6 +83,7 @@ class Prepared(NamedTuple):
         k: D(k).
         v: D(v).
         left: decays of both passes.
+        steps: of both passes.
     """
 
     target: Float[Array, "P M CC"]
@@ -71,9 +91,10 @@ class Prepared(NamedTuple):
     k: Float[Array, "P CC KK"]
     v: Float[Array, "P CC VV"]
     left: tuple[Decays, Decays]
+    steps: tuple[Steps, Steps]
 
 
-def prepare(x: Chunk, gates: tuple[Gates, Gates]) -> Prepared:
+def prepare(x: Chunk, gates: tuple[Gates, Gates], dot: Multiply) -> Prepared:
     """The part that does not depend on memories."""
     first, second = (gate.total for gate in gates)
     heads = len(first.end)
@@ -81,7 +102,15 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates]) -> Prepared:
     # Computed once where both are the same.
     both = left, (left if second is first else decays(second))
     dq, dk, dv = (block_diagonal(y, heads) for y in (x.q, x.k, x.v))
-    return Prepared(packs.turned(x.alpha, heads).astype(F32), dq, dk, dv, both)
+
+    def steps(k, dk, gate):
+        if gate.wide is None:
+            return Steps(gate.gamma, lambda d: (d, ()))
+        return Steps(*bounded_vjp(dot(k, dk, "nt"), gate.gamma, gate.wide, heads))
+
+    of_both = steps(x.k, dk, gates[0]), steps(x.v, dv, gates[1])
+    target = packs.turned(x.alpha, heads).astype(F32)
+    return Prepared(target, dq, dk, dv, both, of_both)
 
 
 def by_tiles(dot, x, y, heads: int) -> Array:
@@ -106,7 +135,7 @@ def advance(
     Yields between its phases; see `common.packs.staggered`.
     """
     dot, heads = options.multiply, len(gates[0].total.end)
-    target, dq, dk, dv, (first, second) = ready
+    target, dq, dk, dv, (first, second), steps = ready
     until = until_end(gates[0].total), until_end(gates[1].total)
     spread = functools.partial(block_diagonal, heads=heads)
 
@@ -114,8 +143,8 @@ def advance(
     scores, z = products[:, : x.q.shape[1]], products[:, x.q.shape[1] :]
     past = dot(keys, dq, "nt")
     z_values = dot(values, dv, "nt")
-    u = write_vjp(options, z, target, gates[0].gamma)[0]
-    u_values = write_vjp(options, z_values, target, gates[1].gamma)[0]
+    u = write_vjp(options, z, target, steps[0].bounded)[0]
+    u_values = write_vjp(options, z_values, target, steps[1].bounded)[0]
     yield
     after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
     after_keys -= dot(u * until[0], dk, "nn")

@@ -56,7 +56,7 @@ def vjp(
     dot, (slots, size) = options.multiply, (keys.shape[1], x.q.shape[1])
     heads = len(gates[0].total.end)
     spread = functools.partial(block_diagonal, heads=heads)
-    target, dq, dk, dv, left = ready
+    target, dq, dk, dv, left, steps = ready
     until = until_end(gates[0].total), until_end(gates[1].total)
     blocks = functools.partial(diagonal_blocks, heads=heads)
 
@@ -76,7 +76,7 @@ def vjp(
 
     # The first pass again.
     products = dot(stack(x.q, keys), dk, "nt")
-    first, of_first = write_vjp(options, products[:, size:], target, gates[0].gamma)
+    first, of_first = write_vjp(options, products[:, size:], target, steps[0].bounded)
     yield
     scores = spread(products[:, :size] * left[0].between)
     reads = left[0].decay * dot(keys, dq, "nt") - dot(first, scores, "nt")
@@ -86,7 +86,9 @@ def vjp(
     yield
     # The second, with its cotangents.
     products = dot(stack(values, d_y), dv, "nt")
-    second, of_second = write_vjp(options, products[:, :slots], target, gates[1].gamma)
+    second, of_second = write_vjp(
+        options, products[:, :slots], target, steps[1].bounded
+    )
     yield
     written = blocks(dot(by_token, second, "nn")) * left[1].between
     d_scores = spread(-products[:, slots:] * left[1].between)
@@ -119,27 +121,36 @@ def vjp(
     before_values += dot(f * left[1].decay, dd_y, "nn")
     keep((before_keys, before_values))
     yield
-    total_2 = along - gates[1].gamma * gamma_2
+    d_gamma_1, alike_1 = steps[0].vjp(gamma_1)
+    d_gamma_2, alike_2 = steps[1].vjp(gamma_2)
+    total_2 = along - steps[1].bounded * gamma_2
     total_2 += _at_end(
         sum_slots(second * d_states[1]), sum_slots(decayed[1] * values), heads
     )
-    total_1 = sum_slots(d_reads * reads) - gates[0].gamma * gamma_1
+    total_1 = sum_slots(d_reads * reads) - steps[0].bounded * gamma_1
     total_1 += _at_end(
         sum_slots(first * d_states[0]), sum_slots(decayed[0] * keys), heads
     )
     yield
     d_v = of_tokens(
-        stack(-written, -second * until[1], d_z_values), stack(d_y, d_values, values)
+        stack(-written, -second * until[1], d_z_values, *alike_2),
+        stack(d_y, d_values, values, *(x.v for _ in alike_2)),
     )
+    # Of the earlier key of a pair above, of the later one here.
+    d_v = sum((dot(d, dv, "nn") for d in alike_2), d_v)
     yield
-    d_k = of_tokens(stack(d_scores, -first * until[0], d_z), stack(x.q, d_keys, keys))
+    d_k = of_tokens(
+        stack(d_scores, -first * until[0], d_z, *alike_1),
+        stack(x.q, d_keys, keys, *(x.k for _ in alike_1)),
+    )
+    d_k = sum((dot(d, dk, "nn") for d in alike_1), d_k)
     yield
     d_q = products[:, slots:] + of_tokens(d_past, keys)
     d_alpha = packs.turned(d_target_1 + d_target_2, heads)
     yield
     return Cotangents(
         Chunk(d_q, d_k, d_v, d_alpha),
-        (gamma_1, gamma_2),
+        (d_gamma_1, d_gamma_2),
         (total_1, total_2),
     )
 

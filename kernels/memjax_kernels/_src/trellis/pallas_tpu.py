@@ -44,13 +44,18 @@ def trellis_tpu(
     *,
     phi: str,
     activation: str,
+    bound_steps: bool = False,
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`.
 
     `interpret` is that of `pallas_call`: False, or `pltpu.InterpretParams`.
     """
-    options: Any = {"phi": phi, "activation": activation}
+    options: Any = {
+        "phi": phi,
+        "activation": activation,
+        "bound_steps": bound_steps,
+    }
     _, _, size, heads, key_dim = tokens.q.shape
     widths = key_dim, tokens.v.shape[4], tokens.alpha.shape[4]
     if not tpu_packed.heads_of_pack(size, heads, widths):

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import checks, chunk
+from memjax_kernels._src.trellis.bounds import bounded_tokens
 from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
 
 
@@ -57,14 +58,16 @@ def trellis_step(
         ValueError: as `trellis`.
     """
     checks.check_step(q, k, v, alpha, gamma, g, state, phi, activation)
-    return _step(q, k, v, alpha, gamma, g, state, phi, activation)
+    return _step(q, k, v, alpha, gamma, g, state, phi, activation, False)
 
 
-def _step(q, k, v, alpha, gamma, g, state, phi, activation):
+def _step(q, k, v, alpha, gamma, g, state, phi, activation, bound_steps):
     def read(multiply, q, tokens, memory):
+        tokens = bounded_tokens(tokens) if bound_steps else tokens
         return chunk.read(q, tokens, memory, chunk.Options(phi, activation, multiply))
 
     def write(multiply, tokens, memory):
+        tokens = bounded_tokens(tokens) if bound_steps else tokens
         return chunk.write(tokens, memory, chunk.Options(phi, activation, multiply))
 
     gates: Any = (
@@ -96,6 +99,7 @@ def trellis_reference(
     *,
     phi: str,
     activation: str,
+    bound_steps: bool = False,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """A loop of steps; the arguments are those of `trellis`."""
 
@@ -103,7 +107,7 @@ def trellis_reference(
         (q, k, v, alpha, gamma, g), clear = item
         if clear is not None:
             state = open_chunk.replace(clear, empty, state)
-        return _step(q, k, v, alpha, gamma, g, state, phi, activation)
+        return _step(q, k, v, alpha, gamma, g, state, phi, activation, bound_steps)
 
     tokens = (q, k, v, alpha, gamma, g)
     items = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))

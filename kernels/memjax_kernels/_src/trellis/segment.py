@@ -5,13 +5,14 @@ Chunk implementations
 Every one (`xla.trellis_xla`, `pallas_tpu.trellis_tpu`, ...) has this signature:
 
     f(tokens: Tokens, memory: tuple, empty: tuple | None,
-      *, phi: str, activation: str) -> (memory, y)
+      *, phi: str, activation: str, bound_steps: bool) -> (memory, y)
 
 A tuple holds the key memory, then the value memory. y [B, n, C, H, V] has the dtype
 of v.
 
 For each batch element and chunk i, in order, with M the memory:
 
+0. with `bound_steps`, gamma of each pass is bounded by the chunk's keys (`bounds`).
 1. if reset[i]: M = empty. Given only together: `reset` and `empty` are both None, or
    neither.
 2. For both passes, with x = k, then v, and cs the inclusive sum of g over the chunk, g
@@ -39,6 +40,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.trellis.bounds import bounded
 from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
 
 
@@ -86,6 +88,7 @@ def in_chunks(
     *,
     phi: str,
     activation: str,
+    bound_steps: bool = False,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """Splits a segment into chunks and runs a chunk implementation on them.
 
@@ -102,6 +105,7 @@ def in_chunks(
         None if reset is None else (empty.keys, empty.values),
         phi=phi,
         activation=activation,
+        bound_steps=bound_steps,
     )
     left = open_chunk.last(of_each_pass(tokens), time, position)
     after = TrellisState(keys, values, left, (before.position + time) % size, size)
@@ -148,6 +152,16 @@ def align(
     gamma = jnp.stack([x.key_gamma, x.value_gamma], axis=-1)
     g = jnp.stack([x.key_g, x.value_g], axis=-1)
     return tokens._replace(k=x.k, v=x.v, alpha=x.alpha, gamma=gamma, g=g)
+
+
+def with_bounded_steps(x: Tokens) -> Tokens:
+    """The tokens with the steps of both passes bounded."""
+
+    def of_pass(k, gamma):
+        return bounded(k.swapaxes(2, 3), gamma.swapaxes(2, 3)).swapaxes(2, 3)
+
+    both = of_pass(x.k, x.gamma[..., 0]), of_pass(x.v, x.gamma[..., -1])
+    return x._replace(gamma=jnp.stack(both, axis=-1))
 
 
 def per_pass(gate: Float[Array, "B T H ..."]) -> Float[Array, "B T H _"]:

@@ -51,6 +51,7 @@ def in_chunks(
     *,
     phi: str,
     activation: str,
+    bound_steps: bool,
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation where heads fill packs; see `segment`."""
@@ -82,7 +83,9 @@ def in_chunks(
         tokens.full,
         tokens.reset,
     )
-    return _op(Static((phi, activation), layout, interpret), x, memory, empty)
+    return _op(
+        Static((phi, activation, bound_steps), layout, interpret), x, memory, empty
+    )
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
@@ -99,8 +102,9 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
 
 def _with_options(kernel):
     def run(*refs, layout, options, multiply):
-        phi, activation = options
-        kernel(*refs, layout=layout, options=Options(phi, activation, multiply))
+        phi, activation, bound_steps = options
+        options = Options(phi, activation, multiply, bound_steps)
+        kernel(*refs, layout=layout, options=options)
 
     return run
 
@@ -115,9 +119,16 @@ def _of_gates(d: Float[Array, "B n C H _"], x: Chunks) -> tuple[Array, Array]:
 
 def _in_xla(options, x: Chunks, memory, empty):
     """The function of the kernels."""
-    phi, activation = options
+    phi, activation, bound_steps = options
     tokens = Tokens(*x.tokens, *x.gates, full=x.full, reset=x.reset)
-    return trellis_xla(tokens, memory, empty, phi=phi, activation=activation)
+    return trellis_xla(
+        tokens,
+        memory,
+        empty,
+        phi=phi,
+        activation=activation,
+        bound_steps=bound_steps,
+    )
 
 
 _op = kernels_of(

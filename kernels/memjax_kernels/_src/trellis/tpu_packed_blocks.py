@@ -77,25 +77,32 @@ class Packs(NamedTuple):
     def gates(self, rows: list[list["Row"]]) -> tuple[Gates, Gates]:
         """Gates of both passes, which share an object where they have one gate."""
         each = [(rows[row][self.chunk], i) for row, i in self._places()]
-        of_gamma, of_g = self.layout.passes
+        (of_gamma, of_g), group = self.layout.passes, self.layout.group
         gamma = [
             jnp.stack([row.gamma[index][i] for row, i in each])
             for index in range(of_gamma)
         ]
-        total = [self._total(each, index) for index in range(of_g)]
-        return Gates(gamma[0], total[0]), Gates(gamma[-1], total[-1])
-
-    def _total(self, each: list[tuple["Row", int]], index: int) -> Totals:
-        heads, group = self.layout.heads, self.layout.group
-        sums = [[part[i] for part in row.sums[index]] for row, i in each]
-        row = Sums(*map(jnp.stack, zip(*sums, strict=True)))
         columns = [packs.every(row.columns, group, i) for row, i in each]
-        ones = each[0][0].ones[index]
+        ones = each[0][0].ones
         wide = products.multiply(jnp.concatenate(columns), ones, "nn", BF16)
         wide = wide.reshape(len(each), self.layout.size, -1)
-        ends = zip(*(packs.ends(part, heads) for part in row), strict=True)
-        of_head = tuple(Sums(*end) for end in ends)
-        return Totals(row, Sums(*jnp.split(wide, 2, axis=-1)), of_head)
+        parts = jnp.split(wide, wide.shape[-1] // gamma[0].shape[-1], axis=-1)
+        # Coarse sums, fine sums, then gammas.
+        total = [
+            self._total(each, i, Sums(parts[i], parts[of_g + i])) for i in range(of_g)
+        ]
+        bounds = parts[2 * of_g :] or [None]
+        first, last = (
+            (gamma[0], total[0], bounds[0]),
+            (gamma[-1], total[-1], bounds[-1]),
+        )
+        return Gates(*first), Gates(*last)
+
+    def _total(self, each: list[tuple["Row", int]], index: int, wide: Sums) -> Totals:
+        sums = [[part[i] for part in row.sums[index]] for row, i in each]
+        row = Sums(*map(jnp.stack, zip(*sums, strict=True)))
+        ends = zip(*(packs.ends(x, self.layout.heads) for x in row), strict=True)
+        return Totals(row, wide, tuple(Sums(*end) for end in ends))
 
     def _places(self) -> list[tuple[int, int]]:
         """The batch element and the number in it of each pack."""
@@ -135,21 +142,21 @@ class Row(NamedTuple):
     Attributes:
         gamma: of each pass, along the lanes.
         sums: of g in each pass, along the lanes.
-        columns: of all sums, in three parts with the digits of bfloat16.
-        ones: of each pass, where a product puts a pack's columns: coarse sums in all
-            lanes of their heads, and fine ones behind them.
+        columns: of all sums, and of gamma where it is bounded, in three parts with the
+            digits of bfloat16.
+        ones: where a product puts a pack's columns, in all lanes of their heads.
     """
 
     gamma: list[Float[Array, "G 1 CC"]]
     sums: list[Sums]
     columns: Float[Array, "C N"]
-    ones: list[Float[Array, "N CC2"]]
+    ones: Float[Array, "N _"]
 
 
-def gates(x, layout: Layout) -> list[list[Row]]:
+def gates(x, layout: Layout, bounded: bool) -> list[list[Row]]:
     """Gates of all packs, of references to `chunkwise.Blocks`: rows, then chunks."""
     found = x.gates[:, :, : layout.gate_columns]
-    return [_gates_of_row(row, layout) for row in found]
+    return [_gates_of_row(row, layout, bounded) for row in found]
 
 
 def flags(x, layout: Layout) -> tuple[list[Array] | None, list[Array] | None]:
@@ -170,21 +177,20 @@ def flags(x, layout: Layout) -> tuple[list[Array] | None, list[Array] | None]:
     return full, flag(int(layout.opens)) if layout.resets else None
 
 
-def _gates_of_row(block: Array, layout: Layout) -> list[Row]:
+def _gates_of_row(block: Array, layout: Layout, bounded: bool) -> list[Row]:
     """Of a batch element's columns [chunks C, R] of gammas and gates."""
     group, heads, (of_gamma, of_g) = layout.group, layout.heads, layout.passes
     gammas = block[:, : heads * group * of_gamma]
     sums = pack_decays.sum_gates(block[:, gammas.shape[1] :], layout.size)
     rows = pack_decays.transpose(jnp.concatenate([gammas, sums], axis=1))
-    columns = jnp.concatenate(packs.in_bfloat16(sums), axis=1).astype(BF16)
-    shape = (sums.shape[1], 2 * heads * layout.size)
-    head, ones = packs.head(shape, 2 * heads), []
-    for index in range(of_g):
-        first = head + heads * jnp.where(head < heads, index, of_g + index - 1)
-        after = packs.sublane(shape) - group * first
-        one = ((after >= 0) & (after < group)).astype(F32)
-        # Columns of other packs are zero where this is used.
-        ones.append(jnp.concatenate([one] * 3).astype(BF16))
+    wide = jnp.concatenate([sums, gammas], axis=1) if bounded else sums
+    columns = jnp.concatenate(packs.in_bfloat16(wide), axis=1).astype(BF16)
+    number = wide.shape[1] // group
+    shape = (wide.shape[1], number * layout.size)
+    after = packs.sublane(shape) - group * packs.head(shape, number)
+    one = ((after >= 0) & (after < group)).astype(F32)
+    # Columns of other packs are zero where this is used.
+    ones = jnp.concatenate([one] * 3).astype(BF16)
 
     def chunk(rows, columns):
         given = [

@@ -34,13 +34,13 @@ def forward_kernel(
         # Chunks of a head share this output block.
         store(after, load(before))
 
-    gates = blocks.gates(x, layout)
+    gates = blocks.gates(x, layout, options.bound_steps)
     full, reset = blocks.flags(x, layout)
 
     def advance(of: blocks.Packs):
         tokens = packed.Chunk(*map(of.tokens, x.tokens))
         given = of.gates(gates)
-        ready = packed.prepare(tokens, given)
+        ready = packed.prepare(tokens, given, options.multiply)
         yield
         start = of.memories(after)
         if reset is not None:
@@ -82,13 +82,13 @@ def backward_kernel(
         store(d_before, load(d_after))
         store(d_empty, jax.tree.map(lambda ref: jnp.zeros(ref.shape, F32), d_empty))
 
-    gates = blocks.gates(x, layout)
+    gates = blocks.gates(x, layout, options.bound_steps)
     full, reset = blocks.flags(x, layout)
 
     def vjp(of: blocks.Packs):
         tokens = packed.Chunk(*map(of.tokens, x.tokens))
         given = of.gates(gates)
-        ready = packed.prepare(tokens, given)
+        ready = packed.prepare(tokens, given, options.multiply)
         yield
         keys, values = of.saved(residuals)
         zeros = jax.tree.map(jnp.zeros_like, (keys, values))

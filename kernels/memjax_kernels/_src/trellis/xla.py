@@ -9,7 +9,11 @@ from jaxtyping import Array
 from memjax_kernels._src.common import chunks, products
 from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import chunk as one_chunk
-from memjax_kernels._src.trellis.segment import Tokens, of_each_pass
+from memjax_kernels._src.trellis.segment import (
+    Tokens,
+    of_each_pass,
+    with_bounded_steps,
+)
 
 
 def trellis_xla(
@@ -19,6 +23,7 @@ def trellis_xla(
     *,
     phi: str,
     activation: str,
+    bound_steps: bool = False,
     remat_every: int | None = None,
 ) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`.
@@ -26,6 +31,8 @@ def trellis_xla(
     Every `remat_every`-th memory is saved for the backward pass; None is 4, or more
     where chunks are so small that these are not 64 tokens.
     """
+    if bound_steps:
+        tokens = with_bounded_steps(tokens)
     number, size = tokens.q.shape[1:3]
     # Kept memories of tiny chunks would be as large as those of all tokens.
     remat_every = remat_every or max(4, 64 // size)

@@ -36,7 +36,7 @@ from memjax_kernels._src.trellis.pallas_gpu.inputs import (
     has_backward,
     prepare,
 )
-from memjax_kernels._src.trellis.segment import Tokens
+from memjax_kernels._src.trellis.segment import Tokens, with_bounded_steps
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 
@@ -47,9 +47,12 @@ def trellis_gpu(
     *,
     phi: str,
     activation: str,
+    bound_steps: bool = False,
     interpret: Any = None,
 ) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
+    if bound_steps:
+        tokens = with_bounded_steps(tokens)
     _, n, size, _, key_dim = tokens.q.shape
     sizes = Sizes(n, size, tokens.alpha.shape[-1], (key_dim, tokens.v.shape[-1]))
     # Two stages copy the next chunk's tokens during the computation, if they fit.
