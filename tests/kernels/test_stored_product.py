@@ -76,6 +76,9 @@ def test_products_rows_and_numbers_are_those_of_the_matrix(
     y = jax.jit(stored_product)(x, stored)
     exact = x.astype(np.float64) @ w.astype(np.float64)
     np.testing.assert_allclose(y, exact, atol=1e-5)
+    # One row takes another form.
+    y = jax.jit(stored_product)(x[:1, :1], stored)
+    np.testing.assert_allclose(y, exact[:1, :1], atol=1e-5)
     at = jnp.array([[0, 36], [18, 37], [-1, 5]])
     rows = np.array(jax.jit(stored_rows)(stored, at))
     assert np.isnan(rows[[1, 2], [1, 0]]).all()

@@ -6,7 +6,7 @@ q has 4 or 8 bits, and 32 inputs of an output share s and o, as in the blocks Q4
 and Q8_0 of GGUF; or W has 16 bits. Reading weights takes the time of such a product
 where x has few rows. A block of outputs at a time is widened to float32, in cache, by
 operations that XLA vectorises: conversion from bfloat16 by XLA itself would take 20
-times as long as the product.
+times as long as the product. Of one row, see `_row_product`.
 
 Shapes: I inputs, O outputs; n blocks of N outputs, the last ones zeros.
 """
@@ -24,6 +24,9 @@ from jaxtyping import Array, Float, Int
 
 #: Numbers of a block, 4 MB in float32, and inputs that share a scale and an offset.
 NUMBERS, GROUP = 1 << 20, 32
+#: Inputs of a vector, and the most of a part of a row: longer parts are no faster, and
+#: take longer to compile.
+LANES, WIDTH = 8, 96
 
 
 @jax.tree_util.register_dataclass
@@ -178,11 +181,58 @@ def stored_product(x: Float[Array, "*B I"], weight: Stored) -> Float[Array, "*B 
         # Weights first: a row times such weights takes up to 30 times as long in XLA.
         return jnp.concatenate([(half @ rows.T).T for half in halves], axis=-1)
 
-    if len(weight.values) == 1:
+    # Of 4 bits it would be no faster, and takes a minute to compile.
+    if len(rows) == 1 and rows.shape[1] % GROUP == 0 and weight.offset is None:
+        y = _row_product(rows[0], zero, weight.values, weight.scale)
+    elif len(weight.values) == 1:
         y = block(jax.tree.map(lambda part: part[0], parts))
     else:
         y = jnp.moveaxis(jax.lax.map(block, parts), 0, -2)
     return y.reshape(*x.shape[:-1], -1)[..., : weight.outputs]
+
+
+def _row_product(x, zero, values, scale):
+    """Products [n, N] of one row x [I] with weights of 8 or 16 bits.
+
+    One loop widens vectors of a part of a row of weights, and adds their products: only
+    a vector of sums for each part goes to memory.
+    """
+    width = max(w for w in range(GROUP, WIDTH + 1, GROUP) if len(x) % w == 0)
+    parts = len(x) // width
+    x = x.reshape(parts, width)
+    values, scale = jax.tree.map(
+        lambda array: array.reshape(*array.shape[:-1], parts, -1), (values, scale)
+    )
+
+    # All slices before all products: in another order, XLA's loop over float16 is not
+    # vectorised, and takes five times as long.
+    starts = range(0, width, LANES)
+    if values.dtype == jnp.float16:
+        # Added to float16, 0 would keep XLA from conversion by vectors.
+        at = zero.astype(jnp.int32)
+        vectors = [
+            jax.lax.dynamic_slice_in_dim(values, i + at, LANES, -1) for i in starts
+        ]
+    else:
+        vectors = [
+            values[..., i : i + LANES] + zero.astype(values.dtype) for i in starts
+        ]
+    terms = [
+        _of_bits(vector) * x[:, i : i + LANES][None, None]
+        for i, vector in zip(starts, vectors, strict=True)
+    ]
+    if scale is not None:
+        each = GROUP // LANES
+        scale = (scale + zero.astype(scale.dtype)).astype(jnp.float32)
+        terms = [
+            sum(terms[each * g : each * (g + 1)]) * scale[..., g : g + 1]
+            for g in range(width // GROUP)
+        ]
+    while len(terms) > 1:
+        # In pairs: each addition of a chain would wait for the one before.
+        terms = [sum(terms[i : i + 2]) for i in range(0, len(terms), 2)]
+    # By products: sums over such short axes take XLA several times as long.
+    return (terms[0] @ jnp.ones(LANES)) @ jnp.ones(parts)
 
 
 def stored_rows(weight: Stored, at: Int[Array, "*B"]) -> Float[Array, "*B I"]:
