@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from memjax_kernels import trellis, trellis_init_state
-from memjax_kernels._src.trellis.bounds import bounded, bounded_tokens
+from memjax_kernels._src.trellis.functions import bounded, bounded_tokens
 from tests.kernels.distances import close
 from tests.kernels.trellis.against_xla import draw
 
@@ -76,12 +76,13 @@ def test_segments_continue_a_chunk(implementation):
     )
     gamma = jnp.stack([keys, values], axis=-1).reshape(B, -1, H, 2)[:, :T]
     given: Any = (*tokens[:4], gamma, tokens[5], state)
-    expected = trellis(*given, chunk_size=C, implementation="xla")
+    expected: Any = trellis(*given, chunk_size=C, implementation="xla")
     bounded_after = dataclasses.replace(after, tokens=bounded_tokens(after.tokens))
     close((bounded_after, whole[1]), expected, 1e-5)
 
 
 def test_a_step_above_one_cannot_be_bounded():
     tokens = draw(1, 4, 1, 3, 3, 3)
+    given: Any = (*tokens[:4], 2 * jnp.ones((1, 4, 1)), tokens[5])
     with pytest.raises(ValueError, match=r"gamma must lie in \[0.0, 1.0\]"):
-        trellis(*tokens[:4], 2 * jnp.ones((1, 4, 1)), tokens[5], bound_steps=True)
+        trellis(*given, bound_steps=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memjax.mechanisms.layers.overlap import OpenChunk, bounded_step
-from memjax_kernels._src.trellis.bounds import bounded
+from memjax_kernels._src.trellis.functions import bounded
 
 B, T, H, K, C = 2, 11, 2, 3, 4
 

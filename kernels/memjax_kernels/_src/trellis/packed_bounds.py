@@ -1,7 +1,8 @@
-"""Steps of packed heads, bounded by what the keys of a chunk have in common: `bounds`.
+"""Steps of packed heads, bounded by what the keys of a chunk have in common.
 
-Rows are the earlier tokens s, lanes the later ones t of each head, and the gradient of
-the pairs L_st = log(1 - gamma_s a_st²), a_st = ⟨k_s, k_t⟩, is by hand:
+`functions` has the formula. Rows are the earlier tokens s, lanes the later ones t of
+each head, and the gradient of the pairs L_st = log(1 - gamma_s a_st²) is by hand, with
+a_st = ⟨k_s, k_t⟩:
 
     dp_st = -d left_t a_st Π_r≠s (1 - gamma_r a_rt²)
     d gamma_s = Σ_t dp_st a_st        d a_st = 2 gamma_s dp_st
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import sum_slots
-from memjax_kernels._src.trellis.bounds import LEAST
+from memjax_kernels._src.trellis.functions import LEAST
 
 Row = Float[Array, "P 1 CC"]
 Pairs = Float[Array, "P C CC"]

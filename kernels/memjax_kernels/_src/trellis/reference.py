@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import checks, chunk
-from memjax_kernels._src.trellis.bounds import bounded_tokens
+from memjax_kernels._src.trellis.functions import bounded_tokens
 from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
 
 

@@ -12,7 +12,7 @@ of v.
 
 For each batch element and chunk i, in order, with M the memory:
 
-0. with `bound_steps`, gamma of each pass is bounded by the chunk's keys (`bounds`).
+0. with `bound_steps`, gamma of each pass is bounded by the chunk's keys (`functions`).
 1. if reset[i]: M = empty. Given only together: `reset` and `empty` are both None, or
    neither.
 2. For both passes, with x = k, then v, and cs the inclusive sum of g over the chunk, g
@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.steps import open_chunk
-from memjax_kernels._src.trellis.bounds import bounded
+from memjax_kernels._src.trellis.functions import bounded
 from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
 
 
