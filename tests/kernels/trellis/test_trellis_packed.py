@@ -187,24 +187,31 @@ def test_bounded_steps_agree_with_xla(gates):
 
 
 # Relative errors of the XLA form in bfloat16, in thousandths, for the tokens of the
-# test below: of memories and reads, gradients of tokens and memories.
+# test below: of memories and reads, gradients of tokens and memories. With steps that
+# are bounded the sums over pairs are in another order.
 XLA_ERRORS = 1.60, 1.97, 2.60, 4.36, 4.99, 4.33, 6.29, 1.63, 2.65, 4.44, 4.43
+XLA_ERRORS_BOUNDED = 1.80, 1.97, 3.34, 4.65, 6.67, 3.62, 5.30, 2.91, 2.83, 5.53, 3.12
 
 
 @pytest.mark.slow
-def test_bfloat16_error_is_no_larger_than_xla():
+@pytest.mark.parametrize(
+    ("bound_steps", "errors", "most"),
+    [(False, XLA_ERRORS, 1.05e-3), (True, XLA_ERRORS_BOUNDED, 1.25e-3)],
+)
+def test_bfloat16_error_is_no_larger_than_xla(bound_steps, errors, most):
     """From an empty memory, with one gate for both passes.
 
     The last chunk is not complete.
     """
     b, t, h, d, c = 1, 24, 2, 64, 16
     low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=(), seed=11)
+    low = with_unit_values(low) if bound_steps else low
     empty = trellis_init_state(b, h, d, d, d, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    exact = both(trellis_xla, (high, None, empty))
-    kernel = both(INTERPRETED, (low, None, empty))
+    exact = both(trellis_xla, (high, None, empty), bound_steps=bound_steps)
+    kernel = both(INTERPRETED, (low, None, empty), bound_steps=bound_steps)
     # The open tokens are those given, and have no gradient.
     found = {path: x for path, x in distances(kernel, exact).items() if x}
-    for (path, distance), xla in zip(found.items(), XLA_ERRORS, strict=True):
-        assert distance <= 1.05e-3 * xla + 1e-4, (path, distance, xla)
+    for (path, distance), xla in zip(found.items(), errors, strict=True):
+        assert distance <= most * xla + 1e-4, (path, distance, xla)
     assert kernel[0][1].dtype == jnp.bfloat16
