@@ -179,22 +179,21 @@ def work(op: str, d: int, chunk_size: int, itemsize: int) -> Work:
                 backward=found.backward + 2 * sums,
                 inputs=found.inputs + 4,
             )
-        case "kda" | "gdn2":
-            # Scores in halves of blocks, so that half of two products is left out.
-            found = work("delta_rule", d, c, itemsize)
-            gates = 4 * d if op == "kda" else 12 * d - 4
-            return found._replace(
-                forward=found.forward - 2 * CHUNK_SIZE * d,
-                backward=found.backward - 6 * CHUNK_SIZE * d,
-                inputs=found.inputs + gates,
-            )
-        case "delta_rule":
+        case "delta_rule" | "kda" | "gdn2":
             # Reads and writes of the memory, inside a chunk, and the inverse.
-            c = CHUNK_SIZE
+            c = CHUNK_SIZE if op == "delta_rule" else channel_chunk_size()
             products = 6 * d**2 + 10 * c * d
             total = products + 2 / 3 * c**2
             back = total + 2 * products - 2 * d**2 - 2 * c * d + 4 * c**2
-            return Work(total, back, tokens + 4, state=d**2)
+            found = Work(total, back, tokens + 4, state=d**2)
+            if op == "delta_rule":
+                return found
+            # Scores in halves of blocks, so that half of two products is left out.
+            return found._replace(
+                forward=found.forward - 2 * c * d,
+                backward=found.backward - 6 * c * d,
+                inputs=found.inputs + (4 * d if op == "kda" else 12 * d - 4),
+            )
         case "ttt_linear":
             # The layer at k and q, and its step; then inside the mini-batch.
             total = 6 * d**2 + 4 * c * d

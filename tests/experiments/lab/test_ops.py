@@ -7,6 +7,7 @@ import pytest
 
 from experiments.lab import ops
 from experiments.lab.ops import Cost, Device, Shape
+from memjax_kernels._src.linear.chunks import channel_chunk_size
 
 #: GDN-2 is counted by the branch of KDA.
 RECURRENT = [op for op in ops.ARGUMENTS if op not in ("attention", "gdn2")]
@@ -45,8 +46,8 @@ def counted(function: Any, *arguments: Any) -> float:
 @pytest.mark.parametrize("op", RECURRENT)
 def test_operations_are_those_that_xla_counts(op):
     """In one chunk, where no loop hides work; XLA counts elementwise work as well."""
-    linear = op in ("gla", "gated_slots")
-    size = 32 if linear or op in ops.CHUNKED else 64
+    by_channel = op in ("gla", "gated_slots", "kda")
+    size = 32 if op in ops.CHUNKED else channel_chunk_size() if by_channel else 64
     shape = Shape(1, size, 2, 64)
     arrays = jax.eval_shape(lambda: ops.inputs(op, shape, "float32"))
     given = [arrays[name] for name in ops.ARGUMENTS[op]]
