@@ -63,9 +63,9 @@ def scores(
     left: Decays,
     multiply: Multiply,
 ) -> list[Float[Array, "*B C C"]]:
-    """Of each q sum_c q_ic k_jc times the decay from j to i in channel c, for j <= i.
+    """For each q: sum_c q_ic k_jc times the decay from j to i in channel c, j <= i.
 
-    All together are fewer products, which compile sooner.
+    One product for all queries compiles faster.
     """
     if left.matrix is not None:
         return [multiply(q, k, "nt") * left.matrix for q in queries]

@@ -59,6 +59,7 @@ def gdn2_group(
     erased = erase * k
     # Below the diagonal: a write sees those before it, and not itself.
     if left.matrix is None:
+        # Many small products: one call for both compiles faster.
         scores, reads = decays.scores((erased, q), k, left, exact)
     else:
         (scores,) = decays.scores((erased,), k, left, exact)

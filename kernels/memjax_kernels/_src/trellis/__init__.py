@@ -78,8 +78,8 @@ def trellis(
         bound_steps: whether gamma, in [0, 1], is multiplied by Π (1 - gamma_s ⟨k_s,
             k_t⟩²) over the tokens s before t in its chunk, in the second pass of
             values: a key that repeats is written once. They must have unit norm or be
-            zeros, which is not checked. Steps of the state's tokens, before and after,
-            are those that are not multiplied yet; `trellis_step` takes the others.
+            zeros, which is not checked. The open tokens of the state keep unbounded
+            steps; `trellis_step` takes bounded ones.
         implementation: None is the fastest that can run here.
 
     Returns:

@@ -66,8 +66,8 @@ class Steps(NamedTuple):
 
     Attributes:
         bounded: along the lanes.
-        vjp: of their cotangent that of gamma, and those of the products of a chunk's
-            keys, [P, C, CC], if there are any.
+        vjp: from their cotangent to that of gamma and, for bounded steps, that of the
+            inner products of the chunk's keys, [P, C, CC].
     """
 
     bounded: Float[Array, "P 1 CC"]

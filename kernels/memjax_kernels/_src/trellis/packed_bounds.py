@@ -26,9 +26,7 @@ Pairs = Float[Array, "P C CC"]
 def bounded_vjp(
     alike: Pairs, gamma: Row, wide: Pairs, heads: int
 ) -> tuple[Row, Callable[[Row], tuple[Row, tuple[Pairs]]]]:
-    """gamma', and of its cotangent those of gamma, and of products of keys.
-
-    The latter of an earlier key's product with a later one.
+    """The bounded steps gamma' and their VJP, with cotangents of gamma and `alike`.
 
     Args:
         alike: products of a chunk's keys.

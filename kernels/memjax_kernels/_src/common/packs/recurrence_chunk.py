@@ -159,7 +159,7 @@ def equations(op: Op) -> Equations:
 
 
 def forgets_little(x: Any) -> Bool[Array, ""] | None:
-    """Whether the log gates of each channel sum to more than -MILD in each quarter.
+    """Whether every channel's total log decay over each quarter chunk exceeds -MILD.
 
     Gates are rounded to bfloat16. None for float32, of which quotients would lose a
     digit.
