@@ -66,8 +66,8 @@ def linear_attention(
         in the dtype of v.
 
     Raises:
-        ValueError: on shapes or dtypes that do not fit, or an implementation that is
-            unknown or cannot run here.
+        ValueError: on shapes or dtypes that do not fit, known gates and rates out of
+            range, or an implementation that is unknown or cannot run here.
     """
     tokens = (q, k, v)
     return run(_LINEAR_ATTENTION, tokens, state, reset, chunk_size, implementation)
@@ -86,28 +86,13 @@ def ssd(
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """State-space duality (Mamba-2): S ← exp(g) S + k vᵀ, y = Sᵀ q, for T tokens.
 
-    T is at least 1. Dao and Gu (2024), https://arxiv.org/abs/2405.21060, equation 1
-    with scalar A = exp(g), B = k, C = q, x = v.
+    Dao and Gu (2024), https://arxiv.org/abs/2405.21060, equation 1 with scalar
+    A = exp(g), B = k, C = q, x = v. Other arguments, results and errors are those of
+    `linear_attention`.
 
     Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
-        k: keys.
-        v: values.
         g: log of the memory's decay factor, in [-inf, 0]; inside jit the range is the
             caller's promise.
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on shapes or dtypes that do not fit, gates out of range, or an
-            implementation that is unknown or cannot run here.
     """
     tokens = (q, k, v, g)
     return run(_SSD, tokens, state, reset, chunk_size, implementation)
@@ -126,28 +111,12 @@ def gla(
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """Gated linear attention: S ← diag(exp(g)) S + k vᵀ, y = Sᵀ q, for T tokens.
 
-    T is at least 1. Yang et al. (2023), https://arxiv.org/abs/2312.06635, equation 3
-    with alpha = exp(g).
+    Yang et al. (2023), https://arxiv.org/abs/2312.06635, equation 3 with
+    alpha = exp(g). Other arguments, results and errors are those of `linear_attention`.
 
     Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
-        k: keys.
-        v: values.
         g: log of each key channel's decay factor, in [-inf, 0]; inside jit the range
             is the caller's promise.
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on shapes or dtypes that do not fit, gates out of range, or an
-            implementation that is unknown or cannot run here.
     """
     tokens = (q, k, v, g)
     return run(_GLA, tokens, state, reset, chunk_size, implementation)

@@ -52,29 +52,15 @@ def delta_rule(
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
-    """The delta rule: S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q, for T tokens, T at least 1.
+    """The delta rule: S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q, for T tokens.
 
     A write replaces what the memory holds for its key. Schlag, Irie & Schmidhuber
-    (2021), https://arxiv.org/abs/2102.11174, equation 24.
+    (2021), https://arxiv.org/abs/2102.11174, equation 24. Other arguments, results and
+    errors are those of `linear_attention`.
 
     Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
         k: keys, not normalised here; stable for β |k|² <= 2.
-        v: values.
-        beta: write rates, in [0, 2].
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on arguments that do not fit each other, a rate outside [0, 2]
-            where its value is known, or an implementation that cannot run.
+        beta: write rates, in [0, 2]; inside jit the range is the caller's promise.
     """
     tokens = (q, k, v, beta)
     return run(_DELTA_RULE, tokens, state, reset, chunk_size, implementation)
@@ -94,28 +80,11 @@ def gated_delta_rule(
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """The gated delta rule: S ← exp(g) S, then S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q.
 
-    For T tokens, T at least 1. Yang, Kautz & Hatamizadeh (2024),
-    https://arxiv.org/abs/2412.06464, equation 10.
+    Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, equation 10.
+    Other arguments, results and errors are those of `delta_rule`.
 
     Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
-        k: keys, not normalised here; stable for β |k|² <= 2.
-        v: values.
-        beta: write rates, in [0, 2].
         g: log of the memory's decay factor, in [-inf, 0].
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on arguments that do not fit each other, a rate or gate outside
-            its range where its value is known, or an implementation that cannot run.
     """
     tokens = (q, k, v, beta, g)
     return run(_GATED_DELTA_RULE, tokens, state, reset, chunk_size, implementation)
@@ -135,28 +104,12 @@ def kda(
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """Kimi delta attention: S ← diag(exp(g)) S, then the delta rule, y = Sᵀ q.
 
-    The gated delta rule with a decay for each key channel. For T tokens, T at least 1.
-    Kimi Team (2025), https://arxiv.org/abs/2510.26692, equation 1.
+    The gated delta rule with a decay for each key channel. Kimi Team (2025),
+    https://arxiv.org/abs/2510.26692, equation 1. Other arguments, results and errors
+    are those of `delta_rule`.
 
     Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
-        k: keys, not normalised here; stable for β |k|² <= 2.
-        v: values.
-        beta: write rates, in [0, 2].
         g: log of each key channel's decay factor, in [-inf, 0].
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on arguments that do not fit each other, a rate or gate outside
-            its range where its value is known, or an implementation that cannot run.
     """
     tokens = (q, k, v, beta, g)
     return run(_KDA, tokens, state, reset, chunk_size, implementation)
@@ -178,29 +131,14 @@ def gdn2(
     """Gated DeltaNet-2: S ← diag(exp(g)) S, S ← S + k (w ∘ v - Sᵀ(e ∘ k))ᵀ, y = Sᵀ q.
 
     `kda` with gates e and w of each channel in the place of β: what a token erases, and
-    what it writes. For T tokens, T at least 1. The equation is that of
-    https://github.com/NVlabs/GatedDeltaNet-2.
+    what it writes. The equation is that of https://github.com/NVlabs/GatedDeltaNet-2.
+    Other arguments, results and errors are those of `delta_rule`.
 
     Args:
-        q: queries, not scaled here; G divides H, and value head h reads h // (H / G).
         k: keys, not normalised here; stable for kᵀ(e ∘ k) <= 2.
-        v: values.
         erase: e, of each key channel, in [0, 2].
         write: w, of each value channel, in [0, 2].
         g: log of each key channel's decay factor, in [-inf, 0].
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on arguments that do not fit each other, a gate outside its range
-            where its value is known, or an implementation that cannot run.
     """
     tokens = (q, k, v, erase, write, g)
     return run(_GDN2, tokens, state, reset, chunk_size, implementation)
