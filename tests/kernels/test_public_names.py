@@ -16,6 +16,7 @@ OPS = (*LINEAR, *SCANS, "gated_slots", "ttt_linear", "trellis", "lattice")
 SHARED = {
     *("causal_attention", "causal_attention.blocks"),
     *("cached_attention", "hippo", "lattice.sphere", "trellis.functions"),
+    "trellis.pallas_tpu",
     *("common", "common.cpu", "common.steps.in_place", "common.packs.tiles"),
     *("common.partition", "common.steps"),
     *("grouped_product", "recurrent_block", "stored_product"),

@@ -149,7 +149,8 @@ class ModelConfig:
             so (`memjax.load` can keep a file's bfloat16).
         remat: recompute each layer's activations in the backward pass.
         remat_saves: what is kept of a layer for that: its "input" alone; on a TPU what
-            "attention" reads too, as much again, so that its kernel runs once; or the
+            "attention" reads too, as much again, or what Trellis reads and memories
+            between its tokens, twice as much, so that these kernels run once; or the
             "products" with weights and what any kernel gives, which leaves little to
             compute again.
         scan_layers: run equal layers by one loop, in calls of more than one token: the

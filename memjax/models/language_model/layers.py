@@ -36,11 +36,12 @@ from memjax.nnx.params import as_arrays, as_params, params_key
 from memjax_kernels._src.causal_attention import READS
 from memjax_kernels._src.common.cpu import scale_channels, scale_rows
 from memjax_kernels._src.common.partition import along_batch
+from memjax_kernels._src.trellis.pallas_tpu import SAVED as TRELLIS
 
 #: What `ModelConfig.remat_saves` names; attention's scores are no product of weights.
 SAVED = {
     "input": None,
-    "attention": jax.checkpoint_policies.save_only_these_names(READS),
+    "attention": jax.checkpoint_policies.save_only_these_names(READS, *TRELLIS),
     # Kernels name what their backward pass takes; nothing else here has a name.
     "products": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.save_any_names_but_these(LAYER_INPUT),

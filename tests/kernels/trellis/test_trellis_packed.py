@@ -94,8 +94,11 @@ def test_packed_chunk_and_gradient_equal_unpacked():
 
     def vjp(x, gates, keys, values, d_after, d_y):
         before, ready = [], packed.prepare(x, gates, EXACT)
-        given = x, ready, gates, keys, values, lambda: d_after, d_y
-        found = yield from packed_gradient.vjp(*given, options, before.append)
+        given = x, ready, gates, (keys, values), d_y, options
+        chunk = packed_gradient.write(*given)
+        found = yield from packed_gradient.vjp(
+            chunk, lambda: d_after, options, before.append
+        )
         return before[0], found
 
     @jax.jit
@@ -148,6 +151,8 @@ def test_block_diagonal_and_its_inverse(dtype):
     [
         # Open chunks, another width of values, two groups of heads.
         ((2, 40, 4, 64, 128, 64, 16), [0, 5], [16, 27]),
+        # A block of two chunks, both of whose memories are saved.
+        ((1, 128, 2, 64, 64, 64, 64), [0], [64]),
         # Packs of more heads than fill the lanes of keys.
         ((2, 22, 4, 64, 32, 64, 16), [0, 3], [16, 13]),
     ],

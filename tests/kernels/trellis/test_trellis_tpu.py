@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import trellis_init_state
 from memjax_kernels._src.trellis import tpu_packed
-from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu, unsupported
+from memjax_kernels._src.trellis.pallas_tpu import SAVED, trellis_tpu, unsupported
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import needs_libtpu
@@ -88,9 +88,8 @@ def test_vmap_compiles():
 
 @needs_libtpu
 def test_remat_policy_saves_residuals():
-    names = "trellis_chunk_states", "trellis_reads"
     tokens = draw(1, 16, 2, 64, 64, 64)
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    policy = jax.checkpoint_policies.save_only_these_names(*SAVED)
 
     @functools.partial(jax.checkpoint, policy=policy)
     def loss(*tokens):

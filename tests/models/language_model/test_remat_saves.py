@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig
+from memjax.mechanisms import AttentionConfig, GatedDeltaNetConfig, TrellisConfig
 from memjax.models import LanguageModel, ModelConfig
 from tests import tiny
 from tests.kernels.distances import close
@@ -17,6 +17,7 @@ MECHANISMS = {
     # Two heads of queries share keys.
     "splash_mha_fwd": AttentionConfig(128, 2, 1, 64, capacity=256),
     "delta_rule_forward": GatedDeltaNetConfig(128, 2, 64, 64),
+    "trellis_forward": TrellisConfig(128, 2, 64, 64),
 }
 
 
@@ -66,6 +67,8 @@ def test_gradients_equal_without_remat(saves):
         ("splash_mha_fwd", "attention", 1),
         ("delta_rule_forward", "attention", 2),
         ("delta_rule_forward", "products", 1),
+        ("trellis_forward", "input", 2),
+        ("trellis_forward", "attention", 1),
     ],
 )
 def test_saved_kernels_run_once(kernel, saves, runs):

@@ -1,8 +1,8 @@
 """Lattice on a TPU: the memory stays in fast memory (VMEM), forward and backward.
 
 Where a gradient is taken, the memories that the forward kernel saves are named
-"lattice_chunk_states" and the reads "lattice_reads": with a rematerialisation policy
-that saves both, the forward kernel runs once.
+"lattice_tpu_chunk_states" and the reads "lattice_tpu_reads": with a rematerialisation
+policy that saves both, the forward kernel runs once.
 """
 
 from typing import Any

@@ -36,7 +36,11 @@ from memjax_kernels._src.common.packs.decays import (
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.packed_bounds import bounded_vjp
-from memjax_kernels._src.trellis.packed_functions import activate_vjp, write_vjp
+from memjax_kernels._src.trellis.packed_functions import (
+    Write,
+    activate_vjp,
+    write_vjp,
+)
 
 F32 = jnp.float32
 
@@ -121,6 +125,23 @@ def by_tiles(dot, x, y, heads: int) -> Array:
     return jnp.concatenate(found, axis=-1)
 
 
+def after(
+    ready: Prepared,
+    gates: tuple[Gates, Gates],
+    memories: tuple[Float[Array, "P M KK"], Float[Array, "P M VV"]],
+    written: tuple[Write, Write],
+    dot: Multiply,
+) -> tuple[Float[Array, "P M KK"], Float[Array, "P M VV"]]:
+    """The memories after a chunk."""
+
+    def of_pass(index, keys):
+        (u, _), total = written[index], gates[index].total
+        decayed = decay_at_end(total, keys.shape[-1]) * memories[index]
+        return decayed - dot(u * until_end(total), keys, "nn")
+
+    return of_pass(0, ready.k), of_pass(1, ready.v)
+
+
 def advance(
     x: Chunk,
     ready: Prepared,
@@ -136,21 +157,17 @@ def advance(
     """
     dot, heads = options.multiply, len(gates[0].total.end)
     target, dq, dk, dv, (first, second), steps = ready
-    until = until_end(gates[0].total), until_end(gates[1].total)
     spread = functools.partial(block_diagonal, heads=heads)
 
     products = dot(jnp.concatenate([x.q.astype(F32), keys], axis=1), dk, "nt")
     scores, z = products[:, : x.q.shape[1]], products[:, x.q.shape[1] :]
     past = dot(keys, dq, "nt")
     z_values = dot(values, dv, "nt")
-    u = write_vjp(options, z, target, steps[0].bounded)[0]
-    u_values = write_vjp(options, z_values, target, steps[1].bounded)[0]
+    u, of_u = write_vjp(options, z, target, steps[0].bounded)
+    u_values, of_values = write_vjp(options, z_values, target, steps[1].bounded)
     yield
-    after_keys = decay_at_end(gates[0].total, keys.shape[-1]) * keys
-    after_keys -= dot(u * until[0], dk, "nn")
-    after_values = decay_at_end(gates[1].total, values.shape[-1]) * values
-    after_values -= dot(u_values * until[1], dv, "nn")
-    keep((after_keys, after_values))
+    written = (u, of_u), (u_values, of_values)
+    keep(after(ready, gates, (keys, values), written, dot))
     yield
     reads = first.decay * past - dot(u, spread(scores * first.between), "nt")
     yield

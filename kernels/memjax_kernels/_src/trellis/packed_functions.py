@@ -19,6 +19,8 @@ from memjax_kernels._src.trellis.chunk import Options
 
 Slots = Float[Array, "P M CC"]
 Row = Float[Array, "P 1 CC"]
+#: u of a pass, and of d_u the gradients of its prediction, target and gamma.
+Write = tuple[Slots, Callable[[Slots], tuple[Slots, Slots, Row]]]
 
 
 def activate_vjp(
@@ -46,12 +48,11 @@ def _ln_silu_vjp(z):
     return f, of_z
 
 
-def write_vjp(
-    options: Options, z: Slots, target: Slots, gamma: Row
-) -> tuple[Slots, Callable[[Slots], tuple[Slots, Slots, Row]]]:
+def write_vjp(options: Options, z: Slots, target: Slots, gamma: Row) -> Write:
     """u = gamma E, and of d_u the gradients of z, target and gamma."""
-    if options.phi == "l2_silu":
-        return _write_l2_silu(z, target, gamma)
+    if options.phi in ("silu", "l2_silu"):
+        by_hand = _write_silu if options.phi == "silu" else _write_l2_silu
+        return by_hand(z, target, gamma)
     phi, over, sigmoid = options.phi, packs.over_slots, packs.sigmoid
 
     def error_of(z, target):
@@ -63,6 +64,22 @@ def write_vjp(
         return *back(gamma * d_u), sum_slots(error * d_u)
 
     return gamma * error, of_all
+
+
+def _write_silu(z, target, gamma):
+    # `slope` is twice that of silu, `bend` four times its own.
+    s, gate, rest = _silu(z)
+    slope, half = gate + s * rest, 0.5 * gamma
+    error = s - target
+    bend = rest * (gate - gate * s + slope)
+    # All but d_u is known before it.
+    of_z = (slope * slope + error * bend) * (0.5 * half)
+    error = error * slope
+
+    def of_all(d_u):
+        return d_u * of_z, -(d_u * slope) * half, 0.5 * sum_slots(error * d_u)
+
+    return error * half, of_all
 
 
 def _write_l2_silu(z, target, gamma):

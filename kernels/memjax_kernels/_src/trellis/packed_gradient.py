@@ -26,7 +26,33 @@ from memjax_kernels._src.trellis.packed import (
     decay_at_end,
     until_end,
 )
-from memjax_kernels._src.trellis.packed_functions import activate_vjp, write_vjp
+from memjax_kernels._src.trellis.packed_functions import (
+    Write,
+    activate_vjp,
+    write_vjp,
+)
+
+
+class Written(NamedTuple):
+    """A chunk computed again up to its writes.
+
+    Attributes:
+        x: the tokens.
+        ready: what `packed.prepare` makes of them.
+        gates: of both passes.
+        memories: at the chunk's start.
+        d_y: cotangents of the reads.
+        scores: products of q with k, and of d_y with v.
+        writes: of both passes.
+    """
+
+    x: Chunk
+    ready: Prepared
+    gates: tuple[Gates, Gates]
+    memories: tuple[Float[Array, "P M KK"], Float[Array, "P M VV"]]
+    d_y: Float[Array, "P C VV"]
+    scores: tuple[Float[Array, "P C CC"], Float[Array, "P C CC"]]
+    writes: tuple[Write, Write]
 
 
 class Cotangents(NamedTuple):
@@ -37,26 +63,47 @@ class Cotangents(NamedTuple):
     total: tuple[Array, Array]
 
 
-def vjp(
+def write(
     x: Chunk,
     ready: Prepared,
     gates: tuple[Gates, Gates],
-    keys: Float[Array, "P M KK"],
-    values: Float[Array, "P M VV"],
-    d_after: Callable[[], tuple[Array, Array]],
+    memories: tuple[Float[Array, "P M KK"], Float[Array, "P M VV"]],
     d_y: Float[Array, "P C VV"],
+    options: Options,
+) -> Written:
+    """The writes of a chunk, whose reads have the cotangents `d_y`."""
+
+    def of_pass(index, rows, memory, keys):
+        # One product for what the same operand multiplies.
+        rows = jnp.concatenate([rows.astype(jnp.float32), memory], axis=1)
+        products = options.multiply(rows, keys, "nt")
+        size, gamma = x.q.shape[1], ready.steps[index].bounded
+        write = write_vjp(options, products[:, size:], ready.target, gamma)
+        return products[:, :size], write
+
+    first, u = of_pass(0, x.q, memories[0], ready.k)
+    second, u_values = of_pass(1, d_y, memories[1], ready.v)
+    scores, writes = (first, second), (u, u_values)
+    return Written(x, ready, gates, memories, d_y, scores, writes)
+
+
+def vjp(
+    chunk: Written,
+    d_after: Callable[[], tuple[Array, Array]],
     options: Options,
     keep: Callable[[tuple[Array, Array]], None],
 ) -> Generator[None, None, Cotangents]:
-    """The cotangents of a chunk, which is computed again from its memories.
+    """The cotangents of a chunk, whose reads are computed again.
 
     `d_after` gives those of the memories after the chunk, `keep` gets those before.
     Yields between its phases; see `common.packs.staggered`.
     """
-    dot, (slots, size) = options.multiply, (keys.shape[1], x.q.shape[1])
+    x, ready, gates, (keys, values), d_y, (scores, d_scores), writes = chunk
+    dot, slots = options.multiply, keys.shape[1]
     heads = len(gates[0].total.end)
     spread = functools.partial(block_diagonal, heads=heads)
-    target, dq, dk, dv, left, steps = ready
+    _, dq, dk, dv, left, steps = ready
+    (first, of_first), (second, of_second) = writes
     until = until_end(gates[0].total), until_end(gates[1].total)
     blocks = functools.partial(diagonal_blocks, heads=heads)
 
@@ -74,24 +121,16 @@ def vjp(
         each = [diagonal_blocks(y, heads // tiles) for y in each]
         return jnp.concatenate(each, axis=2)
 
-    # The first pass again.
-    products = dot(stack(x.q, keys), dk, "nt")
-    first, of_first = write_vjp(options, products[:, size:], target, steps[0].bounded)
-    yield
-    scores = spread(products[:, :size] * left[0].between)
+    # The reads of the first pass again.
+    scores = spread(scores * left[0].between)
     reads = left[0].decay * dot(keys, dq, "nt") - dot(first, scores, "nt")
     yield
     f, of_reads = activate_vjp(options, reads)
     by_token = jnp.swapaxes(f, 1, 2)
     yield
-    # The second, with its cotangents.
-    products = dot(stack(values, d_y), dv, "nt")
-    second, of_second = write_vjp(
-        options, products[:, :slots], target, steps[1].bounded
-    )
-    yield
-    written = blocks(dot(by_token, second, "nn")) * left[1].between
-    d_scores = spread(-products[:, slots:] * left[1].between)
+    # The second pass, with its cotangents.
+    by_later = blocks(dot(by_token, second, "nn")) * left[1].between
+    d_scores = spread(-d_scores * left[1].between)
     dd_y = spread(d_y)
     yield
     d_f = left[1].decay * dot(values, dd_y, "nt") + dot(second, d_scores, "nt")
@@ -133,7 +172,7 @@ def vjp(
     )
     yield
     d_v = of_tokens(
-        stack(-written, -second * until[1], d_z_values, *alike_2),
+        stack(-by_later, -second * until[1], d_z_values, *alike_2),
         stack(d_y, d_values, values, *(x.v for _ in alike_2)),
     )
     # Of the earlier key of a pair above, of the later one here.

@@ -1,9 +1,10 @@
 """Trellis on a TPU: one kernel forward, one backward, memories in fast memory (VMEM).
 
-Where a gradient is taken, the memories that the forward kernel saves are named
-"trellis_chunk_states" and the reads "trellis_reads": with a rematerialisation policy
-that saves both, the forward kernel runs once. The saved memories take 2 M (K + V) / C
-bytes a token and head in bfloat16.
+Where a gradient is taken, the memories that the forward kernel saves and the reads have
+the names `SAVED`: with a rematerialisation policy that saves both, the forward kernel
+runs once. The saved memories take 2 M (K + V) / C bytes a token and head in bfloat16;
+of chunks of fewer than 64 tokens those before a block of chunks alone are saved, and C
+is the tokens of a block.
 """
 
 from typing import Any
@@ -14,6 +15,8 @@ from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes
 from memjax_kernels._src.trellis import tpu_packed
 from memjax_kernels._src.trellis.segment import Tokens
 from memjax_kernels._src.trellis.xla import trellis_xla
+
+SAVED = "trellis_tpu_chunk_states", "trellis_tpu_reads"
 
 
 def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> str:

@@ -27,6 +27,9 @@ from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.segment import Tokens
 from memjax_kernels._src.trellis.xla import trellis_xla
 
+# Chunks of fewer tokens save the memories before a block alone: those before each would
+# be more than its tokens.
+SAVED_TOKENS = 64
 # Limits up to which a program takes further chunks, and batch elements: tokens, bytes
 # by the estimate, of which Mosaic takes about half, and chunks. One hides the latency
 # of another.
@@ -76,6 +79,7 @@ def in_chunks(
         resets=tokens.reset is not None,
         phased=phased,
         chunks=chunks,
+        saved=chunks if size >= SAVED_TOKENS else 1,
     )
     x = Chunks(
         packed.Chunk(tokens.q, tokens.k, tokens.v, tokens.alpha),

@@ -57,8 +57,18 @@ class Packs(NamedTuple):
         """Undoes `memories`."""
         _write(refs, values, lambda _: self._places())
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the memories before the chunk are saved."""
+        return self.chunk % (self.layout.chunks // self.layout.saved) == 0
+
+    @property
+    def next_is_saved(self) -> bool:
+        """Whether those before the next chunk are; the next block's always are."""
+        return self._replace(chunk=self.chunk + 1).is_saved
+
     def saved(self, refs):
-        """Memories saved for the chunk, [rows, group, chunks M, DD], in float32."""
+        """Memories before the chunk in [rows, group, saved M, DD], in float32."""
         return _read(refs, self._at_saved)
 
     def save(self, refs, values) -> None:
@@ -66,9 +76,18 @@ class Packs(NamedTuple):
         _write(refs, values, self._at_saved)
 
     def _at_saved(self, ref):
-        size = ref.shape[2] // self.layout.chunks
-        of_chunk = slice(self.chunk * size, (self.chunk + 1) * size)
-        return [(*place, of_chunk) for place in self._places()]
+        index = self.chunk * self.layout.saved // self.layout.chunks
+        return self._part(ref, self.layout.saved, index)
+
+    def store_gates(self, ref, d: Float[Array, "p N CC"]) -> None:
+        """Writes cotangents of gates to a reference [rows, group, chunks N, CC]."""
+        _write(ref, d, lambda ref: self._part(ref, self.layout.chunks, self.chunk))
+
+    def _part(self, ref, number, index):
+        """One of so many parts of each pack."""
+        size = ref.shape[2] // number
+        part = slice(index * size, (index + 1) * size)
+        return [(*place, part) for place in self._places()]
 
     def of(self, x):
         """These packs of the chunk's array, of a list over chunks; None for None."""

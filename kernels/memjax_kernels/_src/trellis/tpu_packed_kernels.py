@@ -45,7 +45,7 @@ def forward_kernel(
         start = of.memories(after)
         if reset is not None:
             start = choose(of.of(reset), of.memories(empty), start)
-        if residuals is not None:
+        if residuals is not None and of.is_saved:
             of.save(residuals, start)
 
         def keep(new):
@@ -85,13 +85,34 @@ def backward_kernel(
     gates = blocks.gates(x, layout, options.bound_steps)
     full, reset = blocks.flags(x, layout)
 
-    def vjp(of: blocks.Packs):
+    # Memories after the last chunk that was written again, by the first pack.
+    running: dict[int, tuple[Array, Array]] = {}
+
+    def write(of: blocks.Packs):
         tokens = packed.Chunk(*map(of.tokens, x.tokens))
         given = of.gates(gates)
         ready = packed.prepare(tokens, given, options.multiply)
         yield
-        keys, values = of.saved(residuals)
-        zeros = jax.tree.map(jnp.zeros_like, (keys, values))
+        start = of.saved(residuals) if of.is_saved else running[of.start]
+        if reset is not None:
+            start = choose(of.of(reset), of.memories(empty), start)
+        d = of.tokens(d_y)
+        chunk = packed_gradient.write(tokens, ready, given, start, d, options)
+        yield
+        if not of.next_is_saved:
+            new = packed.after(ready, given, start, chunk.writes, options.multiply)
+            running[of.start] = choose(of.of(full), new, start)
+        return chunk
+
+    def vjp(of: blocks.Packs):
+        if of in known:
+            chunk = known[of]
+            # In step with the others: it takes what a later chunk kept.
+            yield
+            yield
+        else:
+            chunk = yield from write(of)
+        zeros = jax.tree.map(jnp.zeros_like, chunk.memories)
 
         def d_new():
             return choose(of.of(full), of.memories(d_before), zeros)
@@ -106,9 +127,7 @@ def backward_kernel(
                 d_start = choose(of.of(reset), zeros, d_start)
             of.store_memories(d_before, d_start)
 
-        found = yield from packed_gradient.vjp(
-            tokens, ready, given, keys, values, d_new, of.tokens(d_y), options, keep
-        )
+        found = yield from packed_gradient.vjp(chunk, d_new, options, keep)
         for ref, d in zip(d_tokens, found.x, strict=True):
             of.store_tokens(ref, d)
         both = found.gamma, _from_sums(found.total, layout.heads)
@@ -118,10 +137,14 @@ def backward_kernel(
             for of_gate, passes in zip(both, layout.passes, strict=True)
             for d in (of_gate if passes == 2 else [of_gate[0] + of_gate[1]])
         ]
-        of.save((d_gates,), (jnp.concatenate(rows, axis=1),))
+        of.store_gates(d_gates, jnp.concatenate(rows, axis=1))
 
-    groups = reversed(blocks.each_group(layout))
-    in_turn([vjp(of) for of in groups], BACKWARD_LAG)
+    # Memories that are not saved follow from the writes of the chunk before.
+    groups = blocks.each_group(layout)
+    first = [of for of in groups if not of.next_is_saved]
+    written = in_turn([write(of) for of in first], FORWARD_LAG)
+    known = dict(zip(first, written, strict=True))
+    in_turn([vjp(of) for of in reversed(groups)], BACKWARD_LAG)
 
 
 def _from_sums(d: tuple[Array, ...], heads: int) -> list[Array]:

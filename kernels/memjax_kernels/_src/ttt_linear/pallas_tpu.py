@@ -1,8 +1,8 @@
 """TTT-linear on a TPU: the layer in training stays in fast memory (VMEM).
 
-`packed` has the equations of a mini-batch, `common.packs` the kernels. The
-layer before every mini-batch, saved for gradients, is named "ttt_linear_chunk_states",
-and the reads "ttt_linear_reads".
+`packed` has the equations of a mini-batch, `common.packs` the kernels. The layer before
+every mini-batch, saved for gradients, is named "ttt_linear_tpu_chunk_states", and the
+reads "ttt_linear_tpu_reads".
 """
 
 from typing import Any

@@ -7,8 +7,9 @@ output block that all blocks of a head share: it stays in VMEM from the first to
 last. An op brings the two kernels; `chunk_kernels` makes them of the equations of a
 chunk and of its gradient.
 
-The forward kernel also saves the memory before every chunk where a gradient is taken.
-The backward kernel goes through the chunks in reverse and computes each again.
+Where a gradient is taken the forward kernel also saves the memory before every chunk,
+or before some. The backward kernel goes through the chunks in reverse and computes each
+again.
 """
 
 import functools
@@ -50,6 +51,8 @@ class Layout(NamedTuple):
         ways: value heads of a key head, which divide those of a program or are divided
             by them.
         chunks: of a block, a divisor of all.
+        saved: memories of a block that are saved for the backward kernel, those before
+            as many chunks: a divisor of `chunks`.
     """
 
     rows: int
@@ -62,6 +65,7 @@ class Layout(NamedTuple):
     phased: int = 1
     ways: int = 1
     chunks: int = 1
+    saved: int = 1
 
     @property
     def share(self) -> int:
@@ -156,7 +160,8 @@ def kernels_of(op: Op) -> Callable[..., Any]:
         return op.form(static.options, x, memory, empty)
 
     forward, backward = (functools.partial(f, op) for f in (_forward, _backward))
-    chunks = gradients.of_kernels(op.name, forward, backward, form)
+    # Names of what is saved differ from those of kernels for GPUs, which save more.
+    chunks = gradients.of_kernels(f"{op.name}_tpu", forward, backward, form)
 
     def run(static: Static, x: Chunks, memory, empty):
         gates, full, reset = jax.tree.map(
@@ -217,7 +222,7 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
 
         def saved(m, dtype):
             b, of_all, slots, width = m.shape
-            return like((b, number, of_all, layout.chunks * slots, width), dtype)
+            return like((b, number, of_all, layout.saved * slots, width), dtype)
 
         residuals = jax.tree.map(saved, memory, op.residuals(values.dtype))
     of = _specs_for(layout, x, lambda i: i)
