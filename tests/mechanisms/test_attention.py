@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from typing import Any
 
 import jax
@@ -275,7 +276,7 @@ def test_keys_in_parts_are_one_softmax(monkeypatch, at_once, joined):
     # Or the comparison would be of one program with itself.
     program = str(jax.make_jaxpr(lambda *x: read_cache(*x))(*tokens))
     assert ("scan" in program) == (at_once < 11)
-    assert (f",{G * K}]" in program) == joined
+    assert (f"{B},1,{3 * H},{G * K}]" in program) == joined
     parts, gradients_in_parts = pulled()
     close(parts, whole)
     jax.tree.map(close, gradients_in_parts, gradients)
@@ -299,12 +300,16 @@ def drawn_cache():
     return q, k, v, ct
 
 
+def rows(cache):
+    return cache.reshape(*cache.shape[:2], -1)
+
+
 def read_cache(q, k, v):
     # The first part of a row may be hidden whole.
     visible = np.ones((B, 11), bool)
     visible[0, :6] = False
     before = jnp.array([8, 5], jnp.int32)
-    return cached.from_cache(q, k, v, before, jnp.asarray(visible))
+    return cached.from_rows(q, rows(k), rows(v), before, jnp.asarray(visible))
 
 
 def pulled():
@@ -338,7 +343,7 @@ def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
     @jax.jit
     def run(q, k, v, visible):
         def read(q, k, v):
-            return cached.from_cache(q, k, v, before, visible)
+            return cached.from_rows(q, rows(k), rows(v), before, visible)
 
         y, pull = jax.vjp(read, q, k, v)
         return y, pull(q)
@@ -353,3 +358,25 @@ def test_slots_far_behind_the_filled_ones_are_not_read(monkeypatch, backend):
     for a, b in zip(more, gradients, strict=True):
         close(a[:, :16], b)
         assert not np.any(a[:, 16:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [full, window_of])
+def test_a_loop_of_steps_copies_no_cache(of):
+    """One text of one row: XLA joined the write of a token with each read of it."""
+    slots = 64
+    mechanism, params = of(slots), drawn_params()
+
+    def run(params, state, x):
+        def body(_, carry):
+            state, x = carry
+            return mechanism.step(params, state, x)
+
+        return jax.lax.fori_loop(0, 32, body, (state, x))
+
+    given = (params, mechanism.init_state(1), jnp.ones((1, D)))
+    program = jax.jit(run, donate_argnums=1).lower(*given).compile()
+    text = str(program.as_text())
+    cache = re.escape(f"f32[1,{slots},{G * K}]")
+    assert re.search(rf"= {cache}\S* fusion\(", text)
+    assert not re.search(rf"= {cache}\S* copy\(", text)

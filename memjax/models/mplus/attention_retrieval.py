@@ -85,7 +85,7 @@ class AttentionRetriever:
         before: Int[Array, " B"],
         visible: Bool[Array, "B S"],
     ) -> Float[Array, "B T h H"]:
-        """`cached.from_cache`, whose queries attend to the rows they retrieve as well.
+        """`cached.from_rows`, whose queries attend to the rows they retrieve as well.
 
         `plain` are the queries before RoPE, which search. Query t attends to the
         visible ones of positions 0 to before + t.

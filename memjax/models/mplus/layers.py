@@ -37,7 +37,7 @@ class Slots(NamedTuple):
     values: Float[Array, "B S G H"] | Float[Array, "B S J"]
 
 
-#: Like `cached.from_cache`, behind a first argument: the queries without RoPE.
+#: Like `cached.from_rows`, behind a first argument: the queries without RoPE.
 Attention = Callable[[Array, Array, Array, Array, Array, Array], Array]
 
 

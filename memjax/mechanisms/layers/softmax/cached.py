@@ -20,26 +20,6 @@ from memjax_kernels._src.common.cpu import by_platform
 LEAST_PREFIX = 2048
 
 
-def from_cache(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B S G K"],
-    value: Float[Array, "B S G K"],
-    before: Int[Array, " B"],
-    visible: Bool[Array, "B S"] | None = None,
-) -> Float[Array, "B T H K"]:
-    """Query t sees the visible ones of the keys 0 to before + t.
-
-    Keys behind those that the batch sees take little time, however many there are.
-    """
-    filled = before.max() + query.shape[1]
-    # Captured arrays are computed outside of the branches.
-    given = (before, visible, filled)
-    return by_platform(
-        lambda q, k, v: in_pieces(q, k, v, *given),
-        lambda q, k, v: _prefix(q, k, v, *given),
-    )(query, key, value)
-
-
 def from_rows(
     query: Float[Array, "B T H K"],
     keys: Float[Array, "B S J"],
@@ -47,14 +27,35 @@ def from_rows(
     before: Int[Array, " B"],
     visible: Bool[Array, "B S"],
 ) -> Float[Array, "B T H K"]:
-    """`from_cache` of a cache whose slots are rows of J = G K channels.
+    """Query t sees the visible ones of the keys 0 to before + t.
 
-    On a TPU a single query takes one kernel, and many, see `on_tpu`, another.
+    A slot is a row of J = G K channels. Keys behind those that the batch sees take
+    little time, however many there are. On a TPU a single query takes one kernel, and
+    many, see `on_tpu`, another.
     """
     split = functools.partial(_by_head, width=query.shape[-1])
+    room = keys.shape[1]
+    # Captured arrays are computed outside of the branches.
+    filled = before.max() + query.shape[1]
 
-    def apart(query, keys, values, *given):
-        return from_cache(query, split(keys), split(values), *given)
+    def shortest(query, keys, values, before, visible, *, least, end=None):
+        def prefix(size):
+            def read():
+                # Split in here: the reshape is what joins the write with the read.
+                key, value = (split(x[:, :size]) for x in (keys, values))
+                return in_pieces(query, key, value, before, visible[:, :size], end)
+
+            return read
+
+        return _shortest_prefix(room, filled, prefix, least)
+
+    # One query reads in a branch, however few the slots: XLA would join the write of
+    # its own token with each read of a cache, and copy the cache for each.
+    least = max(1, room // 4) if query.shape[1] == 1 else room
+    apart = by_platform(
+        functools.partial(shortest, least=least, end=filled),
+        functools.partial(shortest, least=LEAST_PREFIX),
+    )
 
     def behind_slots(query, keys, values, before, visible):
         at = before[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
@@ -64,7 +65,7 @@ def from_rows(
 
         key, value = (own(x, at[..., None]) for x in (keys, values))
         # A token that did not fit into the cache has no key there.
-        fits = at < keys.shape[1]
+        fits = at < room
         shows = jnp.take_along_axis(visible, at, axis=1, mode="clip") & fits
         old = jnp.arange(keys.shape[1], dtype=jnp.int32)[None] < before[:, None]
 
@@ -75,7 +76,7 @@ def from_rows(
             slots = (first(keys), first(values), (visible & old)[:, :size])
             return lambda: on_tpu.behind_slots(query, key, value, *slots, shows)
 
-        return _shortest_prefix(keys.shape[1], before.max(), prefix)
+        return _shortest_prefix(room, before.max(), prefix, LEAST_PREFIX)
 
     def in_one_kernel(query, keys, values, before, visible):
         slots = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
@@ -101,10 +102,18 @@ def rows_with_mass(
     """`masked_with_mass` of a cache whose slots are rows; one kernel on a TPU."""
 
     def apart(query, keys, values, mask):
-        key, value = (
-            _by_head(x, query.shape[-1]).astype(query.dtype) for x in (keys, values)
-        )
-        return masked_with_mass(query, key, value, mask)
+        slots = keys.shape[1]
+
+        def prefix(size):
+            # Split in here, see `from_rows`.
+            def first(x):
+                return _by_head(x[:, :size], query.shape[-1]).astype(query.dtype)
+
+            given = mask[..., :size]
+            return lambda: masked_with_mass(query, first(keys), first(values), given)
+
+        seen = jnp.where(mask, jnp.arange(1, slots + 1, dtype=jnp.int32), 0)
+        return _shortest_prefix(slots, seen.max(), prefix, max(1, slots // 4))
 
     return by_platform(apart, cached_attention)(query, keys, values, mask)
 
@@ -114,23 +123,13 @@ def _by_head(rows, width):
     return rows.reshape(*rows.shape[:2], -1, width)
 
 
-def _prefix(query, key, value, before, visible, filled):
-    """`from_cache` of the slots up to the last that is seen, or a few more."""
-
-    def prefix(size):
-        seen = None if visible is None else visible[:, :size]
-        return lambda: in_pieces(query, key[:, :size], value[:, :size], before, seen)
-
-    return _shortest_prefix(key.shape[1], filled, prefix)
-
-
-def _shortest_prefix(slots, filled, prefix):
+def _shortest_prefix(slots, filled, prefix, least):
     """prefix(size)() of the smallest of a few sizes that has the first `filled` slots.
 
-    The largest is all slots; each is a quarter of the one before.
+    The largest is all slots; each is a quarter of the one before, at least `least`.
     """
     sizes = [slots]
-    while sizes[-1] >= 4 * LEAST_PREFIX:
+    while sizes[-1] >= 4 * least:
         sizes.append(-(-sizes[-1] // 4))
     which = sum((filled <= size).astype(jnp.int32) for size in sizes[1:])
     return jax.lax.switch(which, [prefix(size) for size in sizes])
