@@ -16,11 +16,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from experiments.corpus.sources import SOURCES, Source, reason, tidy, unpack
-from experiments.lab.options import run
-from memjax.checks import check_sizes
+from experiments.lab.options import Folder, run, within
 
 LISTED = Path(__file__).with_name("comparison.json")
 
@@ -118,7 +117,9 @@ def write(file: Path, content: bytes) -> None:
 
 
 def main(
-    destination: Path = Path("comparison"), record: bool = False, held_out: int = 8
+    destination: Folder = Path("comparison"),
+    record: bool = False,
+    held_out: Annotated[int, within(8)] = 8,
 ) -> None:
     """Writes the corpus; it is read as "folder:DESTINATION".
 
@@ -128,7 +129,6 @@ def main(
             other texts cannot be compared with them.
         held_out: test documents of each kind; those beyond 8 are not listed.
     """
-    check_sizes(held_out=held_out, least=8)
     found = fetch_comparison(destination, read_listed(), accept=record)
     if held_out > 8:
         add_held_out(destination, found, held_out)

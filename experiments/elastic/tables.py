@@ -57,9 +57,9 @@ class Config(books.Config):
     seeds: options.Seeds = (42, 43, 44)
     baselines: bool = dataclasses.field(default=True, init=False)
     reference: str = "smollm2"
-    run_dir: Path = Path("runs/table2")
+    run_dir: options.Folder = Path("runs/table2")
     sizes: tuple[Annotated[str, options.among(*SIZES)], ...] = tuple(SIZES)
-    output: Path = results.RESULTS / "elastic"
+    output: options.Folder = results.RESULTS / "elastic"
 
 
 def main(config: options.Flags[Config]) -> None:

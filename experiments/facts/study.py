@@ -116,7 +116,7 @@ class Config(options.Options):
     distances: Distances = (256, 4096, 16_384, 65_536)
     streams: Annotated[int, options.within(MIN_DOCUMENTS, 1024)] = 8
     plan: bool = False
-    run_dir: Path = Path("runs/facts")
+    run_dir: options.Folder = Path("runs/facts")
 
     def __post_init__(self):
         super().__post_init__()

@@ -27,10 +27,10 @@ import numpy as np
 
 from experiments.lab import ops
 from experiments.lab.ops import Shape
-from experiments.lab.options import run
+from experiments.lab.options import Count, Output, run
 from experiments.lab.results import RESULTS, Rows, table, write_report
 from experiments.speed.ops import first_line
-from memjax.checks import check_sizes, require_known
+from memjax.checks import require_known
 from memjax_kernels import (
     LATTICE_VARIANTS,
     lattice,
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     call: Callable[..., Any]
 
 
-def main(jobs: int = JOBS, case: str = "", output: Path = OUTPUT) -> int:
+def main(jobs: Count = JOBS, case: str = "", output: Output = OUTPUT) -> int:
     """Runs every case; the exit code.
 
     Args:
@@ -70,7 +70,6 @@ def main(jobs: int = JOBS, case: str = "", output: Path = OUTPUT) -> int:
             as JSON and nothing is written. "" is all of them.
         output: where .json goes, without the ending.
     """
-    check_sizes(jobs=jobs)
     if case and (jobs, output) != (JOBS, OUTPUT):
         raise ValueError(f"case={case!r} must be alone, got {jobs=}, output={output}")
     require_known("case", case, ["", *all_cases()])

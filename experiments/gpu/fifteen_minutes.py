@@ -57,8 +57,8 @@ class Config(equal_bytes.Config):
     tokens: options.Tokens = 8192
     long: options.Natural = 0
     longest: options.Tokens = 8192
-    run_dir: Path = Path("runs/fifteen_minutes")
-    output: Path = RESULTS / "gpu" / "fifteen_minutes"
+    run_dir: options.Folder = Path("runs/fifteen_minutes")
+    output: options.Folder = RESULTS / "gpu" / "fifteen_minutes"
     budgets: options.Counts = (3_000_000, 10_000_000)
     speed: Annotated[float, options.within(1.0, 1e12)] = 100_000.0
 

@@ -32,7 +32,17 @@ from experiments.hmt.rows import APART, CAUSAL, NAMES, SENSORY, TUNED, Row, rows
 from experiments.lab import backbones
 from experiments.lab.intervals import loss_difference, mean_losses, select_kind
 from experiments.lab.measure import Scored, score_once, score_text, state_bytes
-from experiments.lab.options import Count, Counts, Flags, Options, Seeds, among, run
+from experiments.lab.options import (
+    Count,
+    Counts,
+    Flags,
+    Folder,
+    Options,
+    Output,
+    Seeds,
+    among,
+    run,
+)
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.study import climb_rate, digest, once, show_plan
 from memjax import evaluation
@@ -85,8 +95,8 @@ class Config(Options):
     plan: bool = False
     source: str = "embedded"
     backbone: str = "smollm2"
-    run_dir: Path = Path("runs/hmt")
-    output: Path = RESULTS / "hmt" / "smollm2" / "length"
+    run_dir: Folder = Path("runs/hmt")
+    output: Output = RESULTS / "hmt" / "smollm2" / "length"
 
     def __post_init__(self):
         super().__post_init__()

@@ -12,14 +12,19 @@ and a list is empty only where that is its default.
 """
 
 import dataclasses
+import functools
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 from typing import get_type_hints as hints_of
 
 import tyro
 
 from memjax.checks import LARGEST, LARGEST_SIZE, require_known
+from memjax.training.locks.lock import LockedError
 
 #: Of an interval over seeds.
 MIN_SEEDS = 3
@@ -59,6 +64,23 @@ def whole_windows(name: str, tokens: int, window: int) -> None:
         raise ValueError(f"{name} must be 2 or more times {window=}, got {tokens}")
 
 
+def folder(name: str, path: Path, of_file: bool = False) -> None:
+    """Raises ValueError unless a folder, or that of a file, can be made and written."""
+    whole = path.absolute()
+    places = [*([] if of_file else [whole]), *whole.parents]
+    there = next(x for x in places if os.path.lexists(x))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ValueError(
+            f"{name} must be in a folder that can be written, got {path}: {there} is "
+            "none"
+        ) from error
+
+
+#: A folder that is written, and a file.
+Folder = Annotated[Path, folder]
+Output = Annotated[Path, functools.partial(folder, of_file=True)]
 Count = Annotated[int, within(1)]
 Counts = Annotated[tuple[Count, ...], ascending]
 Natural = Annotated[int, within(0)]
@@ -103,9 +125,17 @@ def _check(name: str, value: Any, hint: Any) -> None:
 
 def run(main: Callable[..., int | None]) -> NoReturn:
     """Runs a program with its command line; bad input is one line and exit code 2."""
+
+    @functools.wraps(main)
+    def checked(**given: Any) -> int | None:
+        hints = hints_of(main, include_extras=True)
+        for name, value in given.items():
+            _check(name, value, hints[name])
+        return main(**given)
+
     try:
-        code = tyro.cli(main, description=sys.modules[main.__module__].__doc__)
-    except ValueError as error:
+        code = tyro.cli(checked, description=sys.modules[main.__module__].__doc__)
+    except (ValueError, LockedError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
     sys.exit(code)

@@ -82,7 +82,7 @@ class Config(options.Options):
     baselines: bool = False
     reference: str = ""
     plan: bool = False
-    run_dir: Path = Path("runs/books")
+    run_dir: options.Folder = Path("runs/books")
 
     def __post_init__(self):
         super().__post_init__()

@@ -24,7 +24,16 @@ from typing import Annotated, Any
 import numpy as np
 
 from experiments.lab import backbones, measure, study
-from experiments.lab.options import Count, Flags, Natural, Seed, Tokens, among, run
+from experiments.lab.options import (
+    Count,
+    Flags,
+    Folder,
+    Natural,
+    Seed,
+    Tokens,
+    among,
+    run,
+)
 from experiments.lab.results import RESULTS, settings
 from experiments.memories import equal_bytes_report as report
 from experiments.memories.equal_bytes_rows import ROWS, Setup, Sizes, wide_window
@@ -70,8 +79,8 @@ class Config(Sizes):
     long: Natural = 3
     longest: Tokens = 16_384
     first: Tokens = 512
-    run_dir: Path = Path("runs/equal_layers")
-    output: Path = RESULTS / "memories" / "equal_layers"
+    run_dir: Folder = Path("runs/equal_layers")
+    output: Folder = RESULTS / "memories" / "equal_layers"
 
     def __post_init__(self):
         super().__post_init__()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from experiments.lab import study
-from experiments.lab.options import Flags, Options, Seeds, run, within
+from experiments.lab.options import Flags, Folder, Options, Seeds, run, within
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.memories import mqar, recall_tables, small_models, text
 from memjax.checks import require_known
@@ -192,8 +192,8 @@ class Config(Options):
     seeds: Seeds = (0, 1, 2, 3, 4)
     test_rows: Annotated[int, within(1, 1024)] = 64
     plan: bool = False
-    run_dir: Path = Path("runs/recall")
-    output: Path = RESULTS / "memories" / "columns"
+    run_dir: Folder = Path("runs/recall")
+    output: Folder = RESULTS / "memories" / "columns"
 
     def __post_init__(self):
         super().__post_init__()

@@ -35,7 +35,17 @@ import jax
 import numpy as np
 
 from experiments.lab import backbones
-from experiments.lab.options import Flags, Options, Seeds, among, ascending, run, within
+from experiments.lab.options import (
+    Flags,
+    Folder,
+    Options,
+    Output,
+    Seeds,
+    among,
+    ascending,
+    run,
+    within,
+)
 from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
 from experiments.lab.study import climb_rate, digest, once, show_plan, train_once
 from experiments.mplus import adapters, answers, models
@@ -100,8 +110,8 @@ class Config(Options):
     after: Annotated[tuple[Annotated[int, within(0, MOST)], ...], ascending] = AFTER
     until: Annotated[int, within(0, SAMPLES)] = 0
     plan: bool = False
-    run_dir: Path = Path("runs/retention")
-    output: Path = RESULTS / "mplus" / "stages"
+    run_dir: Folder = Path("runs/retention")
+    output: Output = RESULTS / "mplus" / "stages"
 
     def __post_init__(self):
         super().__post_init__()

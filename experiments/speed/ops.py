@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -28,7 +27,7 @@ import numpy as np
 
 from experiments.lab import ops
 from experiments.lab.ops import Device, Shape
-from experiments.lab.options import Count, Flags, Natural, Options, among, run
+from experiments.lab.options import Count, Flags, Natural, Options, Output, among, run
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.timing import time_functions
 from experiments.speed import fla
@@ -64,7 +63,7 @@ class Config(Options):
     longest_loop: Natural = 4096
     longest_attention: Natural = 8192
     repeats: Count = 5
-    output: Path = RESULTS / "speed" / "ops"
+    output: Output = RESULTS / "speed" / "ops"
 
 
 def this_device(rows: int = 2048, floats: int = 2**26) -> tuple[str, Device]:

@@ -24,7 +24,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.options import run
+from experiments.lab.options import Output, folder, run
 from experiments.lab.results import RESULTS, Rows, number, show, table, write_report
 from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
@@ -75,7 +75,7 @@ def main(
     only: tuple[str, ...] = (),
     list: bool = False,  # noqa: A002
     keep: Path | None = None,
-    output: Path = OUTPUT,
+    output: Output = OUTPUT,
 ) -> None:
     """Counts, and writes the file anew after every case.
 
@@ -91,6 +91,8 @@ def main(
     if list:
         print("\n".join(chosen(only, ())))
         return
+    if keep:
+        folder("keep", keep)
     # Asked before anything is compiled: files may change while it goes on.
     version()
     file = Path(f"{output}.json")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab import results
-from experiments.lab.options import run
+from experiments.lab.options import Folder, Output, run
 from experiments.lab.results import Rows, number
 from experiments.tpu import cases_ops, cases_peers, cycles
 from memjax.aot.chips import CHIPS
@@ -84,7 +84,9 @@ def count_all(output: Path) -> None:
 
 
 def main(
-    python: str = "python3.12", environment: Path = ENVIRONMENT, output: Path = OUTPUT
+    python: str = "python3.12",
+    environment: Folder = ENVIRONMENT,
+    output: Output = OUTPUT,
 ) -> None:
     """Installs the peers, and counts in their environment what has no result yet.
 

@@ -1,6 +1,5 @@
 """Bad input of all commands: one line that names the option, before any work."""
 
-import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ NAMES = [".".join(x.relative_to(ROOT).with_suffix("").parts) for x in FILES]
 PROGRAMS = {x: importlib.import_module(f"experiments.{x}") for x in NAMES}
 #: Programs, bad options, and beginnings of messages.
 REFUSED = """
-corpus.comparison --held-out 7 | held_out must be at least 8, got 7
+corpus.comparison --held-out 7 | held_out must be in [8, 2147483647], got 7
+corpus.comparison --destination pyproject.toml/x | destination must be in a folder that
 elastic.tables --steps 0 | steps must be in [1, 2147483647], got 0
 elastic.tables --seeds 1 1 2 | seeds must all be distinct, got (1, 1, 2)
 facts.study --rates nan | rates[0] must be in [1e-08, 1.0], got nan
@@ -29,9 +29,8 @@ facts.study --streams 1000000 | streams must be in [5, 1024], got 1000000
 facts.study --budgets 99999 | budgets must suit all rows, got (99999,): hidden_dim
 facts.study --seeds 0 1 | seeds must be at least 3 seeds, got (0, 1)
 gpu.check --case foo --jobs 1 | case='foo' must be alone, got jobs=1, output=
-gpu.check --jobs 0 | jobs must be at least 1, got 0
+gpu.check --jobs 0 | jobs must be in [1, 2147483647], got 0
 gpu.fifteen_minutes --speed 0 | speed must be in [1.0, 1000000000000.0], got 0.0
-gpu.fifteen_minutes --context 0 | context must be in [1, 16777216], got 0
 gpu.fifteen_minutes --budgets 9000 | budgets must be at least 4 texts of context=8192,
 gpu.fifteen_minutes --updates 5 | Unrecognized options
 hmt.length --curve 5 | targets and curve must be at least 4096, got 5
@@ -42,7 +41,7 @@ memories.recall --test-rows 0 | test_rows must be in [1,
 memories.recall --of contexts --test-rows 5 | test_rows=5 has no test in 'contexts'
 memories.recall --columns bytes --only Transformer++ | columns=('bytes',) must have a
 mplus.retention --until 3 | until must be a multiple of 4, got 3
-mplus.retention --until -4 | until must be in [0, 96], got -4
+mplus.retention --output /proc/x/y | output must be in a folder that can be written,
 mplus.retention --after 1 2 | after must be 0 and more numbers, got (1, 2)
 speed.ops --shapes 1 0 1 1 | shapes[0][1] must be in [1,
 tpu.cycles --list --only foo | only must be one of (
@@ -66,17 +65,17 @@ def test_bad_input_is_refused_before_any_work(case, monkeypatch, capsys):
 def test_every_number_and_list_has_its_range(name):
     text = Path(PROGRAMS[name].__file__ or "").read_text()
     assert text.endswith("run(main)\n") and "tyro.cli" not in text
-    if config := getattr(PROGRAMS[name], "Config", None):
-        hints = options.hints_of(config, include_extras=True)
-        given = [x.name for x in dataclasses.fields(config) if x.init]
-        free = [x for x in given if not is_limited(hints[x])]
-        # Its names depend on the study, which has been checked then.
-        assert free == (["only"] if name == "memories.recall" else [])
+    config = getattr(PROGRAMS[name], "Config", PROGRAMS[name].main)
+    hints = options.hints_of(config, include_extras=True)
+    free = [x for x in hints if x != "return" and not is_limited(hints[x])]
+    # Names of rows that are checked later; the updates are no option.
+    known = {"memories.recall": ["only"], "tpu.cycles": ["only"]}
+    assert free == (known | {"gpu.fifteen_minutes": ["updates"]}).get(name, [])
 
 
 def is_limited(hint, in_list=False):
     kind, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if get_origin(kind) is tuple:
         return all(is_limited(x, True) for x in get_args(kind))
-    is_free = kind in (int, float) or (in_list and kind is str)
+    is_free = kind in (int, float, Path) or (in_list and kind is str)
     return not is_free or any(map(callable, limits))
