@@ -116,6 +116,7 @@ def find_key_tokens(
     require_instance("tokenizer", tokenizer, Tokenizer)
     require_all("documents", documents, TokenisedDocument)
     check_sizes(least=0, context_length=context_length)
+    check_sizes(tokens_per_call=tokens_per_call, batch_size=batch_size)
     check_numbers(alpha=alpha, beta=beta)
     for name, value in (("alpha", alpha), ("beta", beta)):
         if math.isnan(value):
@@ -125,6 +126,7 @@ def find_key_tokens(
             f"reference has {reference.vocab_size} ids and tokenizer "
             f"{tokenizer.vocab_size}: it must be the reference's own"
         )
+    _require_ids(documents, tokenizer)
     short = _short_context(documents, context_length, short_context)
     stride = max(1, short // 4) if stride is None else stride
     check_sizes(stride=stride)
@@ -135,6 +137,12 @@ def find_key_tokens(
     folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
     file = folder / "key_tokens" / f"{name}.npy"
     if not file.is_file():
+        # Before the work: a file of that name has no room for one.
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"cache_dir must be a folder that can be written, got {folder}"
+            raise ValueError(why) from error
         calls: Any = dict(
             tokens_per_call=tokens_per_call, batch_size=batch_size, progress=progress
         )
@@ -144,15 +152,12 @@ def find_key_tokens(
         full = losses.nll
         gain = _short_losses(reference, texts, short, stride, calls) - full
         by_text = (gain > alpha) & (-full > beta) & predicted
-        file.parent.mkdir(parents=True, exist_ok=True)
         with replaced(file) as stream:
             flat = np.concatenate(_by_document(by_text, documents, context_length))
             np.save(stream, np.packbits(flat), allow_pickle=False)
-    packed = np.load(file, allow_pickle=False)
     ends = np.cumsum([len(document.tokens) for document in documents])
-    flat = np.unpackbits(packed, count=int(ends[-1])).astype(bool)
     return KeyTokens(
-        keys=tuple(np.split(flat, ends[:-1])),
+        keys=tuple(np.split(_read(file, int(ends[-1])), ends[:-1])),
         documents=tuple(document.name for document in documents),
         content=content,
         tokenizer=tokenizer.digest,
@@ -220,6 +225,33 @@ def keep_key_tokens(
             "more documents or longer ones, or a smaller alpha or short_context"
         )
     return kept
+
+
+def _require_ids(documents, tokenizer):
+    """Raises ValueError on tokens that the tokenizer does not have."""
+    for document in documents:
+        tokens = np.asarray(document.tokens)
+        low, high = tokens.min(initial=0), tokens.max(initial=0)
+        is_whole = np.issubdtype(tokens.dtype, np.integer)
+        if not is_whole or low < 0 or high >= tokenizer.vocab_size:
+            raise ValueError(
+                "documents must be tokens of the tokenizer, integers in [0, "
+                f"{tokenizer.vocab_size}), got {document.name!r} with {tokens.dtype} "
+                f"from {low} to {high}"
+            )
+
+
+def _read(file, count):
+    """The stored keys of `count` tokens, [count]."""
+    try:
+        packed = np.load(file, allow_pickle=False)
+        if packed.dtype != np.uint8 or packed.shape != (-(-count // 8),):
+            raise ValueError(f"it has {packed.dtype}{list(packed.shape)}")
+    # A file that ends at once has no header.
+    except (ValueError, EOFError) as error:
+        why = f"{file} is damaged, remove it: it must have the keys of {count} tokens"
+        raise ValueError(why) from error
+    return np.unpackbits(packed, count=count).astype(bool)
 
 
 def _short_context(documents, context_length, asked):

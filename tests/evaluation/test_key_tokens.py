@@ -1,6 +1,7 @@
 """Key tokens against a loop over contexts, and LongPPL of them."""
 
 import importlib
+import io
 from typing import Any
 
 import chex
@@ -50,10 +51,10 @@ DOCUMENTS = tokenised(BYTES)
 
 @pytest.fixture(name="find")
 def _find(tmp_path):
-    def find(**options):
+    def find(documents=DOCUMENTS, **options):
         given: dict[str, Any] = SETTINGS | CALLS
         given |= dict(tokenizer=BYTES, cache_dir=tmp_path) | options
-        return evaluation.find_key_tokens(MODEL, DOCUMENTS, **given)
+        return evaluation.find_key_tokens(MODEL, documents, **given)
 
     return find
 
@@ -87,6 +88,21 @@ def test_key_tokens_are_those_that_need_the_long_context(find, monkeypatch):
     chex.assert_trees_all_equal(again, keys)
     with pytest.raises(TypeError, match="not callable"):
         find(alpha=0.5)
+
+
+def test_a_damaged_file_of_keys_is_named(find, tmp_path):
+    find()
+    (file,) = tmp_path.glob("key_tokens/*.npy")
+    content = file.read_bytes()
+    short = io.BytesIO()
+    np.save(short, np.zeros(1, np.uint8))
+    for wrong in (b"", b"x" * 200, content[:-1], short.getvalue()):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match=f"{file} is damaged, remove it"):
+            find()
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="tokens_per_call must be"):
+        find(tokens_per_call=0)
 
 
 @pytest.mark.parametrize("context_length", [0, 9])
@@ -193,6 +209,12 @@ def test_what_cannot_be_measured_is_refused(find):
         find(tokenizer=PIECES)
     with pytest.raises(ValueError, match="alpha must be a number, got nan"):
         find(alpha=float("nan"))
+    with pytest.raises(ValueError, match="cache_dir must be a folder that can be wr"):
+        find(cache_dir=__file__)
+    for wrong in ([0, 256], [-1, 5], [0.5, 1.0]):
+        other = DOCUMENTS[0]._replace(tokens=np.array(wrong * 9))
+        with pytest.raises(ValueError, match=r"\[0, 256\), got 'text 0' with"):
+            find([*DOCUMENTS[1:], other])
     keys = find()
     losses = evaluation.token_losses(MODEL, DOCUMENTS, **CALLS)
 
