@@ -9,9 +9,9 @@ import numpy as np
 
 from memjax_kernels import LatticeState, lattice_state
 from memjax_kernels._src.lattice import Rule
-from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.memory import LatticeTokens
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
+from memjax_kernels._src.lattice.segment import in_chunks
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(lattice_tpu, interpret=INTERPRETER)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from memjax_kernels import lattice, lattice_init_state, lattice_state
-from memjax_kernels._src.lattice import Rule, chunked
+from memjax_kernels._src.lattice import Rule, segment
 from memjax_kernels._src.lattice.pallas_gpu import (
     entry,
     lattice_gpu,
@@ -43,7 +43,7 @@ def draw(batch, time, heads, dtype, seed=0) -> Any:
 def in_chunks(form, rule, reset, tokens, state, empty):
     """The state after the tokens but for its position, and their reads."""
     given: Any = (*tokens, None, state, reset, empty, rule)
-    state, y = chunked.in_chunks(form, *given)
+    state, y = segment.in_chunks(form, *given)
     return state.start, state.tokens and state.tokens[:3], y
 
 
@@ -152,7 +152,7 @@ def test_unsupported_reasons():
 
     assert why() == why(chunk_size=64) == ""
     assert "q must be bfloat16" in why(dtype=jnp.float32)
-    assert "M and V must be 64" in why(width=32)
+    assert "v must have 64 channels, got 32" in why(width=32)
     assert "normalize must be True" in why(normalize=False)
     assert "forget must be None" in why(forget="l2")
     for size in (1, 12):

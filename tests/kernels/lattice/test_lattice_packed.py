@@ -14,7 +14,7 @@ from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs import blocks as pack_blocks
 from memjax_kernels._src.common.packs.chunk_kernels import Chunk
 from memjax_kernels._src.common.packs.staggered import staggered
-from memjax_kernels._src.lattice import Rule, packed, packed_gradient, tpu_packed
+from memjax_kernels._src.lattice import Rule, packed, packed_gradient, pallas_tpu
 from memjax_kernels._src.lattice import chunk as one_chunk
 from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close, distances
@@ -173,11 +173,11 @@ def test_bfloat16_error_is_no_larger_than_xla():
     ],
 )
 def test_heads_of_a_pack_fill_the_lanes(size, heads, slots, width, fitting):
-    assert tpu_packed.heads_of_pack(size, heads, slots, width) == fitting
+    assert pallas_tpu.heads_of_pack(size, heads, slots, width) == fitting
 
 
 def test_channels_are_summed_in_all_lanes_of_their_head():
     x = jax.random.normal(jax.random.key(0), (2, 8, 128))
-    found = packed.sum_channels(x, 2).reshape(2, 8, 2, 64)
+    found = packs.sum_heads(x, 2).reshape(2, 8, 2, 64)
     expected = np.asarray(x, np.float64).reshape(2, 8, 2, 64).sum(-1, keepdims=True)
     np.testing.assert_allclose(found, expected + 0 * found, atol=1e-5)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import lattice_init_state, lattice_state
-from memjax_kernels._src.lattice import Rule, tpu_packed
-from memjax_kernels._src.lattice.chunked import in_chunks
+from memjax_kernels._src.lattice import Rule, pallas_tpu
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu, unsupported
+from memjax_kernels._src.lattice.segment import in_chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 from tests.kernels.distances import close
 from tests.kernels.lattice.against_xla import draw, rows
@@ -30,9 +30,9 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     given = (*draw(b, t, h, d, d), None, before, reset, blank)
 
     def in_xla(x, start, empty, rule, *_):
-        return tpu_packed._in_xla(rule, x, start, empty)
+        return pallas_tpu._in_xla(rule, x, start, empty)
 
-    monkeypatch.setattr(tpu_packed, "_run", in_xla)
+    monkeypatch.setattr(pallas_tpu, "_run", in_xla)
 
     def run(form):
         last: Any = jax.jit(functools.partial(in_chunks, form, rule=Rule("dec")))

@@ -11,7 +11,7 @@ import numpy as np
 from memjax_kernels import TrellisState, trellis_init_state
 from memjax_kernels._src.trellis import segment
 from memjax_kernels._src.trellis.pallas_tpu import trellis_tpu
-from memjax_kernels._src.trellis.state import TrellisTokens
+from memjax_kernels._src.trellis.state import Rule, TrellisTokens
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(trellis_tpu, interpret=INTERPRETER)
@@ -37,10 +37,8 @@ def draw(
 
 
 def in_chunks(implementation, tokens, state, empty, reset=None, **options):
-    given: Any = (*tokens, state, reset, empty)
-    return segment.in_chunks(
-        implementation, *given, phi="l2_silu", activation="ln_silu", **options
-    )
+    given: Any = (*tokens, state, reset, empty, Rule(**options))
+    return segment.in_chunks(implementation, *given)
 
 
 def perturbed(state, seed):

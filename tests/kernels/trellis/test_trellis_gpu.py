@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from memjax_kernels import trellis, trellis_init_state, trellis_state
+from memjax_kernels._src.common import mosaic
 from memjax_kernels._src.trellis import segment
-from memjax_kernels._src.trellis.pallas_gpu import entry, trellis_gpu, unsupported
+from memjax_kernels._src.trellis.pallas_gpu import entry, trellis_gpu
+from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close
 from tests.kernels.trellis.against_xla import opened
@@ -19,7 +21,7 @@ from tests.kernels.trellis.against_xla import opened
 WIDTH = 64
 
 
-def draw(batch, time, heads, dtype, *, value=WIDTH, seed=0) -> Any:
+def draw(batch, time, heads, dtype, *, seed=0) -> Any:
     """Tokens: q, k, v, alpha, gamma, g."""
     draws = np.random.default_rng(seed)
 
@@ -29,7 +31,7 @@ def draw(batch, time, heads, dtype, *, value=WIDTH, seed=0) -> Any:
     def unit(x):
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-    low = unit(normal(WIDTH)), unit(normal(WIDTH)), unit(normal(value))
+    low = unit(normal(WIDTH)), unit(normal(WIDTH)), unit(normal(WIDTH))
     low = (jnp.asarray(x, dtype) for x in (*low, 0.3 * normal(WIDTH)))
     gamma, g = (1 / (1 + np.exp(-normal(2) - shift)) for shift in (0, 1))
     return *low, jnp.asarray(gamma), jnp.asarray(np.log(g))
@@ -49,8 +51,8 @@ def memories_and_reads(implementation, phi, reset, tokens: Any, state, empty):
         # Zeros behind the open tokens are no arguments.
         behind = jax.tree.map(lambda x: x * (x != 0), state.tokens)
         state = dataclasses.replace(state, tokens=behind)
-    given: Any = (*tokens, state, reset, empty)
-    after, y = segment.in_chunks(implementation, *given, phi=phi, activation="ln_silu")
+    given: Any = (*tokens, state, reset, empty, Rule(phi))
+    after, y = segment.in_chunks(implementation, *given)
     return (after.keys, after.values, after.tokens), y
 
 
@@ -102,15 +104,6 @@ def test_half_precision_agrees_with_xla(interpreted):
 
 
 @pytest.mark.slow
-def test_the_gradient_where_the_backward_kernel_does_not_fit(interpreted):
-    b, t, h, c = 1, 16, 1, 16
-    tokens = draw(b, t, h, jnp.float32, value=192)
-    empty = trellis_init_state(b, h, WIDTH, WIDTH, 192, c)
-    expected = both(trellis_xla, "ln_silu", None, (tokens, None, empty))
-    close(both(interpreted, "ln_silu", None, (tokens, None, empty)), expected, 5e-6)
-
-
-@pytest.mark.slow
 def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
     b, t, h, c = 2, 20, 1, 8
@@ -139,16 +132,16 @@ def gradient(phi, tokens, state, empty, reset):
     return jax.grad(function, (0, 1, 2), allow_int=True)(tokens, state, empty, reset)
 
 
-def arguments(chunk_size, value):
+def arguments(chunk_size):
     b, t, h = 2, 2 * chunk_size + 3, 2
-    tokens = draw(b, t, h, jnp.bfloat16, value=value)
-    empty = trellis_init_state(b, h, WIDTH, WIDTH, value, chunk_size)
+    tokens = draw(b, t, h, jnp.bfloat16)
+    empty = trellis_init_state(b, h, WIDTH, WIDTH, WIDTH, chunk_size)
     return tokens, empty, empty, jnp.zeros((b, t), bool)
 
 
 @pytest.mark.slow
 def test_exports_for_cuda(gpu):
-    module = gpu.exported(functools.partial(gradient, "l2_silu"), *arguments(16, WIDTH))
+    module = gpu.exported(functools.partial(gradient, "l2_silu"), *arguments(16))
     assert module.count("mosaic_gpu_v2(") == 2 or module.count("mosaic_gpu(") == 2
 
 
@@ -156,30 +149,22 @@ def test_exports_for_cuda(gpu):
 @pytest.mark.parametrize("chunk_size, phi", [(64, "ln_silu"), (16, "softmax")])
 def test_the_gradient_compiles(gpu, uncached, chunk_size, phi):
     function = functools.partial(gradient, phi)
-    text = gpu.compiled(function, *arguments(chunk_size, WIDTH))
+    text = gpu.compiled(function, *arguments(chunk_size))
     assert "memjax_trellis_backward" in text
-
-
-@pytest.mark.slow
-def test_wider_values_compile(gpu, uncached):
-    function = functools.partial(loss, "l2_silu")
-    text = gpu.compiled(function, *arguments(64, 128))
-    assert "memjax_trellis_forward" in text
 
 
 def test_unsupported_reasons():
     def why(dtype=jnp.bfloat16, width=64, slots=64, chunk_size=64):
         q = jnp.zeros((1, 2, 1, width), dtype)
         alpha = jnp.zeros((1, 2, 1, slots), jnp.bfloat16)
-        return unsupported(q, q, q, alpha, chunk_size)
+        return mosaic.unsupported(chunk_size, q=q, k=q, v=q, alpha=alpha)
 
-    assert why() == why(chunk_size=16) == why(width=128) == ""
+    assert why() == why(chunk_size=16) == ""
     assert "q must be bfloat16" in why(dtype=jnp.float32)
-    assert "K must be 64" in why(width=32)
-    assert "M must be 64" in why(slots=40)
+    assert "q must have 64 channels, got 32" in why(width=32)
+    assert "alpha must have 64 channels, got 40" in why(slots=40)
     assert "multiple of 8 up to 64" in why(chunk_size=1)
     assert "multiple of 8 up to 64" in why(chunk_size=128)
-    assert "KiB of shared memory" in why(width=256, slots=256)
 
 
 def test_explicit_choice_without_gpu_raises():

@@ -7,6 +7,7 @@ of zeros, rates and log gates included, as no token.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,43 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from memjax_kernels._src.common.varying import vary_alike
+
+
+# Any: jax also builds this class around shapes, blocks and references.
+class Chunks(NamedTuple):
+    """Tokens of a segment, cut into n chunks of C.
+
+    Attributes:
+        tokens: q, k, v and further ones, each [B, n, C, H, D]; of q and k, heads may be
+            fewer: value head h reads key head h // ways.
+        gates: each [B, n, C, H] or [B, n, C, H, passes]; None for none.
+        full: Bool[B, n], whether tokens reach the end of each chunk; None is always.
+        reset: Bool[B, n], whether the chunk starts from `empty`; None is never.
+    """
+
+    tokens: Any
+    gates: tuple[Any, ...]
+    full: Any
+    reset: Any
+
+
+def float_flags(x: Chunks) -> Chunks:
+    """Flags as float32, so that everything has a gradient."""
+    full, reset = jax.tree.map(lambda flag: flag.astype(jnp.float32), x[2:])
+    return x._replace(full=full, reset=reset)
+
+
+def bool_flags(x: Chunks) -> Chunks:
+    """Undoes `float_flags`."""
+    full, reset = jax.tree.map(lambda flag: flag > 0.5, x[2:])
+    return x._replace(full=full, reset=reset)
+
+
+def count_full(x: Chunks) -> Int[Array, " B"]:
+    """Chunks that the tokens of a batch element fill: the first ones."""
+    if x.full is None:
+        return jnp.full(x.tokens[0].shape[0], x.tokens[0].shape[1], jnp.int32)
+    return jnp.sum(x.full, axis=1, dtype=jnp.int32)
 
 
 def count_chunks(time: int, size: int, aligned: bool) -> int:
@@ -131,16 +169,19 @@ def decay(log_gates: Float[Array, "*B C"]) -> Float[Array, "*B C C"]:
 
 
 def misplaced_resets(
-    reset: Bool[Array, "B T"], size: int, position: Int[Array, " B"] | None
-) -> Bool[Array, "B T"]:
+    reset: Bool[Array, "B T"] | None, size: int, position: Int[Array, " B"] | None
+) -> Bool[Array, "B T"] | None:
     """True from the first reset of a batch element on that starts no chunk.
 
-    Results from there on are not defined. Its reads must be NaN, and so must
-    the batch element's state.
+    None where there can be none. Results from there on are not defined. Its reads must
+    be NaN, and so must the batch element's state.
 
     Raises:
         ValueError: where such a reset is known, outside jit.
     """
+    # Every token starts a chunk of one.
+    if reset is None or size == 1:
+        return None
     time = jnp.arange(reset.shape[1], dtype=jnp.int32)[None]
     offset = time if position is None else position[:, None] + time
     wrong = reset & (offset % size != 0)

@@ -89,32 +89,43 @@ def of_kernels(
 
 
 def of_prepared(
-    prepare: Callable[..., Any], indices: tuple[str, ...], primals: tuple[Any, ...]
-) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """A kernel's inputs, a named tuple, and the vjp of the function that makes them.
+    name: str,
+    prepare: Callable[..., Any],
+    forward: Callable[..., tuple[Any, Any, Any]],
+    backward: Callable[..., Any],
+    form: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`of_kernels` that take inputs made of the primals, whose vjp is taken.
 
     Args:
-        prepare: primals -> inputs.
-        indices: fields of the inputs that are no floats, and have no gradient.
-        primals: of which cotangents are wanted.
-
-    Returns:
-        The inputs, and (cotangents of the inputs, whose `indices` are None) ->
-        cotangents of the primals.
+        name: of the op.
+        prepare: primals -> inputs, a named tuple whose `whole` and `reset` have no
+            gradient.
+        forward: the kernel (static, inputs, with_residuals=) -> (y, memory, residuals).
+        backward: the kernel (static, inputs, residuals, d_y, d_memory) -> cotangents of
+            the inputs, None of `whole` and `reset`.
+        form: as in `of_kernels`.
     """
+    indices = ("whole", "reset")
 
     def apart(*primals):
         x = prepare(*primals)
         residuals = {name: getattr(x, name) for name in indices}
         return x._replace(**dict.fromkeys(indices)), residuals
 
-    floats, pull, residuals = jax.vjp(apart, *primals, has_aux=True)
+    def run(static, *primals, with_residuals):
+        x = prepare(*primals)
+        y, memory, residuals = forward(static, x, with_residuals=with_residuals)
+        return vary_alike((((memory, y), residuals), primals))[0]
 
-    # A gradient must vary over the axes of a mesh that its argument varies over.
-    def back(cotangents):
-        return pull(vary_alike((cotangents, primals))[0])
+    def back(static, primals, residuals, cotangents):
+        d_memory, d_y = cotangents
+        floats, pull, flags = jax.vjp(apart, *primals, has_aux=True)
+        d = backward(static, floats._replace(**flags), residuals, d_y, d_memory)
+        # A gradient must vary over the axes of a mesh that its argument varies over.
+        return pull(vary_alike((d, primals))[0])
 
-    return floats._replace(**residuals), back
+    return of_kernels(name, run, back, form)
 
 
 def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,22 +11,56 @@ reasonable time.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import PyTree
 
 from memjax_kernels._src.common import jaxprs
+from memjax_kernels._src.common.chunks import Chunks, count_full
 from memjax_kernels._src.common.products import Form
+from memjax_kernels._src.common.steps import open_chunk
 
 # Rows of a tensor-core instruction.
 ROWS = 64
 F32 = jnp.float32
 # jax 0.10.2 wants an index beside an indexed reference; later it may not be given.
 _NO_INDEX = (None,) if jax.__version_info__ < (0, 11) else ()
+
+
+def unsupported(chunk_size: int, **tokens: Any) -> str:
+    """Why the kernels cannot take chunks of these tokens on any GPU; "" if they can."""
+    for name, x in tokens.items():
+        if x.dtype != jnp.bfloat16:
+            return f"{name} must be bfloat16, got {x.dtype}"
+        if x.shape[-1] != ROWS:
+            return f"{name} must have {ROWS} channels, got {x.shape[-1]}"
+    if chunk_size % 8 or chunk_size > ROWS:
+        return f"chunk_size must be a multiple of 8 up to {ROWS}, got {chunk_size}"
+    return ""
+
+
+class Static(NamedTuple):
+    """Static arguments of the kernels: an op's options, and the interpreter's."""
+
+    rule: Any
+    interpret: Any
+
+
+def memories(x: Chunks, start: PyTree, empty: PyTree) -> dict[str, Any]:
+    """Inputs that the chunks' flags decide: `start`, `empty`, `whole` and `reset`.
+
+    The first chunk's reset is applied here: kernels fetch `empty` for later ones alone.
+    """
+    reset, empty = x.reset, None if x.reset is None else empty
+    if reset is not None:
+        start = open_chunk.replace(reset[:, 0], empty, start)
+        reset = reset.astype(jnp.int32)
+    return {"start": start, "empty": empty, "reset": reset, "whole": count_full(x)}
 
 
 def tile(*shape: int, dtype: Any):
@@ -43,32 +77,43 @@ def vectors(*shape: int):
 
 
 def call(
-    kernel_function: Callable[..., None],
-    grid: tuple[int, int],
-    outputs: Sequence[jax.ShapeDtypeStruct],
+    program: Callable[..., None],
+    given: PyTree[jax.Array],
+    outputs: PyTree[jax.ShapeDtypeStruct],
     scratch: dict[str, Any],
     name: str,
     interpret: Any,
-    reduction_bytes: int = 2048,
-) -> Callable[..., list[jax.Array]]:
-    """A kernel over (batch, heads); its function takes refs, and scratch by name.
+) -> Any:
+    """Runs program(*references to `given`, to outputs, scratch by name).
 
-    Sums over the rows of a matrix go through `reduction_bytes` of shared memory, 1 KiB
-    for every 8 columns at a time.
+    Once for each batch element and head of `given`, whose first array is [B, n, C, H,
+    ...]. Returns arrays as the outputs.
     """
-    return plgpu.kernel(
-        kernel_function,
-        out_type=list(outputs),
+    leaves, tree = jax.tree.flatten(given)
+    out_types, out_tree = jax.tree.flatten(outputs)
+
+    def kernel(*refs, **scratch):
+        given_refs: Any = jax.tree.unflatten(tree, refs[: len(leaves)])
+        out_refs = jax.tree.unflatten(out_tree, refs[len(leaves) :])
+        program(*given_refs, out_refs, scratch)
+
+    batch, _, _, heads, _ = leaves[0].shape
+    run = plgpu.kernel(
+        kernel,
+        out_type=out_types,
         scratch_types=scratch,
-        grid=grid,
+        grid=(batch, heads),
         grid_names=("batch", "heads"),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=reduction_bytes,
+            # Sums over the rows of a matrix go through these, 1 KiB for every 8 columns
+            # at a time.
+            reduction_scratch_bytes=2048,
         ),
         interpret=interpret,
     )
+    return jax.tree.unflatten(out_tree, run(*leaves))
 
 
 def along_rows(x: jax.Array, width: int) -> jax.Array:

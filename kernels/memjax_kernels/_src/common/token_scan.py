@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
 from memjax_kernels._src.common import chunks
 
 
 def scan_tokens(
     step: Callable,
-    tokens: tuple[Float[Array, "B T ..."] | None, ...],
-    state: PyTree[Float[Array, "B ..."]],
+    tokens: tuple[Shaped[Array, "B T ..."] | None, ...],
+    state: PyTree[Shaped[Array, "B ..."]],
     reset: Bool[Array, "B T"] | None = None,
     remat_every: int | None = None,
-) -> tuple[PyTree[Float[Array, "B ..."]], Float[Array, "B T *_"]]:
+) -> tuple[PyTree[Shaped[Array, "B ..."]], Float[Array, "B T *_"]]:
     """Calls step(*token, state) -> (state, y) for every token in order.
 
     Args:

@@ -1,7 +1,7 @@
 """Lattice: slots on the unit sphere, each write orthogonal to its slot.
 
 `lattice` validates its arguments, picks an implementation, splits the segment into
-chunks and runs it: `checks`, then `chunked.in_chunks`, then one of `xla`, `pallas_tpu`
+chunks and runs it: `checks`, then `segment.in_chunks`, then one of `xla`, `pallas_tpu`
 and `pallas_gpu`. `reference` is the definition.
 """
 
@@ -17,7 +17,6 @@ from memjax_kernels._src.common import (
     partition,
 )
 from memjax_kernels._src.lattice import checks, pallas_gpu, pallas_tpu
-from memjax_kernels._src.lattice.chunked import in_chunks
 from memjax_kernels._src.lattice.memory import LATTICE_VARIANTS as LATTICE_VARIANTS
 from memjax_kernels._src.lattice.memory import LatticeForget as LatticeForget
 from memjax_kernels._src.lattice.memory import LatticeState as LatticeState
@@ -27,11 +26,12 @@ from memjax_kernels._src.lattice.memory import lattice_init_state as lattice_ini
 from memjax_kernels._src.lattice.memory import lattice_state as lattice_state
 from memjax_kernels._src.lattice.reference import lattice_reference
 from memjax_kernels._src.lattice.reference import lattice_step as lattice_step
+from memjax_kernels._src.lattice.segment import in_chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
-# `segment` says what a chunk implementation takes and returns.
+# `common.steps.segment` says what a chunk implementation takes and returns.
 _CHUNKWISE: dict[str, Callable] = {
     "xla": lattice_xla,
     "pallas_tpu": partition.chunkwise(pallas_tpu.lattice_tpu),
@@ -97,11 +97,7 @@ def lattice(
     sizes = checks.check_tokens(q, k, v, gamma, g)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     empty = checks.check_states(state, empty, sizes, chunk_size, rule)
-    misplaced = None
-    if reset is not None:
-        # Every token starts a chunk of one: no reset can be misplaced.
-        position = None if state is None or chunk_size == 1 else state.position
-        misplaced = chunks.misplaced_resets(reset, chunk_size, position)
+    misplaced = chunks.misplaced_resets(reset, chunk_size, state and state.position)
     form = implementations.choose(
         "lattice",
         implementation,

@@ -1,6 +1,7 @@
 """Checks of `lattice`'s arguments, and its empty memory."""
 
-import jax
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -13,7 +14,7 @@ from memjax_kernels._src.common.arguments import (
     check_shapes,
     check_sizes,
 )
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.steps import segment
 from memjax_kernels._src.lattice.memory import (
     LATTICE_VARIANTS,
     LatticeState,
@@ -74,7 +75,8 @@ def check_step(
     size = getattr(state, "chunk_size", 1)
     check_options(rule, size, g)
     sizes = check_tokens(q, k, v, gamma, g, "B H")
-    _check_state("state", state, sizes, size, rule)
+    segment.check_state("state", state, _like(sizes, size))
+    _check_norms("state", state, rule)
 
 
 def check_states(
@@ -87,32 +89,30 @@ def check_states(
     """The empty memory, given or by default.
 
     Raises:
-        ValueError: on a state of another chunk size, shape or dtype, or with a known
-            position or known slots that cannot be.
+        ValueError: as `segment.check_state`, and on known slots that cannot be.
     """
-    for name, given in (("state", state), ("empty", empty)):
-        if given is not None:
-            _check_state(name, given, sizes, chunk_size, rule)
-    if empty is None:
-        b, h, m, v = (sizes[letter] for letter in "BHMV")
-        return lattice_init_state(b, h, m, v, chunk_size)
-    # Of an empty memory nothing but its slots counts.
-    return lattice_state(empty.start, chunk_size)
+    shape = (sizes[letter] for letter in "BHMV")
+    default = functools.partial(lattice_init_state, *shape, chunk_size)
+    found = segment.check_states(state, empty, _like(sizes, chunk_size), default)
+    _check_norms("state", state, rule)
+    _check_norms("empty", empty, rule)
+    return found
 
 
-def _check_state(name, state, sizes, chunk_size, rule):
+def _like(sizes, chunk_size):
+    """A state of these sizes, without the slots of the default."""
     shape = tuple(sizes[letter] for letter in "BHMV")
-    like = jax.eval_shape(
-        lambda: lattice_state(jnp.zeros(shape, jnp.float32), chunk_size)
-    )
-    # The empty memory is at a chunk's start.
-    open_chunk.check_state(name, state, like, chunk_size - 1 if name == "state" else 0)
+    return lambda: lattice_state(jnp.zeros(shape, jnp.float32), chunk_size)
+
+
+def _check_norms(name, state, rule):
     # The equations assume unit slots; others would give wrong norms and no error.
-    if rule.normalize and not isinstance(state.start, Tracer):
-        norms = np.linalg.norm(np.asarray(state.start), axis=-1)
-        # A slot that a soft threshold emptied has norm 0.
-        if np.any((norms != 0) & ~(np.abs(norms - 1) <= 1e-3)):
-            raise ValueError(
-                f"{name}.start must hold slots of unit norm where normalize=True, "
-                f"got norms from {norms.min()} to {norms.max()}"
-            )
+    if not rule.normalize or state is None or isinstance(state.start, Tracer):
+        return
+    norms = np.linalg.norm(np.asarray(state.start), axis=-1)
+    # A slot that a soft threshold emptied has norm 0.
+    if np.any((norms != 0) & ~(np.abs(norms - 1) <= 1e-3)):
+        raise ValueError(
+            f"{name}.start must hold slots of unit norm where normalize=True, "
+            f"got norms from {norms.min()} to {norms.max()}"
+        )

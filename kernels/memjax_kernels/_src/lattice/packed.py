@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks, lower
 from memjax_kernels._src.common.packs.chunk_kernels import Chunk
 from memjax_kernels._src.common.packs.pack_products import multiply
 from memjax_kernels._src.common.products import Multiply
@@ -137,38 +137,23 @@ def move(h, w, start: Float[Array, "P M VV"], options: Options) -> Moved:
     written = diagonal_blocks(options.multiply(w, h, "tn"), heads)
     along = sum_rounded(start * written, options, 2)
     memory = start + along * start - written
-    squares = sum_channels(memory * memory, heads)
+    squares = packs.sum_heads(memory * memory, heads)
     filled = squares > 0
     inverse = jnp.where(filled, jax.lax.rsqrt(jnp.where(filled, squares, 1.0)), 0.0)
     return Moved(written, along, inverse, memory * inverse)
 
 
-def lower(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
-    """Pairs whose second token, along the lanes, is no later than the first."""
-    row, column = _tokens(pairs.shape, heads)
-    return jnp.where(row >= column, pairs, 0.0)
-
-
 def weigh(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
     """Pairs of a token with one before it twice, with itself once."""
-    row, column = _tokens(pairs.shape, heads)
+    row = packs.sublane(pairs.shape)
+    column = packs.within(pairs.shape, pairs.shape[-1] // heads)
     return jnp.where(row == column, pairs, jnp.where(row > column, 2 * pairs, 0.0))
-
-
-def _tokens(shape, heads):
-    row = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return row, packs.within(shape, shape[-1] // heads)
-
-
-def sum_channels(x: Float[Array, "P M VV"], heads: int) -> Float[Array, "P M VV"]:
-    """The sum over each head's lanes, in all of them."""
-    return packs.widen(packs.sums(x, heads), x.shape[-1])
 
 
 def sum_rounded(
     x: Float[Array, "P M VV"], options: Options, count: int = 1
 ) -> Float[Array, "P M VV"]:
-    """`sum_channels` as a product with ones of so many parts of x, rounded as operands.
+    """`packs.sum_heads` as a product of so many parts of x with ones.
 
     Sums over lanes alone keep one unit busy while the matrix unit waits.
     """

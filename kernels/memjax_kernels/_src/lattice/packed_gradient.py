@@ -9,13 +9,16 @@ from collections.abc import Generator
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
+from memjax_kernels._src.common.packs import (
+    block_diagonal,
+    diagonal_blocks,
+    lower,
+    sum_heads,
+)
 from memjax_kernels._src.common.packs.chunk_kernels import Chunk, Cotangents
 from memjax_kernels._src.lattice import packed
 from memjax_kernels._src.lattice.packed import (
     Options,
-    lower,
-    sum_channels,
     sum_rounded,
     sum_tokens,
     weigh,
@@ -66,7 +69,7 @@ def vjp(
     # The memory after the chunk.
     d_memory = d_after - moved.after * sum_rounded(moved.after * d_after, options)
     d_memory *= moved.inverse
-    along = sum_channels(d_memory * start, heads)
+    along = sum_heads(d_memory * start, heads)
     yield
     d_written = along * start - d_memory
     d_start = (1.0 + moved.along) * d_memory + along * moved.written

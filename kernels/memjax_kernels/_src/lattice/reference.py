@@ -25,12 +25,11 @@ Karami, Mirrokni, Lattice (2025), https://arxiv.org/abs/2504.05646, section 3.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.products import Multiply
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.steps import open_chunk, segment
 from memjax_kernels._src.lattice import checks, chunk
 from memjax_kernels._src.lattice.memory import (
     LatticeForget,
@@ -115,15 +114,6 @@ def lattice_reference(
     empty: LatticeState,
     rule: Rule,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
-    """A loop of steps; `reset` only counts where a chunk starts."""
-
-    def one_token(state, token):
-        q, k, v, gamma, g, reset = token
-        if reset is not None:
-            clear = reset & (state.position == 0)
-            state = open_chunk.replace(clear, empty, state)
-        return _step(q, k, v, gamma, g, state, rule)
-
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, gamma, g, reset))
-    state, y = jax.lax.scan(one_token, empty if state is None else state, tokens)
-    return state, jnp.moveaxis(y, 0, 1)
+    """A loop of steps."""
+    step = functools.partial(_step, rule=rule)
+    return segment.by_tokens(step, (q, k, v, gamma, g), state, reset, empty)

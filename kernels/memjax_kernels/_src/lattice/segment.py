@@ -1,44 +1,38 @@
-"""The signature and meaning of all chunk implementations.
+"""Runs chunk implementations of Lattice; `common.steps.segment` says what these are.
 
-Every one (`xla.lattice_xla`, `pallas_tpu.lattice_tpu`, ...) has this signature:
-
-    f(tokens: Chunks, start, empty, *, rule) -> start, y
-
-For each batch element, with M = `start`:
-
-    for j in range(n):
-        if reset[j]: M = empty
-        y[j], M_next = the chunk's reads, the normalised memory after it
-        if full[j]: M = M_next
-
-Chunks after the last full one hold the last tokens, or none, among zeros: M stays. A
-token of zeros, rate and log gate included, writes nothing, and its read is dropped.
-`start` and `empty` are float32 [B, H, M, V], as is the memory returned; y
-[B, n, C, H, V] has the dtype of v.
+They take chunks of q, k and v with gates gamma and g, None without forgetting, and the
+slots `start` and `empty`; the memory after a chunk is normalised.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from memjax_kernels._src.common.chunks import Chunks
+from memjax_kernels._src.common.steps import segment
+from memjax_kernels._src.lattice.memory import LatticeState, LatticeTokens, Rule
 
-class Chunks(NamedTuple):
-    """Tokens of a segment, cut into n chunks of C.
 
-    Attributes:
-        q: [B, n, C, H, M].
-        k: [B, n, C, H, M].
-        v: [B, n, C, H, V].
-        gamma: [B, n, C, H].
-        g: [B, n, C, H], or None without forgetting.
-        full: whether a batch element's tokens reach the end of each chunk.
-        reset: whether its memory is emptied before each chunk; None is never.
-    """
+def in_chunks(
+    implementation: Callable[..., tuple[Array, Array]],
+    q: Float[Array, "B T H M"],
+    k: Float[Array, "B T H M"],
+    v: Float[Array, "B T H V"],
+    gamma: Float[Array, "B T H"],
+    g: Float[Array, "B T H"] | None,
+    state: LatticeState | None,
+    reset: Bool[Array, "B T"] | None,
+    empty: LatticeState,
+    rule: Rule,
+) -> tuple[LatticeState, Float[Array, "B T H V"]]:
+    """Runs a chunk implementation; the other arguments are those of `lattice`."""
 
-    q: Float[Array, "B n C H M"]
-    k: Float[Array, "B n C H M"]
-    v: Float[Array, "B n C H V"]
-    gamma: Float[Array, "B n C H"]
-    g: Float[Array, "B n C H"] | None
-    full: Bool[Array, "B n"]
-    reset: Bool[Array, "B n"] | None
+    def run(q, x, full, reset, before):
+        gates = x.gamma, None if g is None else x.g
+        given = Chunks((q, x.k, x.v), gates, full, reset)
+        start, y = implementation(given, before.start, empty.start, rule=rule)
+        return {"start": start}, y
+
+    tokens = LatticeTokens(k, v, gamma, jnp.zeros_like(gamma) if g is None else g)
+    return segment.in_chunks(run, q, tokens, state, reset, empty)

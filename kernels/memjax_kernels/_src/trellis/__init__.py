@@ -6,16 +6,23 @@ and `pallas_gpu`. `reference` is the definition.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import arguments, chunks, implementations, partition
+from memjax_kernels._src.common import (
+    arguments,
+    chunks,
+    implementations,
+    mosaic,
+    partition,
+)
 from memjax_kernels._src.trellis import checks, pallas_gpu, pallas_tpu, segment
 from memjax_kernels._src.trellis.functions import TrellisActivation as TrellisActivation
 from memjax_kernels._src.trellis.functions import TrellisPhi as TrellisPhi
 from memjax_kernels._src.trellis.reference import trellis_reference
 from memjax_kernels._src.trellis.reference import trellis_step as trellis_step
+from memjax_kernels._src.trellis.state import Rule as Rule
 from memjax_kernels._src.trellis.state import TrellisState as TrellisState
 from memjax_kernels._src.trellis.state import empty_memory as empty_memory
 from memjax_kernels._src.trellis.state import trellis_init_state as trellis_init_state
@@ -23,7 +30,7 @@ from memjax_kernels._src.trellis.state import trellis_state as trellis_state
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
-# `segment` says what a chunk implementation takes and returns.
+# `common.steps.segment` says what a chunk implementation takes and returns.
 _CHUNKWISE: dict[str, Callable] = {
     "xla": trellis_xla,
     "pallas_tpu": partition.chunkwise(pallas_tpu.trellis_tpu),
@@ -97,28 +104,22 @@ def trellis(
     if bound_steps:
         arguments.check_range("gamma", gamma, 0.0, 1.0)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
-    misplaced = None
-    if reset is not None:
-        # Every token starts a chunk of one: no reset can be misplaced.
-        position = None if state is None or chunk_size == 1 else state.position
-        misplaced = chunks.misplaced_resets(reset, chunk_size, position)
-    widths = {sizes[name] for name in ("K", "V", "M")}
+    misplaced = chunks.misplaced_resets(reset, chunk_size, state and state.position)
     form = implementations.choose(
         "trellis",
         implementation,
         {"reference": trellis_reference} | _CHUNKWISE,
         {
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha, chunk_size),
-            "pallas_gpu": pallas_gpu.unsupported(q, k, v, alpha, chunk_size),
+            "pallas_gpu": mosaic.unsupported(chunk_size, q=q, k=k, v=v, alpha=alpha),
         },
-        # The size that was timed on a GPU, and at which the backward kernel fits.
-        ("pallas_tpu", "pallas_gpu") if widths == {64} else ("pallas_tpu",),
+        ("pallas_tpu", "pallas_gpu"),
     )
-    given = (q, k, v, alpha, gamma, g, state, reset, empty)
-    options: Any = {"phi": phi, "activation": activation, "bound_steps": bound_steps}
+    rule = Rule(phi, activation, bound_steps)
+    given = (q, k, v, alpha, gamma, g, state, reset, empty, rule)
     if implementation == "reference":
-        after, y = trellis_reference(*given, **options)
+        after, y = trellis_reference(*given)
     else:
-        after, y = segment.in_chunks(form, *given, **options)
+        after, y = segment.in_chunks(form, *given)
     # Results after a misplaced reset have no meaning, and must not pass unseen.
     return chunks.mask_with_nan(after, y, misplaced)

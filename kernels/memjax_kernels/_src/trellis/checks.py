@@ -3,17 +3,12 @@
 import functools
 from typing import Any
 
-import jax
 from jaxtyping import Array
 
 from memjax_kernels._src.common import arguments
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.steps import segment
 from memjax_kernels._src.trellis import functions
-from memjax_kernels._src.trellis.state import (
-    TrellisState,
-    trellis_init_state,
-    trellis_state,
-)
+from memjax_kernels._src.trellis.state import TrellisState, trellis_init_state
 
 
 def check_options(chunk_size: int, phi: str, activation: str) -> None:
@@ -75,7 +70,7 @@ def check_step(
     size = getattr(state, "chunk_size", 1)
     check_options(size, phi, activation)
     sizes = check_tokens(q, k, v, alpha, gamma, g, "B H")
-    check_states(state, None, sizes, size)
+    segment.check_state("state", state, _default(sizes, size))
 
 
 def check_states(
@@ -84,19 +79,11 @@ def check_states(
     """The empty memory, given or by default.
 
     Raises:
-        ValueError: on a state of another type, chunk size, shape or dtype, or with a
-            known position outside its chunk.
+        ValueError: as `segment.check_state`.
     """
-    b, h, m, key, value = (sizes[letter] for letter in "BHMKV")
-    # Shapes are compared without building the default, which may not be needed.
-    default = functools.partial(trellis_init_state, b, h, m, key, value, chunk_size)
-    like = jax.eval_shape(default)
-    for name, given, last in (("state", state, chunk_size - 1), ("empty", empty, 0)):
-        if given is not None:
-            open_chunk.check_state(name, given, like, last)
-    # Of an empty memory nothing but its slots counts.
-    return (
-        default()
-        if empty is None
-        else trellis_state(empty.keys, empty.values, chunk_size)
-    )
+    return segment.check_states(state, empty, _default(sizes, chunk_size))
+
+
+def _default(sizes, chunk_size):
+    shape = (sizes[letter] for letter in "BHMKV")
+    return functools.partial(trellis_init_state, *shape, chunk_size)

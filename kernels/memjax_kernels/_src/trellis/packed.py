@@ -102,9 +102,10 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates], dot: Multiply) -> Prepared:
     """The part that does not depend on memories."""
     first, second = (gate.total for gate in gates)
     heads = len(first.end)
-    left = decays(first)
+    left = decays(first.row, first.wide, heads)
     # Computed once where both are the same.
-    both = left, (left if second is first else decays(second))
+    same = second is first
+    both = left, left if same else decays(second.row, second.wide, heads)
     dq, dk, dv = (block_diagonal(y, heads) for y in (x.q, x.k, x.v))
 
     def steps(k, dk, gate):

@@ -11,9 +11,10 @@ from typing import Any
 
 from jaxtyping import Array
 
+from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes
 from memjax_kernels._src.trellis import tpu_packed
-from memjax_kernels._src.trellis.segment import Tokens
+from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 SAVED = "trellis_tpu_chunk_states", "trellis_tpu_reads"
@@ -41,27 +42,19 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
 
 
 def trellis_tpu(
-    tokens: Tokens,
+    x: Chunks,
     memory: tuple[Array, Array],
     empty: tuple[Array, Array] | None,
+    rule: Rule,
     *,
-    phi: str,
-    activation: str,
-    bound_steps: bool = False,
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`.
 
     `interpret` is that of `pallas_call`: False, or `pltpu.InterpretParams`.
     """
-    options: Any = {
-        "phi": phi,
-        "activation": activation,
-        "bound_steps": bound_steps,
-    }
-    _, _, size, heads, key_dim = tokens.q.shape
-    widths = key_dim, tokens.v.shape[4], tokens.alpha.shape[4]
-    if not tpu_packed.heads_of_pack(size, heads, widths):
+    size, heads = x.tokens[0].shape[2:4]
+    if not tpu_packed.heads_of_pack(size, heads, tpu_packed.widths_of(x)):
         # A device's share of the heads may fill no register.
-        return trellis_xla(tokens, memory, empty, **options)
-    return tpu_packed.in_chunks(tokens, memory, empty, **options, interpret=interpret)
+        return trellis_xla(x, memory, empty, rule)
+    return tpu_packed.in_chunks(x, memory, empty, rule, interpret=interpret)

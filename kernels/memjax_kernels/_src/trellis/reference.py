@@ -14,16 +14,16 @@ y1 = M_K q; the second compresses values and reads y = M_V^T f(y1).
 A state has M' and the chunk's tokens since, whose writes a step adds before it reads.
 """
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.steps import open_chunk, segment
 from memjax_kernels._src.trellis import checks, chunk
 from memjax_kernels._src.trellis.functions import bounded_tokens
-from memjax_kernels._src.trellis.state import TrellisState, TrellisTokens
+from memjax_kernels._src.trellis.state import Rule, TrellisState, TrellisTokens
 
 
 def trellis_step(
@@ -38,37 +38,26 @@ def trellis_step(
     phi: str = "l2_silu",
     activation: str = "ln_silu",
 ) -> tuple[TrellisState, Float[Array, "B H V"]]:
-    """One token of `trellis`; its chunk size is the state's.
+    """One token of `trellis`; its chunk size is the state's, and steps are as given.
 
-    Args:
-        q: query.
-        k: key.
-        v: value.
-        alpha: target of both passes.
-        gamma: step sizes >= 0, shared by the passes, or [B, H, 2].
-        g: log forget gates <= 0, likewise; None forgets nothing.
-        state: the memory before the token.
-        phi: as in `trellis`.
-        activation: as in `trellis`.
-
-    Returns:
-        The memory after the token, and its read in the dtype of v.
-
-    Raises:
-        ValueError: as `trellis`.
+    Arguments, results and errors as there, with gates [B, H] for both passes or
+    [B, H, 2] for each.
     """
     checks.check_step(q, k, v, alpha, gamma, g, state, phi, activation)
-    return _step(q, k, v, alpha, gamma, g, state, phi, activation, False)
+    return _step(q, k, v, alpha, gamma, g, state, rule=Rule(phi, activation))
 
 
-def _step(q, k, v, alpha, gamma, g, state, phi, activation, bound_steps):
+def _step(q, k, v, alpha, gamma, g, state, *, rule):
+    def options(multiply):
+        return chunk.Options(rule.phi, rule.activation, multiply)
+
     def read(multiply, q, tokens, memory):
-        tokens = bounded_tokens(tokens) if bound_steps else tokens
-        return chunk.read(q, tokens, memory, chunk.Options(phi, activation, multiply))
+        tokens = bounded_tokens(tokens) if rule.bound_steps else tokens
+        return chunk.read(q, tokens, memory, options(multiply))
 
     def write(multiply, tokens, memory):
-        tokens = bounded_tokens(tokens) if bound_steps else tokens
-        return chunk.write(tokens, memory, chunk.Options(phi, activation, multiply))
+        tokens = bounded_tokens(tokens) if rule.bound_steps else tokens
+        return chunk.write(tokens, memory, options(multiply))
 
     gates: Any = (
         *_per_pass(gamma),
@@ -96,23 +85,11 @@ def trellis_reference(
     state: TrellisState | None,
     reset: Bool[Array, "B T"] | None,
     empty: TrellisState,
-    *,
-    phi: str,
-    activation: str,
-    bound_steps: bool = False,
+    rule: Rule,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """A loop of steps; the arguments are those of `trellis`."""
-
-    def one_token(state, item):
-        (q, k, v, alpha, gamma, g), clear = item
-        if clear is not None:
-            state = open_chunk.replace(clear, empty, state)
-        return _step(q, k, v, alpha, gamma, g, state, phi, activation, bound_steps)
-
-    tokens = (q, k, v, alpha, gamma, g)
-    items = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))
-    state, y = jax.lax.scan(one_token, empty if state is None else state, items)
-    return state, jnp.moveaxis(y, 0, 1)
+    step, tokens = functools.partial(_step, rule=rule), (q, k, v, alpha, gamma, g)
+    return segment.by_tokens(step, tokens, state, reset, empty)
 
 
 def _per_pass(gate):

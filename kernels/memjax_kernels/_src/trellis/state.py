@@ -16,6 +16,14 @@ from memjax_kernels._src.common.arguments import check_sizes
 from memjax_kernels._src.common.steps import open_chunk
 
 
+class Rule(NamedTuple):
+    """Static options of the recurrence: those of `trellis`."""
+
+    phi: str = "l2_silu"
+    activation: str = "ln_silu"
+    bound_steps: bool = False
+
+
 # Fields are Any: jax also builds these classes around shapes, shardings and axes.
 class TrellisTokens(NamedTuple):
     """Tokens of a chunk: k, v, alpha [*B, C, D], and gates of each pass [*B, C]."""

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.packs.blocks import (
     LANES,
@@ -16,15 +17,14 @@ from memjax_kernels._src.common.packs.blocks import (
     packings,
 )
 from memjax_kernels._src.common.packs.chunkwise import (
-    Chunks,
     Layout,
     Op,
     Static,
     kernels_of,
 )
-from memjax_kernels._src.trellis import packed, tpu_packed_kernels
+from memjax_kernels._src.trellis import tpu_packed_kernels
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.segment import Tokens
+from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 # Chunks of fewer tokens save the memories before a block alone: those before each would
@@ -48,24 +48,22 @@ def heads_of_pack(size: int, heads: int, widths: tuple[int, int, int]) -> int:
 
 
 def in_chunks(
-    tokens: Tokens,
+    x: Chunks,
     memory: tuple[Array, Array],
     empty: tuple[Array, Array] | None,
+    rule: Rule,
     *,
-    phi: str,
-    activation: str,
-    bound_steps: bool,
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation where heads fill packs; see `segment`."""
-    widths = (tokens.q.shape[4], tokens.v.shape[4], tokens.alpha.shape[4])
-    b, _, size, number = tokens.q.shape[:4]
+    b, of_all, size, number = x.tokens[0].shape[:4]
+    widths = widths_of(x)
     heads = heads_of_pack(size, number, widths)
     each = heads * _block_bytes(size, *widths)
     group = group_size(number // heads, each)
     # Chunks first: of one behind another all but the memories is computed meanwhile.
     number = min(ROWS_BYTES // (group * each), TOKENS // (group * heads * size))
-    chunks = divisor(tokens.q.shape[1], min(CHUNKS, number))
+    chunks = divisor(of_all, min(CHUNKS, number))
     rows = divisor(b, number // chunks)
     # Four packs at a time go through a chunk's phases.
     phased = rows * group // divisor(rows * group, 4)
@@ -74,22 +72,20 @@ def in_chunks(
         group,
         heads,
         size,
-        passes=(tokens.gamma.shape[-1], tokens.g.shape[-1]),
-        opens=tokens.full is not None,
-        resets=tokens.reset is not None,
+        passes=tuple(gate.shape[-1] for gate in x.gates),
+        opens=x.full is not None,
+        resets=x.reset is not None,
         phased=phased,
         chunks=chunks,
         saved=chunks if size >= SAVED_TOKENS else 1,
     )
-    x = Chunks(
-        packed.Chunk(tokens.q, tokens.k, tokens.v, tokens.alpha),
-        (tokens.gamma, tokens.g),
-        tokens.full,
-        tokens.reset,
-    )
-    return _op(
-        Static((phi, activation, bound_steps), layout, interpret), x, memory, empty
-    )
+    return _op(Static(rule, layout, interpret), x, memory, empty)
+
+
+def widths_of(x: Chunks) -> tuple[int, int, int]:
+    """Those of keys and values, and the slots."""
+    _, *widths = (tokens.shape[4] for tokens in x.tokens)
+    return tuple(widths)
 
 
 def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
@@ -106,8 +102,9 @@ def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
 
 def _with_options(kernel):
     def run(*refs, layout, options, multiply):
-        phi, activation, bound_steps = options
-        options = Options(phi, activation, multiply, bound_steps)
+        options = Options(
+            options.phi, options.activation, multiply, options.bound_steps
+        )
         kernel(*refs, layout=layout, options=options)
 
     return run
@@ -121,18 +118,9 @@ def _of_gates(d: Float[Array, "B n C H _"], x: Chunks) -> tuple[Array, Array]:
     return d_gamma, jnp.where(g > FORGETS_ALL, d_g, 0.0)
 
 
-def _in_xla(options, x: Chunks, memory, empty):
+def _in_xla(rule: Rule, x: Chunks, memory, empty):
     """The function of the kernels."""
-    phi, activation, bound_steps = options
-    tokens = Tokens(*x.tokens, *x.gates, full=x.full, reset=x.reset)
-    return trellis_xla(
-        tokens,
-        memory,
-        empty,
-        phi=phi,
-        activation=activation,
-        bound_steps=bound_steps,
-    )
+    return trellis_xla(x, memory, empty, rule)
 
 
 _op = kernels_of(

@@ -6,6 +6,7 @@ with the loss ℓ = ½ |LN(kᵀW + b) - (v - k)|². Sun et al. (2024),
 https://arxiv.org/abs/2407.04620.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,15 +14,14 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import chunks, partition
 from memjax_kernels._src.common.arguments import (
-    check_gates,
     check_mask,
-    check_shapes,
     check_sizes,
 )
 from memjax_kernels._src.common.implementations import choose
+from memjax_kernels._src.common.steps.segment import check_states
 from memjax_kernels._src.ttt_linear import pallas_tpu
 from memjax_kernels._src.ttt_linear.reference import (
-    check_state,
+    check_tokens,
     ttt_linear_reference,
 )
 from memjax_kernels._src.ttt_linear.reference import ttt_linear_step as ttt_linear_step
@@ -34,7 +34,7 @@ from memjax_kernels._src.ttt_linear.state import ttt_linear_state as ttt_linear_
 from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
-# `segment` says what a chunk implementation takes and returns.
+# `common.steps.segment` says what a chunk implementation takes and returns.
 _CHUNKWISE: dict[str, Callable] = {
     "xla": ttt_linear_xla,
     "pallas_tpu": partition.chunkwise(pallas_tpu.ttt_linear_tpu),
@@ -93,46 +93,22 @@ def ttt_linear(
             size, a rate below 0 or a misplaced reset where that is known, or an
             implementation that cannot run.
     """
-    batch, time = _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size)
-    check_mask("reset", reset, batch, time)
-    if empty is None:
-        empty = ttt_linear_init_state(batch, v.shape[2], v.shape[3], chunk_size)
-    wrong = None
-    if reset is not None:
-        position = None if state is None else state.position
-        wrong = chunks.misplaced_resets(reset, chunk_size, position)
+    check_sizes(chunk_size=chunk_size)
+    sizes = check_tokens(q, k, v, eta, ln_scale, ln_bias)
+    check_mask("reset", reset, sizes["B"], sizes["T"])
+    shape = (sizes[letter] for letter in "BHV")
+    default = functools.partial(ttt_linear_init_state, *shape, chunk_size)
+    blank: TTTLinearState = check_states(state, empty, default)
+    wrong = chunks.misplaced_resets(reset, chunk_size, state and state.position)
     form = choose(
         "ttt_linear",
         implementation,
         {"reference": ttt_linear_reference} | _CHUNKWISE,
         {"pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size)},
     )
-    given = (q, k, v, eta, ln_scale, ln_bias, state, reset, empty)
+    given = (q, k, v, eta, ln_scale, ln_bias, state, reset, blank)
     if implementation == "reference":
         after, y = ttt_linear_reference(*given)
     else:
         after, y = in_chunks(form, *given)
     return chunks.mask_with_nan(after, y, wrong)
-
-
-def _check(q, k, v, eta, ln_scale, ln_bias, state, empty, chunk_size):
-    """Checks the arguments; returns B and T."""
-    check_sizes(chunk_size=chunk_size)
-    sizes = check_shapes(
-        q=(q, "B T H K"),
-        k=(k, "B T H K"),
-        v=(v, "B T H V"),
-        eta=(eta, "B T H"),
-        ln_scale=(ln_scale, "H V"),
-        ln_bias=(ln_bias, "H V"),
-    )
-    if sizes["K"] != sizes["V"]:
-        raise ValueError(
-            f"k and v must have one width, got K = {sizes['K']} and V = {sizes['V']}"
-        )
-    if state is not None:
-        check_state("state", state, v.shape, chunk_size, chunk_size - 1)
-    if empty is not None:
-        check_state("empty", empty, v.shape, chunk_size, 0)
-    check_gates(eta=eta)
-    return sizes["B"], sizes["T"]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks
+from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks, lower
 from memjax_kernels._src.common.packs.chunk_kernels import (
     Chunk,
     Cotangents,
@@ -186,10 +186,3 @@ def _mean(x: Float[Array, "P C VV"], heads: int) -> Float[Array, "P C VV"]:
     width = x.shape[-1]
     means = [total * (heads / width) for total in packs.sums(x, heads)]
     return packs.widen(means, width)
-
-
-def lower(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
-    """Pairs whose second token, along the lanes, is no later than the first."""
-    row = packs.sublane(pairs.shape)
-    column = packs.within(pairs.shape, pairs.shape[-1] // heads)
-    return jnp.where(row >= column, pairs, 0.0)

@@ -10,11 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common.packs import chunkwise
+from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes, packings
 from memjax_kernels._src.common.packs.chunk_kernels import op_of
 from memjax_kernels._src.ttt_linear import packed
-from memjax_kernels._src.ttt_linear.segment import Chunks
 from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
 
 F32 = jnp.float32
@@ -36,7 +35,7 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int) -> str:
 
 
 def ttt_linear_tpu(
-    tokens: Chunks,
+    x: Chunks,
     layer: tuple[Float[Array, "B H K V"], Float[Array, "B H V"]],
     empty: tuple[Float[Array, "B H K V"], Float[Array, "B H V"]],
     norm: tuple[Float[Array, "#B H V"], Float[Array, "#B H V"]],
@@ -44,11 +43,11 @@ def ttt_linear_tpu(
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Float[Array, "B n C H V"]]:
     """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
-    size, number, width = tokens.v.shape[2:]
+    size, number, width = x.tokens[2].shape[2:]
     heads = _heads(number, width, size)
     if not heads:
         # A device's share of the heads may fill no register.
-        return ttt_linear_xla(tokens, layer, empty, norm)
+        return ttt_linear_xla(x, layer, empty, norm)
 
     # The norm is part of the memory that nothing writes.
     def memory(layer):
@@ -56,16 +55,8 @@ def ttt_linear_tpu(
         rows = [jnp.broadcast_to(x, layer[1].shape) for x in rows]
         return packed.Memory(weights, jnp.stack(rows, axis=2))
 
-    q, k, v, eta, full, reset = tokens
-    after, y = _run(
-        chunkwise.Chunks((q, k, v), (eta,), full, reset),
-        memory(layer),
-        memory(empty),
-        None,
-        heads,
-        _head_bytes(size, width),
-        interpret,
-    )
+    memories, each = map(memory, (layer, empty)), _head_bytes(size, width)
+    after, y = _run(x, *memories, None, heads, each, interpret)
     return (after.weights, after.rows[:, :, 0]), y
 
 
@@ -83,15 +74,14 @@ def _head_bytes(size: int, width: int) -> int:
     return 4 * (size * 16 * width + width * width * 18 + between)
 
 
-def _in_xla(_, x: chunkwise.Chunks, memory: packed.Memory, empty: packed.Memory):
+def _in_xla(_, x: Chunks, memory: packed.Memory, empty: packed.Memory):
     """The function of the kernels."""
 
     def layer(memory):
         return memory.weights, memory.rows[:, :, 0]
 
     norm = memory.rows[:, :, 1], memory.rows[:, :, 2]
-    tokens = Chunks(*x.tokens, *x.gates, full=x.full, reset=x.reset)
-    (weights, bias), y = ttt_linear_xla(tokens, layer(memory), layer(empty), norm)
+    (weights, bias), y = ttt_linear_xla(x, layer(memory), layer(empty), norm)
     rows = jnp.stack([bias, *norm], axis=2)
     return packed.Memory(weights, rows), y
 

@@ -11,12 +11,13 @@ https://arxiv.org/abs/2407.04620, eqs. 4 and 6, sections 2.4, 2.5 and 2.7. A sta
 the layer at the mini-batch's start and the tokens since, whose updates a step adds.
 """
 
-import jax
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.arguments import check_gates, check_shapes
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.steps import open_chunk, segment
 from memjax_kernels._src.ttt_linear import mini_batch
 from memjax_kernels._src.ttt_linear.state import (
     TTTLinearState,
@@ -41,16 +42,9 @@ def ttt_linear_step(
     Raises:
         ValueError: on a state of another chunk size, or arrays that do not fit.
     """
-    check_shapes(
-        q=(q, "B H K"),
-        k=(k, "B H K"),
-        v=(v, "B H V"),
-        eta=(eta, "B H"),
-        ln_scale=(ln_scale, "H V"),
-        ln_bias=(ln_bias, "H V"),
-    )
-    check_gates(eta=eta)
-    check_state("state", state, v.shape, chunk_size, chunk_size - 1)
+    check_tokens(q, k, v, eta, ln_scale, ln_bias, "B H")
+    like = functools.partial(ttt_linear_init_state, *v.shape, chunk_size)
+    segment.check_state("state", state, like)
     scale, shift = (
         jnp.broadcast_to(x.astype(jnp.float32), v.shape) for x in (ln_scale, ln_bias)
     )
@@ -78,26 +72,39 @@ def ttt_linear_reference(
     empty: TTTLinearState,
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
     """A loop of steps; a reset makes the memory `empty` before its token."""
-    size = empty.chunk_size
 
-    def reset_and_step(state, token):
-        q, k, v, eta, reset = token
-        if reset is not None:
-            state = open_chunk.replace(reset, empty, state)
-        return ttt_linear_step(q, k, v, eta, ln_scale, ln_bias, state, chunk_size=size)
+    def step(q, k, v, eta, state):
+        norm, size = (ln_scale, ln_bias), empty.chunk_size
+        return ttt_linear_step(q, k, v, eta, *norm, state, chunk_size=size)
 
-    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (q, k, v, eta, reset))
-    start = empty if state is None else state
-    after, y = jax.lax.scan(reset_and_step, start, tokens)
-    return after, jnp.moveaxis(y, 0, 1)
+    return segment.by_tokens(step, (q, k, v, eta), state, reset, empty)
 
 
-def check_state(
-    name: str, state: TTTLinearState, shape: tuple[int, ...], chunk_size: int, last: int
-) -> None:
-    """Raises ValueError unless a state fits values of a shape [B, ..., H, V]."""
-    batch, heads, width = shape[0], *shape[-2:]
-    like = jax.eval_shape(
-        lambda: ttt_linear_init_state(batch, heads, width, chunk_size)
+def check_tokens(
+    q: Array,
+    k: Array,
+    v: Array,
+    eta: Array,
+    ln_scale: Array,
+    ln_bias: Array,
+    lead: str = "B T H",
+) -> dict[str, int]:
+    """The sizes B, T, H, K and V; `lead` has the first axes, those of a rate.
+
+    Raises:
+        ValueError: on shapes that do not fit, and known rates below 0.
+    """
+    sizes = check_shapes(
+        q=(q, f"{lead} K"),
+        k=(k, f"{lead} K"),
+        v=(v, f"{lead} V"),
+        eta=(eta, lead),
+        ln_scale=(ln_scale, "H V"),
+        ln_bias=(ln_bias, "H V"),
     )
-    open_chunk.check_state(name, state, like, last)
+    if sizes["K"] != sizes["V"]:
+        raise ValueError(
+            f"k and v must have one width, got K = {sizes['K']} and V = {sizes['V']}"
+        )
+    check_gates(eta=eta)
+    return sizes

@@ -105,6 +105,17 @@ def sums(rows: Float[Array, "P M DD"], heads: int) -> list[Float[Array, "P M 1"]
     return [total(jnp.where(of == i, rows, 0.0)) for i in range(heads)]
 
 
+def sum_heads(x: Float[Array, "P M DD"], heads: int, width: int | None = None) -> Array:
+    """The same in all lanes of the head, of `width` lanes of all heads or as x."""
+    return widen(sums(x, heads), width or x.shape[-1])
+
+
+def lower(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
+    """Pairs whose second token, along the lanes, is no later than the first."""
+    column = within(pairs.shape, pairs.shape[-1] // heads)
+    return jnp.where(sublane(pairs.shape) >= column, pairs, 0.0)
+
+
 def load(ref: Any, group: int) -> Float[Array, "P C DD"]:
     """A block [C, P DD] of P = group packs."""
     width = ref.shape[1] // group

@@ -131,8 +131,8 @@ def op_of(name: str, *brought: Any, **also: Any) -> Callable[..., Any]:
     """An op of single gates by its equations; arguments as of `kernels_by`.
 
     Returns:
-        (chunks with q, k, v, a gate and the flag `full`, memory, empty, options,
-        heads of a pack, bytes of VMEM that a head takes, interpret) -> (memory, y).
+        (chunks with q, k, v and a gate, memory, empty, options, heads of a pack, bytes
+        of VMEM that a head takes, interpret) -> (memory, y).
     """
     kernels = kernels_by(name, *brought, **also)
 
@@ -143,8 +143,8 @@ def op_of(name: str, *brought: Any, **also: Any) -> Callable[..., Any]:
         # Batch elements of a program, each with its tokens in all packs.
         rows = divisor(b, min(BATCH, ROWS_BYTES // (group * each)))
         phased = rows // divisor(rows, max(1, TOKENS // (group * size)))
-        resets = x.reset is not None
-        layout = Layout(rows, group, heads, size, (1,), True, resets, phased)
+        flags = x.full is not None, x.reset is not None
+        layout = Layout(rows, group, heads, size, (1,), *flags, phased)
         return kernels(Static(options, layout, interpret), x, memory, empty)
 
     return run

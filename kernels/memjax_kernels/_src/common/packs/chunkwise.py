@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from memjax_kernels._src.common import gradients, products, varying
+from memjax_kernels._src.common import chunks, gradients, products, varying
+from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.packs import pack_products
 from memjax_kernels._src.common.packs.blocks import (
     Specs,
@@ -83,24 +84,7 @@ class Layout(NamedTuple):
         return self.heads * self.group * sum(self.passes)
 
 
-# Any: jax also builds these classes around shapes, blocks and references.
-class Chunks(NamedTuple):
-    """Tokens of a segment, cut into n chunks of C.
-
-    Attributes:
-        tokens: q, k, v and further ones, each [B, n, C, H, D]; of q and k, heads may be
-            fewer: value head h reads key head h // ways.
-        gates: each [B, n, C, H] or [B, n, C, H, passes].
-        full: [B, n], whether tokens reach the end of each chunk; None is always.
-        reset: [B, n], whether the chunk starts from `empty`; None is never.
-    """
-
-    tokens: Any
-    gates: tuple[Any, ...]
-    full: Any
-    reset: Any
-
-
+# Any: jax also builds this class around shapes, blocks and references.
 class Blocks(NamedTuple):
     """A segment as the kernels take it.
 
@@ -155,20 +139,16 @@ def kernels_of(op: Op) -> Callable[..., Any]:
     """The kernels of an op, (static, chunks, memory, empty) -> (memory, y)."""
 
     def form(static, x, memory, empty):
-        full, reset = jax.tree.map(lambda f: f > 0.5, (x.full, x.reset))
-        x = x._replace(full=full, reset=reset)
-        return op.form(static.options, x, memory, empty)
+        return op.form(static.options, chunks.bool_flags(x), memory, empty)
 
     forward, backward = (functools.partial(f, op) for f in (_forward, _backward))
     # Names of what is saved differ from those of kernels for GPUs, which save more.
-    chunks = gradients.of_kernels(f"{op.name}_tpu", forward, backward, form)
+    on_chunks = gradients.of_kernels(f"{op.name}_tpu", forward, backward, form)
 
     def run(static: Static, x: Chunks, memory, empty):
-        gates, full, reset = jax.tree.map(
-            lambda f: f.astype(F32), (x.gates, x.full, x.reset)
-        )
-        x = Chunks(x.tokens, gates, full, reset)
-        return chunks(static, *varying.vary_alike((x, memory, empty)))
+        gates = jax.tree.map(lambda gate: gate.astype(F32), x.gates)
+        x = chunks.float_flags(x._replace(gates=gates))
+        return on_chunks(static, *varying.vary_alike((x, memory, empty)))
 
     return run
 

@@ -96,12 +96,7 @@ def pack_heads(
     return jnp.concatenate(parts, axis=1)[:, None]
 
 
-def decays(total: Totals) -> Decays:
-    """The decays of a chunk's gates."""
-    return decays_of(total.row, total.wide, len(total.end))
-
-
-def decays_of(row: Sums, wide: Sums, heads: int) -> Decays:
+def decays(row: Sums, wide: Sums, heads: int) -> Decays:
     """The decays of a chunk's sums along the lanes, and in all lanes of a head."""
     width = row.coarse.shape[-1]
     token = jax.lax.broadcasted_iota(jnp.int32, wide.coarse.shape, 1)

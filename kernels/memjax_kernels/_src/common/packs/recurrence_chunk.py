@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
     def between(self) -> Float[Array, "P C CC"]:
         """Decays from token j (lanes) to token i, 0 for j > i."""
         wide = self.sums(self.heads * self.q.shape[1])
-        return pack_decays.decays_of(self.row, wide, self.heads).between
+        return pack_decays.decays(self.row, wide, self.heads).between
 
     def since(self, width: int) -> Float[Array, "P C DD"]:
         """Decays from the chunk's start."""

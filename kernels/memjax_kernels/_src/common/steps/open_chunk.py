@@ -12,13 +12,12 @@ behind, which an op treats as no token; None where C = 1.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from memjax_kernels._src.common.arguments import check_range
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.common.steps.head_kernel import EXACT, by_heads
 from memjax_kernels._src.common.steps.in_place import change_if
@@ -174,28 +173,3 @@ def where(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
 def replace(rows: Bool[Array, " B"], new: PyTree, old: PyTree) -> PyTree:
     """`where` of every leaf."""
     return jax.tree.map(lambda a, b: where(rows, a, b), new, old)
-
-
-def check_state(name: str, state: Any, like: Any, last: int) -> None:
-    """Raises ValueError unless a state is as `like`, of shapes, at most `last` tokens.
-
-    The message names the leaf.
-    """
-    if type(state) is not type(like):
-        kind, got = type(like).__name__, type(state).__name__
-        raise ValueError(f"{name} must be a {kind}, got {got}")
-    if state.chunk_size != like.chunk_size:
-        raise ValueError(
-            f"{name} must be of chunk_size={like.chunk_size}, got one of chunk_size="
-            f"{state.chunk_size}: the chunk is part of the function"
-        )
-    expected = jax.tree_util.tree_leaves_with_path(like)
-    if jax.tree.structure(state) != jax.tree.structure(like):
-        raise ValueError(f"{name} must have the arrays {expected}, got {state}")
-    for (path, leaf), got in zip(expected, jax.tree.leaves(state), strict=True):
-        if got.shape != leaf.shape or got.dtype != leaf.dtype:
-            raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} must be "
-                f"{leaf.dtype}{list(leaf.shape)}, got {got.dtype}{list(got.shape)}"
-            )
-    check_range(f"{name}.position", state.position, 0.0, float(last))

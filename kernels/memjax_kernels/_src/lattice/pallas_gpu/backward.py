@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import F32, ROWS
-from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Gradients, Static
+from memjax_kernels._src.common.mosaic import F32, ROWS, Static
+from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs
 from memjax_kernels._src.lattice.pallas_gpu.program import (
     Program,
     across_width,
@@ -28,14 +28,12 @@ from memjax_kernels._src.lattice.pallas_gpu.program import (
 )
 
 
-def backward(static: Static, x: ChunkInputs, residuals, d_y, d_after) -> Gradients:
-    """Runs the backward kernel on `forward`'s residuals and cotangents."""
+def backward(static: Static, x: ChunkInputs, residuals, d_y, d_after) -> ChunkInputs:
+    """The cotangents of inputs, of `forward`'s residuals and cotangents."""
     m, width = x.start.shape[2:]
-    outputs = Gradients(
-        *(
-            None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype)
-            for a in (x.q, x.k, x.v, x.gamma, x.start, x.empty)
-        )
+    outputs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+        x._replace(whole=None, reset=None),
     )
 
     def work(*shape, dtype=x.q.dtype):

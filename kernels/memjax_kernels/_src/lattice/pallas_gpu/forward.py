@@ -7,8 +7,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import F32, ROWS
-from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
+from memjax_kernels._src.common.mosaic import F32, ROWS, Static
+from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs
 from memjax_kernels._src.lattice.pallas_gpu.program import (
     Program,
     across_width,

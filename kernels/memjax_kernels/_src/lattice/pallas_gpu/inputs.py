@@ -2,15 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from memjax_kernels._src.lattice.memory import Rule
-
-
-class Static(NamedTuple):
-    """Static arguments of the kernels."""
-
-    rule: Rule
-    interpret: Any
-
 
 class ChunkInputs(NamedTuple):
     """Inputs of the kernels.
@@ -35,14 +26,3 @@ class ChunkInputs(NamedTuple):
     empty: Any
     whole: Any
     reset: Any
-
-
-class Gradients(NamedTuple):
-    """Outputs of the backward kernel, like the inputs; gamma is [B, n, H, 64]."""
-
-    q: Any
-    k: Any
-    v: Any
-    gamma: Any
-    start: Any
-    empty: Any

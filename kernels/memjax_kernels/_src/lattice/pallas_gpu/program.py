@@ -5,17 +5,15 @@ memory in float32; products read operands in the dtype of the tokens.
 """
 
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import F32, ROWS, TileOps
-from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs, Static
+from memjax_kernels._src.common.mosaic import F32, ROWS, Static, TileOps
+from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs
 
 
 def shared(x: ChunkInputs):
@@ -38,22 +36,14 @@ def shared(x: ChunkInputs):
     }
 
 
-def call(program, static, x, more, outputs, scratch, name, **options):
+def call(program, static, x, more, outputs, scratch, name):
     """Runs a kernel: program(static, *refs of x and more, refs of outputs, scratch)."""
-    given, tree = jax.tree.flatten((x, *more))
-    out_types, out_tree = jax.tree.flatten(outputs)
 
-    def kernel(*refs, **scratch):
-        given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
-        out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
-        program(static, *given_refs, out_refs, scratch).compute()
+    def run(*refs):
+        program(static, *refs).compute()
 
-    grid = x.q.shape[0], x.q.shape[3]
     name = f"memjax_lattice_{name}"
-    call_kernel = mosaic.call(
-        kernel, grid, out_types, scratch, name, static.interpret, **options
-    )
-    return jax.tree.unflatten(out_tree, call_kernel(*given))
+    return mosaic.call(run, (x, *more), outputs, scratch, name, static.interpret)
 
 
 class Program:

@@ -1,5 +1,3 @@
 """Trellis on a Hopper GPU: kernels in Mosaic, described in `entry`."""
 
 from memjax_kernels._src.trellis.pallas_gpu.entry import trellis_gpu as trellis_gpu
-from memjax_kernels._src.trellis.pallas_gpu.inputs import has_backward as has_backward
-from memjax_kernels._src.trellis.pallas_gpu.inputs import unsupported as unsupported

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import F32, ROWS
+from memjax_kernels._src.common.mosaic import F32, ROWS, Static
 from memjax_kernels._src.trellis.pallas_gpu.chunk import Chunk
-from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs, Sizes, Static
+from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs, Sizes
 
 
 class Gradients(NamedTuple):
@@ -65,23 +65,13 @@ def backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Gradients:
         empty=None if x.empty is None else memory,
     )
     x = x._replace(start=None, empty=None)
-    given, tree = jax.tree.flatten((x, residuals, d_y, d_after))
-    out_types, out_tree = jax.tree.flatten(outputs)
+    given, scratch = (x, residuals, d_y, d_after), _scratch(sizes, x.q.dtype)
 
-    def kernel(*refs, **scratch):
-        given_refs: Any = jax.tree.unflatten(tree, refs[: len(given)])
-        out_refs = jax.tree.unflatten(out_tree, refs[len(given) :])
-        _Program(static, sizes, given_refs, out_refs, scratch).all_chunks()
+    def program(*refs):
+        _Program(static, sizes, *refs).all_chunks()
 
-    call_kernel = mosaic.call(
-        kernel,
-        (b, h),
-        out_types,
-        _scratch(sizes, x.q.dtype),
-        "memjax_trellis_backward",
-        static.interpret,
-    )
-    return jax.tree.unflatten(out_tree, call_kernel(*given))
+    name = "memjax_trellis_backward"
+    return mosaic.call(program, given, outputs, scratch, name, static.interpret)
 
 
 def _scratch(sizes: Sizes, dtype):
@@ -122,9 +112,9 @@ def _scratch(sizes: Sizes, dtype):
 class _Program(Chunk):
     """The kernel of one batch element and head."""
 
-    def __init__(self, static, sizes, given, outputs, scratch):
+    def __init__(self, static, sizes, x, residuals, d_y, d_after, outputs, scratch):
         super().__init__(static, sizes, scratch)
-        self.x, self.residuals, self.d_y, self.d_after = given
+        self.x, self.residuals, self.d_y, self.d_after = x, residuals, d_y, d_after
         self.out = outputs
 
     def all_chunks(self):

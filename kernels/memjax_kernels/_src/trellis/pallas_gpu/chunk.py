@@ -224,8 +224,8 @@ class Chunk:
 
     def error_of(self, predicted, alpha):
         return functions.error_gradient(
-            self.static.phi, predicted, alpha, mosaic.over_slots
+            self.static.rule.phi, predicted, alpha, mosaic.over_slots
         )
 
     def activate(self, reads):
-        return functions.apply(self.static.activation, reads, mosaic.over_slots)
+        return functions.apply(self.static.rule.activation, reads, mosaic.over_slots)

@@ -3,7 +3,7 @@
 One program takes all chunks of one batch element and head. Its memories stay in shared
 memory in float32; products read a copy in the dtype of the tokens, which is also
 saved of every chunk's start for a gradient. The next chunk's tokens are copied in
-during the computation, where shared memory has room for them.
+during the computation.
 """
 
 import functools
@@ -16,10 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import F32, ROWS, TileOps
+from memjax_kernels._src.common.mosaic import F32, ROWS, Static, TileOps
 from memjax_kernels._src.common.products import Form
 from memjax_kernels._src.trellis import functions
-from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs, Static
+from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs
+
+# Chunks of tokens in shared memory at a time.
+STAGES = 2
 
 
 def forward(static: Static, x: Inputs, *, with_residuals: bool):
@@ -30,7 +33,7 @@ def forward(static: Static, x: Inputs, *, with_residuals: bool):
         dtype of q, if `with_residuals`.
     """
     b, n, size, h, _ = x.q.shape
-    sizes, stages = x.sizes, static.stages
+    sizes = x.sizes
     shapes = [(sizes.slots, width) for width in sizes.widths]
     dtype = x.q.dtype
     memory = [jax.ShapeDtypeStruct((b, h, *s), F32) for s in shapes]
@@ -40,47 +43,37 @@ def forward(static: Static, x: Inputs, *, with_residuals: bool):
         tuple(memory),
         tuple(chunk_starts) if with_residuals else (),
     )
-    inputs, tree = jax.tree.flatten((x, outputs))
-    given = len(jax.tree.leaves(x))
-
-    def kernel(*refs, **scratch):
-        x, outputs = jax.tree.unflatten(tree, refs)
-        _Program(static, sizes, x, outputs, scratch).all_chunks()
-
     work = functools.partial(mosaic.tile, ROWS, dtype=dtype)
-    staged = functools.partial(mosaic.tile, stages, ROWS, dtype=dtype)
+    staged = functools.partial(mosaic.tile, STAGES, ROWS, dtype=dtype)
     scratch = {
         "q": staged(sizes.widths[0]),
         "alpha": staged(sizes.slots),
-        "gates": mosaic.vectors(stages, 4, ROWS),
+        "gates": mosaic.vectors(STAGES, 4, ROWS),
         "scores": work(ROWS),
         "errors": work(sizes.slots),
         "decayed": work(sizes.slots),
         "query": work(sizes.slots),
         "y": work(sizes.widths[1]),
-        "arrived": plgpu.Barrier(num_arrivals=5, num_barriers=stages),
+        "arrived": plgpu.Barrier(num_arrivals=5, num_barriers=STAGES),
         "memory_arrived": plgpu.Barrier(num_arrivals=2),
     }
     for i, shape in enumerate(shapes):
         scratch[f"inputs{i}"] = staged(shape[1])
         scratch[f"memory{i}"] = mosaic.tile(*shape, dtype=F32)
         scratch[f"operand{i}"] = mosaic.tile(*shape, dtype=dtype)
-    call_kernel = mosaic.call(
-        kernel,
-        (b, h),
-        inputs[given:],
-        scratch,
-        "memjax_trellis_forward",
-        static.interpret,
-    )
-    return jax.tree.unflatten(jax.tree.structure(outputs), call_kernel(*inputs[:given]))
+
+    def program(*refs):
+        _Program(static, sizes, *refs).all_chunks()
+
+    name = "memjax_trellis_forward"
+    return mosaic.call(program, (x,), outputs, scratch, name, static.interpret)
 
 
 class _Program:
     """The kernel of one batch element and head."""
 
     def __init__(self, static, sizes, x, outputs, scratch):
-        self.static, self.sizes, self.stages = static, sizes, static.stages
+        self.static, self.sizes = static, sizes
         self.x, self.scratch = x, scratch
         self.y, self.after, self.residuals = outputs
         self.ops = TileOps(static.interpret)
@@ -95,7 +88,7 @@ class _Program:
         # Copies fill the first rows only; the others enter products and must be zeros.
         if self.sizes.size < ROWS:
             for ref in (self.scratch["q"], self.scratch["alpha"], *self.each("inputs")):
-                for stage in range(self.stages):
+                for stage in range(STAGES):
                     ref[stage] = self.ops.zeros(ref.shape[1:], ref.dtype)
             plgpu.commit_smem()
         self.fetch_tokens(jnp.int32(0))
@@ -114,7 +107,7 @@ class _Program:
 
     def fetch_tokens(self, chunk):
         """Begins the copies of a chunk's tokens."""
-        stage = lax.rem(chunk, self.stages)
+        stage = lax.rem(chunk, STAGES)
         arrived = self.scratch["arrived"].at[stage]
         rows = pl.ds(0, self.sizes.size)
         x, scratch = self.x, self.scratch
@@ -129,17 +122,13 @@ class _Program:
         plgpu.copy_gmem_to_smem(gates, scratch["gates"].at[stage], arrived)
 
     def chunk(self, i, whole):
-        stage = lax.rem(i, self.stages)
+        stage = lax.rem(i, STAGES)
         # Into the other stage, whose tokens the chunk before has used up.
-        if self.stages > 1:
-            pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
+        pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
         plgpu.wait_smem_to_gmem(0)
         self.begin(i)
         plgpu.barrier_wait(self.scratch["arrived"].at[stage])
         self.compute(i, stage, whole)
-        # With one stage its tokens are free only now.
-        if self.stages == 1:
-            pl.when(i + 1 < self.sizes.chunks)(lambda: self.fetch_tokens(i + 1))
 
     def begin(self, i):
         """The memories at the chunk's start, as operands and as residuals."""
@@ -167,7 +156,7 @@ class _Program:
         *predicted, scores = ops.products(*triples, (q, inputs[0], "nt"))
         full = i < whole
         y = self.one_pass(0, stage, predicted[0], q, scores, full)
-        query = functions.apply(self.static.activation, y, mosaic.over_slots)
+        query = functions.apply(self.static.rule.activation, y, mosaic.over_slots)
         scratch["query"][...] = query.astype(scratch["query"].dtype)
         y = self.one_pass(1, stage, predicted[1], scratch["query"], None, full)
         scratch["y"][...] = y.astype(scratch["y"].dtype)
@@ -185,7 +174,7 @@ class _Program:
         gamma = ops.row_vector(scratch["gates"], stage, 2 * index + 1)
         last = scratch["gates"][stage, 2 * index, ROWS - 1]
         alpha = ops.matrix(scratch["alpha"].at[stage])
-        phi = self.static.phi
+        phi = self.static.rule.phi
         error = functions.error_gradient(phi, predicted, alpha, mosaic.over_slots)
         # Negated, so that products are added.
         error = -error * mosaic.along_rows(gamma, slots)
