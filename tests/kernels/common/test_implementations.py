@@ -27,20 +27,6 @@ def test_none_is_xla_where_no_kernel_takes_the_arguments(caplog):
     assert implementations.choose("gla", None, without)() == "xla"
 
 
-def test_shared_array_stays_shared():
-    """Trellis's kernels leave out what a chunk with one memory does not need."""
-
-    def same(tree, z):
-        return jnp.array([tree["x"] is tree["y"][0], tree["x"] is z])
-
-    forms = {"xla": same, "pallas_tpu": same}
-    x, z = jnp.zeros(2), jnp.zeros(2)
-    chosen = jax.jit(
-        lambda x, z: implementations.choose("gla", None, forms)({"x": x, "y": [x]}, z)
-    )
-    np.testing.assert_array_equal(chosen(x, z), [True, False])
-
-
 def test_an_explicit_choice_runs_or_raises():
     choose = functools.partial(implementations.choose, "gla", forms=FORMS)
     assert choose(implementation="reference")() == "reference"

@@ -52,17 +52,6 @@ def on_four_devices():
         assert shards == (1, 20, 2, 64), (name, shards)
 
 
-def test_shared_array_stays_shared_on_a_mesh():
-    def form(tokens, start, running):
-        return running, tokens + (1.0 if start is running else 2.0)
-
-    tokens, memory = jnp.zeros((1, 1, 1, 1, 2)), jnp.zeros((1, 1, 2))
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        run = jax.jit(lambda m: partition.chunkwise(form)(tokens, m, m)[1])
-        assert run(memory).max() == 1
-
-
 @pytest.mark.slow
 def test_each_device_computes_its_share(with_devices):
     Process(on_four_devices, environment=with_devices(4)).require_end()

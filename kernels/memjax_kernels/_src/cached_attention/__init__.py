@@ -49,12 +49,8 @@ def cached_attention(
         q=(q, "B Q H K"), keys=(keys, "B S J"), values=(values, "B S J")
     )
     arguments.require_array("seen", seen, "BQS")
-    wanted = [sizes[letter] for letter in "BQS"]
-    if list(seen.shape) != wanted or seen.dtype != bool:
-        raise ValueError(
-            f"seen must be bool of shape [B, Q, S] = {wanted}, "
-            f"got {seen.dtype}{list(seen.shape)}"
-        )
+    wanted = (sizes[letter] for letter in "BQS")
+    arguments.check_mask("seen", seen, *wanted, axes="BQS")
     groups, rest = divmod(sizes["J"], sizes["K"])
     if rest or sizes["H"] % groups:
         raise ValueError(

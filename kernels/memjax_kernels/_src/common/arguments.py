@@ -1,4 +1,4 @@
-"""Checks of an op's arguments, and arrays that are given twice."""
+"""Checks of an op's arguments."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -160,14 +160,14 @@ def check_choice(name: str, value: str | None, allowed: tuple[str | None, ...]) 
         raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
 
-def check_mask(name: str, mask: Array | None, batch: int, time: int) -> None:
-    """Raises ValueError unless `mask` is None or bool [B, T]."""
+def check_mask(name: str, mask: Array | None, *sizes: int, axes: str = "BT") -> None:
+    """Raises ValueError unless `mask` is None or bool [B, T], or of other axes."""
     if mask is None:
         return
-    require_array(name, mask, "BT")
-    if mask.shape != (batch, time) or mask.dtype != bool:
+    require_array(name, mask, axes)
+    if mask.shape != sizes or mask.dtype != bool:
         raise ValueError(
-            f"{name} must be bool of shape [B, T] = [{batch}, {time}], "
+            f"{name} must be bool of shape [{', '.join(axes)}] = {list(sizes)}, "
             f"got {mask.dtype}{list(mask.shape)}"
         )
 
@@ -176,28 +176,3 @@ def check_float32(name: str, array: Array | None) -> None:
     """Raises ValueError unless `array` is None or float32, as every memory is."""
     if array is not None and array.dtype != "float32":
         raise ValueError(f"{name} must be float32, got {array.dtype}")
-
-
-def distinct(tree: Any) -> tuple[list[int], Callable[[Sequence[Any]], Any]]:
-    """The indices of a tree's distinct leaves, and the inverse function.
-
-    Kernels test with `is` whether two memories are one array. Functions that take
-    leaves one by one (`jax.lax.platform_dependent`, `jax.shard_map`) would make two
-    arrays of one.
-
-    Returns:
-        The indices, and a function (one leaf for each index) -> a tree in which leaves
-        are the same where the given tree's are.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    first: dict[int, int] = {}
-    for i, leaf in enumerate(leaves):
-        first.setdefault(id(leaf), i)
-    indices = list(first.values())
-    place = {index: i for i, index in enumerate(indices)}
-    places = [place[first[id(leaf)]] for leaf in leaves]
-
-    def whole(given: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(treedef, [given[i] for i in places])
-
-    return indices, whole

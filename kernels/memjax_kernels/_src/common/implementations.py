@@ -13,7 +13,6 @@ import jax
 from jaxtyping import Array, PyTree
 
 from memjax_kernels._src.common import cpu
-from memjax_kernels._src.common.arguments import distinct
 from memjax_kernels._src.common.varying import vary_alike
 
 _log = logging.getLogger(__name__)
@@ -87,17 +86,12 @@ def _by_platform(kernels: Mapping[str, Callable], default: Callable) -> Callable
     """Traces all forms and lowers one."""
 
     def chosen(*arrays, **options):
-        indices, whole = distinct(arrays)
-        leaves = jax.tree.leaves(arrays)
-
         def alike(form):
             # Inside a shard_map, results of all vary over the axes that arrays do.
-            return lambda *x: vary_alike((form(*whole(x), **options), x))[0]
+            return lambda *x: vary_alike((form(*x, **options), x))[0]
 
-        by_platform = {platform: alike(form) for platform, form in kernels.items()}
-        return jax.lax.platform_dependent(
-            *(leaves[i] for i in indices), default=alike(default), **by_platform
-        )
+        forms = {platform: alike(form) for platform, form in kernels.items()}
+        return jax.lax.platform_dependent(*arrays, default=alike(default), **forms)
 
     return chosen
 

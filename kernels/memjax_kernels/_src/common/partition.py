@@ -14,8 +14,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels._src.common.arguments import distinct
-
 # Names of the mesh axes that divide the batch, and of those that divide the heads.
 # A kernel runs whole on every device along any other axis of a mesh.
 BATCH = ("data", "fsdp")
@@ -54,15 +52,9 @@ def chunkwise(
             results vary; jax's own do not.
     """
 
-    def divided(tokens, *memories, **options):
-        share = functools.partial(form, **options)
-        mesh = mesh_of(tokens, memories)
-        axes = _undivided(mesh)
-        if not axes:
-            return share(tokens, *memories)
+    def specs(fit, tokens, *memories):
         batch, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
-        b = _fit(mesh, [name for name in BATCH if name in axes], batch)
-        h = _fit_heads(mesh, [name for name in HEADS if name in axes], heads)
+        b, h = fit(BATCH, batch), fit(HEADS, heads)
         along = P(b, None, None, h)
         token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
 
@@ -70,20 +62,11 @@ def chunkwise(
             return x.shape[0] == 1 < batch
 
         memory_specs = jax.tree.map(lambda x: P(None if shared(x) else b, h), memories)
-        given, specs = (tokens, *memories), (token_specs, *memory_specs)
-        indices, whole = distinct(given)
+        return (token_specs, *memory_specs), (P(b, h), along)
 
-        def pick(tree):
-            return tuple(jax.tree.leaves(tree)[i] for i in indices)
-
-        return jax.shard_map(
-            lambda *x: share(*whole(x)),
-            mesh=mesh,
-            axis_names=set(axes),
-            in_specs=pick(specs),
-            out_specs=(P(b, h), along),
-            check_vma=says_what_varies,
-        )(*pick(given))
+    def divided(tokens, *memories, **options):
+        share = functools.partial(form, **options)
+        return _on_shares(share, specs, (tokens, *memories), says_what_varies)
 
     return divided
 
@@ -104,22 +87,11 @@ def by_rows(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     not divide B or M evenly are left out. Without a mesh, the form as it is.
     """
 
-    def divided(queries, rows):
-        mesh = mesh_of(queries, rows)
-        axes = _undivided(mesh)
-        if not axes:
-            return form(queries, rows)
-        b = _fit(mesh, [name for name in BATCH if name in axes], rows.shape[0])
-        m = _fit(mesh, [name for name in HEADS[:1] if name in axes], rows.shape[1])
-        return jax.shard_map(
-            form,
-            mesh=mesh,
-            axis_names=set(axes),
-            in_specs=(P(b), P(b, m)),
-            out_specs=P(b, m),
-        )(queries, rows)
+    def specs(fit, queries, rows):
+        b, m = fit(BATCH, rows.shape[0]), fit(HEADS[:1], rows.shape[1])
+        return (P(b), P(b, m)), P(b, m)
 
-    return divided
+    return lambda *given: _on_shares(form, specs, given)
 
 
 def token_by_token(
@@ -137,30 +109,14 @@ def token_by_token(
             inside a mechanism, and not tokens.
     """
 
-    def divided(tokens, parameters):
-        mesh = mesh_of(tokens, parameters)
-        axes = _undivided(mesh)
-        if not axes:
-            return form(tokens, parameters)
+    def specs(fit, tokens, parameters):
         batch, time, heads = jax.tree.leaves(tokens)[0].shape[:3]
-
-        def present(names):
-            return [name for name in names if name in axes]
-
-        b = _fit(mesh, present(BATCH), batch)
-        t = None if whole_sequences else _fit(mesh, present((SEQUENCE,)), time)
-        h = _fit_heads(mesh, present(HEADS if whole_sequences else HEADS[:1]), heads)
-        along = P(b, t, h)
+        b, t = fit(BATCH, batch), None if whole_sequences else fit((SEQUENCE,), time)
+        along = P(b, t, fit(HEADS if whole_sequences else HEADS[:1], heads))
         specs = jax.tree.map(lambda x: along if x.ndim == 4 else P(b, t), tokens)
-        return jax.shard_map(
-            form,
-            mesh=mesh,
-            axis_names=set(axes),
-            in_specs=(specs, P()),
-            out_specs=along,
-        )(tokens, parameters)
+        return (specs, P()), along
 
-    return divided
+    return lambda *given: _on_shares(form, specs, given)
 
 
 def by_experts(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,18 +132,17 @@ def by_experts(form: Callable[..., Any]) -> Callable[..., Any]:
 
     def divided(tokens, parameters, experts):
         mesh = mesh_of(tokens, parameters, experts)
-        axes = _undivided(mesh)
-        if not axes:
-            return form(tokens, parameters, experts, 0)
         count, axis = jax.tree.leaves(experts)[0].shape[0], HEADS[0]
-        ways = mesh.shape[axis] if axis in axes else 1
+        ways = mesh.shape[axis] if axis in _undivided(mesh) else 1
         if count % ways:
             raise ValueError(
                 f"{axis}={ways} devices of the mesh must divide the {count} experts"
             )
-        b = _fit(mesh, [name for name in BATCH if name in axes], tokens.shape[0])
-        t = [SEQUENCE] if tokens.ndim > 2 and SEQUENCE in axes else []
-        along = P(b, _fit(mesh, t, tokens.shape[1]))
+
+        def specs(fit, tokens, parameters, experts):
+            t = fit((SEQUENCE,), tokens.shape[1]) if tokens.ndim > 2 else None
+            along = P(fit(BATCH, tokens.shape[0]), t)
+            return (along, P(), P(axis if ways > 1 else None)), along
 
         def share(tokens, parameters, experts):
             if ways == 1:
@@ -195,15 +150,35 @@ def by_experts(form: Callable[..., Any]) -> Callable[..., Any]:
             first = jax.lax.axis_index(axis) * (count // ways)
             return jax.lax.psum(form(tokens, parameters, experts, first), axis)
 
-        return jax.shard_map(
-            share,
-            mesh=mesh,
-            axis_names=set(axes),
-            in_specs=(along, P(), P(axis if ways > 1 else None)),
-            out_specs=along,
-        )(tokens, parameters, experts)
+        return _on_shares(share, specs, (tokens, parameters, experts))
 
     return divided
+
+
+def _on_shares(form, specs, given, says_what_varies: bool = True):
+    """form(*given), where there is a mesh on each device's share.
+
+    `specs`, of (fit, *given), are those of the arguments and of the results; fit(names,
+    size) gives the axes of these names that divide a size.
+    """
+    mesh = mesh_of(*given)
+    axes = _undivided(mesh)
+    if not axes:
+        return form(*given)
+
+    def fit(names, size):
+        present = [name for name in names if name in axes]
+        return (_fit if names is BATCH else _fit_heads)(mesh, present, size)
+
+    in_specs, out_specs = specs(fit, *given)
+    return jax.shard_map(
+        form,
+        mesh=mesh,
+        axis_names=set(axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=says_what_varies,
+    )(*given)
 
 
 def _undivided(mesh: AbstractMesh) -> list[str]:
