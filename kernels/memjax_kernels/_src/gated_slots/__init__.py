@@ -48,26 +48,12 @@ def gated_slots(
 ) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
     """Runs the recurrence over T tokens, T at least 1.
 
+    Other arguments, results and errors are those of `linear_attention`.
+
     Args:
-        q: queries, not scaled here.
-        k: keys.
-        v: values.
         alpha: write weight of each slot.
         g: log of each slot's decay factor, in [-inf, 0]; inside jit the range is the
             caller's promise. None is no decay.
-        state: the memory before the segment, float32; None is empty.
-        reset: True empties the memory of a batch element before that token.
-        chunk_size: tokens of a chunk of `xla`, a power of two; the result is the same.
-            None is the fastest known. Kernels have chunks of 64.
-        implementation: which code runs; None is the fastest that can.
-
-    Returns:
-        The memory after the segment, float32, and the read after each token's write,
-        in the dtype of v.
-
-    Raises:
-        ValueError: on shapes or dtypes that do not fit, gates out of range, a state of
-            another type, or an implementation that is unknown or cannot run here.
     """
     if not isinstance(state, GatedSlotsState | None):
         raise ValueError(

@@ -174,7 +174,7 @@ def _finish(x, read, exact, q, k, erased, g, start, d_after, d_y, writes, d_targ
     q_reads, k_reads = jnp.split(past, 2, axis=1)
     k_writes = carried = left.until * read(writes, d_after, "nt")
     sums = q * q_reads + (r * k_reads - k * carried)
-    d_own = _sum_lanes(d_y * writes, x.heads, k.shape[-1])
+    d_own = packs.sum_heads(d_y * writes, x.heads, k.shape[-1])
     q_reads, k_writes = q_reads + d_own * k, k_writes + d_own * q
     d_scores, d_later = jnp.split(d_overlaps, 2, axis=1)
     for half, chosen, f, back in _levels(x, d_scores, left):
@@ -212,7 +212,7 @@ def _overlaps(
         own = scores
     else:
         scores, later = _levels_overlaps(x, q, k, erased, left)
-        own = _sum_lanes(q.astype(F32) * k, x.heads, scores.shape[-1])
+        own = packs.sum_heads(q.astype(F32) * k, x.heads, scores.shape[-1])
     row, other = packs.sublane(later.shape), packs.within(later.shape, q.shape[1])
     scores = jnp.where(row == other, own, jnp.where(row > other, scores, 0.0))
     return scores, jnp.where(row > other, later, 0.0)
@@ -335,8 +335,3 @@ def _add_first(x: Array, found: Array) -> Array:
     if number == x.shape[1]:
         return x + found
     return rows(x[:, :number] + found, x[:, number:])
-
-
-def _sum_lanes(x: Float[Array, "P C DD"], heads: int, width: int) -> Array:
-    """Sums over each head's lanes, in `width` lanes of all heads."""
-    return packs.widen(packs.sums(x, heads), width)

@@ -21,11 +21,6 @@ from memjax_kernels._src.linear.chunks import channel_chunk_size, scan_groups
 Implementation = Literal["reference", "xla", "pallas_tpu", "jla"]
 
 
-def _unsupported(q: Any, k: Any, v: Any, *gates: Any) -> str:
-    del gates
-    return recurrence.unsupported(q, k, v)
-
-
 class LinearOp(NamedTuple):
     """A row.
 
@@ -35,7 +30,7 @@ class LinearOp(NamedTuple):
         step: (*tokens, state) -> (state, y), the equation of one token.
         advance: the chunk form (state, *tokens, reset) -> (state, y) of a group of
             chunks: see `chunks.scan_groups`.
-        kernels: the TPU form (*tokens, state, reset) -> (state, y), if there is one.
+        kernels: the TPU form (*tokens, state, reset) -> (state, y).
         chunk_size: of the chunk form, where the caller does not choose one; None is
             `chunks.channel_chunk_size`.
         init_state: sizes in the order of `sizes` -> the empty memory.
@@ -47,12 +42,12 @@ class LinearOp(NamedTuple):
     gates: Mapping[str, str]
     step: Callable[..., Any]
     advance: Callable[..., Any]
-    kernels: Callable[..., Any] | None
+    kernels: Callable[..., Any]
     chunk_size: int | None
     init_state: Callable[..., Any]
     state: Mapping[str, str] = {"state": "B H K V"}
     sizes: str = "BHKV"
-    unsupported: Callable[..., str] = _unsupported
+    unsupported: Callable[..., str] = recurrence.unsupported
 
 
 def run(
@@ -101,9 +96,8 @@ def run(
     forms = {
         "xla": share(in_chunks, ways),
         "reference": share(functools.partial(reference, op), ways),
+        "pallas_tpu": op.kernels,
     }
-    if op.kernels is not None:
-        forms["pallas_tpu"] = op.kernels
     unsupported = {"pallas_tpu": other_chunks or reason}
     if op.name in jla.KINDS:
         forms["jla"] = functools.partial(jla.run, op.name)

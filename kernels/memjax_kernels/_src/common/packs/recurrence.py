@@ -7,6 +7,7 @@ them once, and sum their gradients.
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import chunks, partition
+from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs.blocks import (
@@ -23,27 +25,11 @@ from memjax_kernels._src.common.packs.blocks import (
     packings,
 )
 from memjax_kernels._src.common.packs.chunk_kernels import kernels_by
-from memjax_kernels._src.common.packs.chunkwise import Chunks, Layout, Static
+from memjax_kernels._src.common.packs.chunkwise import Layout, Static
 from memjax_kernels._src.common.packs.recurrence_chunk import Op, equations
 
 F32 = jnp.float32
 CHUNK_SIZE = 64
-
-
-class Tokens(NamedTuple):
-    """Chunks of a segment; value head h has the keys of head h // (H / G).
-
-    g are log gates, of a head or of each channel of keys or values: 0 without gates,
-    and lowest where a reset is; beta write rates of an op that has some, or `rates` of
-    channels.
-    """
-
-    q: Float[Array, "B n C G K"]
-    k: Float[Array, "B n C G K"]
-    v: Float[Array, "B n C H V"]
-    g: Float[Array, "B n C H"] | Float[Array, "B n C H G"]
-    beta: Float[Array, "B n C H"] | None
-    rates: tuple[Float[Array, "B n C H _"], ...] = ()
 
 
 class Packing(NamedTuple):
@@ -54,7 +40,7 @@ class Packing(NamedTuple):
     ways: int
 
 
-def unsupported(q: Any, k: Any, v: Any) -> str:
+def unsupported(q: Any, k: Any, v: Any, *_: Any) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
     if reason := other_dtypes(q, k, v):
         return reason
@@ -73,16 +59,18 @@ def recur(
     q: Float[Array, "B T G K"],
     k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
-    g: Float[Array, "B T H"] | Float[Array, "B T H D"] | None,
+    gates: Mapping[str, Array],
     state: Float[Array, "B H K V"],
     reset: Bool[Array, "B T"] | None,
     *,
-    beta: Float[Array, "B T H"] | None = None,
-    rates: tuple[Float[Array, "B T H _"], ...] = (),
     interpret: Any = False,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """An op over T tokens; g None is no decay, beta and rates are of ops with some."""
-    time = q.shape[1]
+    """An op over T tokens, with gates `g`, `beta`, `erase` and `write` if it has them.
+
+    They are [B, T, H] or [B, T, H, D]; without g there is no decay.
+    """
+    time, g, beta = q.shape[1], gates.get("g"), gates.get("beta")
+    rates = tuple(gates[name] for name in ("erase", "write") if name in gates)
     g = jnp.zeros(v.shape[:3], F32) if g is None else g.astype(F32)
     if reset is not None:
         at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
@@ -90,49 +78,43 @@ def recur(
     # Devices that divide value heads have the key heads of theirs.
     devices = partition.head_ways(v.shape[2], q, k, v, state)
     q, k = (_repeat(x, devices // math.gcd(devices, q.shape[2])) for x in (q, k))
+    # Gates of channels are as tokens are, those of heads columns.
+    of_channels = g.ndim == v.ndim
+    channels, columns = ((g, *rates), []) if of_channels else ((), [g])
+    columns += [] if beta is None else [beta.astype(F32)]
+    columns = (jnp.stack(columns, axis=-1),) if columns else ()
     # Tokens of zeros, gate and rate included, leave the memory as it is.
-    tokens = jax.tree.map(
-        lambda x: chunks.split(x, CHUNK_SIZE, None), Tokens(q, k, v, g, beta, rates)
-    )
+    x = Chunks((q, k, v, *channels), columns, None, None)
+    x = jax.tree.map(lambda x: chunks.split(x, CHUNK_SIZE, None), x)
     form = partition.chunkwise(functools.partial(_on_device, op))
-    state, y = form(tokens, state, interpret=interpret)
+    state, y = form(x, state, interpret=interpret)
     return state, chunks.join(y, time, None)
 
 
-def _on_device(op: Op, tokens: Tokens, state: Array, *, interpret: Any):
-    packing = packing_of(tokens.q, tokens.v)
+def _on_device(op: Op, x: Chunks, state: Array, *, interpret: Any):
+    q, k, v, *channels = x.tokens
+    packing = packing_of(q, v)
     if not packing:
         # A device of a mesh may hold heads that fill no lanes.
-        return _in_xla(op, tokens, state)
-    copies = tokens.v.shape[3] // tokens.q.shape[3] // packing.ways
-    q, k, v, g, beta, rates = tokens
-    by_token = [_repeat(q, copies), _repeat(k, copies), v]
-    of_channels = g.ndim == v.ndim
-    by_token += [g, *rates] if of_channels else []
-    columns = [] if of_channels else [g]
-    columns += [] if beta is None else [beta.astype(F32)]
-    gates = (jnp.stack(columns, axis=-1),) if columns else ()
+        return _in_xla(op, x, state)
+    copies = v.shape[3] // q.shape[3] // packing.ways
     layout = Layout(
         rows=1,
         size=CHUNK_SIZE,
-        passes=(len(columns),),
+        passes=(sum(gate.shape[-1] for gate in x.gates),),
         opens=False,
         resets=False,
         **packing._asdict(),
     )
-    static = Static(None, layout, interpret)
-    return _kernels(op)(static, Chunks(tuple(by_token), gates, None, None), state, None)
+    x = x._replace(tokens=(_repeat(q, copies), _repeat(k, copies), v, *channels))
+    return _kernels(op)(Static(None, layout, interpret), x, state, None)
 
 
 @functools.cache
 def _kernels(op: Op) -> Any:
     def form(_, x: Chunks, state, empty):
         del empty
-        q, k, v, *channels = x.tokens
-        columns = [y for gate in x.gates for y in jnp.unstack(gate, axis=-1)]
-        g, *rates = channels or [columns.pop(0)]
-        beta = columns[0] if columns else None
-        return _in_xla(op, Tokens(q, k, v, g, beta, tuple(rates)), state)
+        return _in_xla(op, x, state)
 
     def residuals(dtype):
         return F32 if op.exact else dtype
@@ -180,14 +162,21 @@ def _block_bytes(key_dim: int, value_dim: int) -> int:
     return 4 * (tokens + memories + between)
 
 
-def _in_xla(op: Op, x: Tokens, state: Array):
+def _in_xla(op: Op, x: Chunks, state: Array):
     """The function of the forward kernel."""
 
     def form(*given):
         return op.in_xla(*given[:-1], chunk_size=CHUNK_SIZE)
 
-    share = by_copies if x.g.ndim == x.q.ndim else by_groups
-    *tokens, rates = jax.tree.map(lambda y: y.reshape(y.shape[0], -1, *y.shape[3:]), x)
-    ways = x.v.shape[3] // x.q.shape[3]
-    state, y = share(form, ways)(*tokens, *rates, state, None)
-    return state, y.reshape(x.v.shape)
+    tokens, gates = jax.tree.map(
+        lambda y: y.reshape(y.shape[0], -1, *y.shape[3:]), x[:2]
+    )
+    q, k, v, *channels = tokens
+    columns = [y for gate in gates for y in jnp.unstack(gate, axis=-1)]
+    g, *rates = channels or [columns.pop(0)]
+    beta = columns[0] if columns else None
+    share = by_copies if channels else by_groups
+    state, y = share(form, v.shape[2] // q.shape[2])(
+        q, k, v, g, beta, *rates, state, None
+    )
+    return state, y.reshape(x.tokens[2].shape)
