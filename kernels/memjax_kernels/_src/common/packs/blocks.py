@@ -77,6 +77,26 @@ def divisors(number: int, most: int) -> list[int]:
     return [n for n in range(max(1, most), 0, -1) if number % n == 0]
 
 
+def heads_of_rows(heads: int, arrays: Sequence[Any], most: int, most_bytes: int) -> int:
+    """The most heads of a block [1, h, ...] that fit and divide all; 0 if none do.
+
+    Args:
+        heads: of all.
+        arrays: float32 [B, H, ...] of a block, whose last two axes fill registers.
+        most: heads of a block.
+        most_bytes: of these arrays.
+    """
+
+    def padded(x):
+        row, column = (1, 1, *x.shape[2:])[-2:]
+        return -(-row // 8) * 8 * -(-column // LANES) * LANES
+
+    most = min(most, heads, most_bytes // (4 * sum(map(padded, arrays))))
+    # Rows of several blocks must fill whole registers.
+    fitting = [n for n in range(most, 0, -1) if n == heads or n % 8 == 0]
+    return next((n for n in fitting if heads % n == 0), 0)
+
+
 def pack_heads(memory: Float[Array, "B H M D"], heads: int) -> Float[Array, "B P M DD"]:
     """The memories of a pack's heads in one matrix."""
     b, number, slots, width = memory.shape

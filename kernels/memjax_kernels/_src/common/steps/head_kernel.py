@@ -6,7 +6,6 @@ memory, and runs the function on them.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +23,9 @@ from memjax_kernels._src.common import (
     products,
     varying,
 )
+from memjax_kernels._src.common.packs.blocks import heads_of_rows
 
 F32 = jnp.float32
-LANES, SUBLANES = 128, 8
 # Bytes of a program's arrays, with rows of whole registers; Mosaic has two of each.
 MOST_BYTES = 4 * 2**20
 # Unlike `products.multiplier` it has forward mode.
@@ -152,21 +151,4 @@ def multiply_in_parts(x: Array, y: Array, form: products.Form) -> Array:
 
 
 def _together(heads: int, given: PyTree) -> int:
-    """The most heads of a program that fit and divide all heads; 0 if none do."""
-
-    def padded(x):
-        # The last two axes fill whole registers.
-        row, column = (1, 1, *x.shape[2:])[-2:]
-        return _whole(row, SUBLANES) * _whole(column, LANES)
-
-    most = MOST_BYTES // (4 * sum(map(padded, jax.tree.leaves(given))))
-
-    # Rows of several blocks must fill whole registers.
-    def fits(n):
-        return heads % n == 0 and (n == heads or n % SUBLANES == 0)
-
-    return max((n for n in range(1, most + 1) if fits(n)), default=0)
-
-
-def _whole(n: int, of: int) -> int:
-    return math.ceil(n / of) * of
+    return heads_of_rows(heads, jax.tree.leaves(given), heads, MOST_BYTES)

@@ -8,7 +8,6 @@ the matrix unit would have to be loaded with a memory for every one of them.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,10 @@ from memjax_kernels._src.common import (
     partition,
     varying,
 )
+from memjax_kernels._src.common.packs.blocks import heads_of_rows
 
 F32 = jnp.float32
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 # Heads of a block, whose code is written out one after the other, and the bytes of
 # their memories: four copies are there, read and written, of this block and the next.
 MOST_HEADS, MOST_BYTES = 16, 3 * 2**20
@@ -74,8 +74,8 @@ def on_tpu(step: Callable[..., Any]) -> Callable[..., Any]:
     def at_slots(options, slots, *given):
         plain = functools.partial(step, **options)
         kernel = functools.partial(step_tpu, plain, slotted=True)
-        gathered = functools.partial(_gathered, plain)
-        return gradients.like(gathered, kernel)(*given, slots)
+        by_xla = functools.partial(gathered, plain)
+        return gradients.like(by_xla, kernel)(*given, slots)
 
     _AT_SLOTS[chosen] = at_slots
     return chosen
@@ -93,10 +93,19 @@ def at_slots(step: Callable[..., Any]) -> Callable[..., Any] | None:
     return _AT_SLOTS.get(step)
 
 
-def _gathered(step, *given):
+def gathered(step: Callable[..., Any], *given: Any) -> Any:
+    """(*tokens, pool, slots) by XLA; a slot below 0 is not read or written."""
     *tokens, pool, slots = given
-    state, y = step(*tokens, jax.tree.map(lambda x: x[slots], pool))
-    return jax.tree.map(lambda x, new: x.at[slots].set(new), pool, state), y
+    at = jnp.maximum(slots, 0)
+    state, y = step(*tokens, jax.tree.map(lambda x: x[at], pool))
+
+    # Writes out of range are dropped.
+    def put(x, new):
+        place = jnp.where(slots < 0, x.shape[0], slots)
+        return x.at[place].set(new, mode="drop")
+
+    there = (slots >= 0).reshape(-1, *[1] * (y.ndim - 1))
+    return jax.tree.map(put, pool, state), jnp.where(there, y, jnp.nan)
 
 
 def unsupported(*given: Any) -> str:
@@ -130,7 +139,7 @@ def step_tpu(
     given = given[:-1] if slotted else given
     leaves, tree = jax.tree.flatten(given)
     # Numbers of the next state take a few operations, and XLA leaves out all others.
-    state, y = _gathered(step, *given, slots) if slotted else step(*given)
+    state, y = gathered(step, *given, slots) if slotted else step(*given)
     kinds = [_KINDS[x.ndim] for x in leaves]
     # Tokens as [B, 1, 1, H, ...], which `partition` divides.
     tokens = [x[:, None, None] for x in leaves if x.ndim < 4]
@@ -266,20 +275,4 @@ _REPLACED: dict[str, jaxprs.Replacement] = {"dot_general": _product}
 
 
 def _heads_of_a_block(heads, memories):
-    """The most heads that fit and divide all heads; 0 if none do."""
-    most = min(MOST_HEADS, MOST_BYTES // _bytes_of_a_head(memories))
-
-    # Rows of several blocks must fill whole registers.
-    def fits(n):
-        return heads % n == 0 and (n == heads or n % SUBLANES == 0)
-
-    return max((n for n in range(1, most + 1) if fits(n)), default=0)
-
-
-def _bytes_of_a_head(memories):
-    """Of all memories of a head, whose rows fill whole registers."""
-
-    def wide(n):
-        return math.ceil(n / LANES) * LANES
-
-    return 4 * sum(x.shape[2] * wide(x.shape[3]) for x in memories)
+    return heads_of_rows(heads, memories, MOST_HEADS, MOST_BYTES)

@@ -1,5 +1,6 @@
 """A step of the sequences at some slots of a pool of states, for serving."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -55,10 +56,11 @@ def step_at_slots(
     # Before a cast, which may wrap.
     slots = jnp.where(_valid(jnp.asarray(slots), number), slots, -1).astype(jnp.int32)
 
-    def gathered(slots, *given):
-        return _gathered(step, options, slots, *given)
+    def by_xla(slots, *given):
+        plain = functools.partial(step, **options)
+        return one_pass.gathered(plain, *given, slots)
 
-    forms: Any = {"xla": gathered}
+    forms: Any = {"xla": by_xla}
     reason = "the step has no kernel that reads slots"
     kernel = one_pass.at_slots(step)
     if kernel is not None:
@@ -76,7 +78,7 @@ def step_at_slots(
             return jax.lax.cond(
                 jnp.all(slots >= 0),
                 lambda *x: kernel(options, *x),
-                gathered,
+                by_xla,
                 slots,
                 *given,
             )
@@ -84,21 +86,6 @@ def step_at_slots(
         forms["pallas_tpu"] = in_place
     form = implementations.choose("step_at_slots", None, forms, {"pallas_tpu": reason})
     return form(slots, *tokens, pool)
-
-
-def _gathered(step, options, slots, *given):
-    """By XLA; a slot below 0 is not read or written."""
-    *tokens, pool = given
-    at = jnp.maximum(slots, 0)
-    state, y = step(*tokens, jax.tree.map(lambda x: x[at], pool), **options)
-
-    # Writes out of range are dropped.
-    def put(x, new):
-        place = jnp.where(slots < 0, x.shape[0], slots)
-        return x.at[place].set(new, mode="drop")
-
-    there = (slots >= 0).reshape(-1, *[1] * (y.ndim - 1))
-    return jax.tree.map(put, pool, state), jnp.where(there, y, jnp.nan)
 
 
 def _valid(slots: Integer[Array, " B"], number: int) -> Bool[Array, " B"]:
