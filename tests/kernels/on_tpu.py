@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from memjax_kernels._src.causal_attention import pallas_tpu
+from memjax_kernels._src import causal_attention
 from memjax_kernels._src.heads import layouts_tpu, rotate_tpu
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -29,7 +29,7 @@ def interpret_attention(monkeypatch):
     """Runs kernels of attention, and those around them, where there is no TPU."""
     make = functools.partial(splash_attention.make_splash_mha, interpret=True)
     monkeypatch.setattr(splash_attention, "make_splash_mha", make)
-    for module in (pallas_tpu, layouts_tpu, rotate_tpu):
+    for module in (causal_attention, layouts_tpu, rotate_tpu):
         static = module.Static
 
         def interpreted(*given, static=static):

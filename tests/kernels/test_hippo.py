@@ -410,7 +410,7 @@ def test_the_default_runs_the_cheapest(monkeypatch):
 @pytest.mark.parametrize(
     "options,message",
     [
-        (dict(implementation="pallas"), "implementation must be None or one of"),
+        (dict(implementation="pallas"), "implementation must be one of"),
         (dict(state=jnp.zeros((B, N + 1, X))), "state must have shape"),
         (dict(features=jnp.zeros((B, 0, L, X))), "features must have shape"),
         (dict(features=jnp.zeros((B, 1, 0, X))), "features must have shape"),

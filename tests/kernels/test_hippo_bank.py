@@ -29,10 +29,10 @@ def test_nodes_are_those_of_numpy(order):
     np.testing.assert_allclose(ours, weights / 2, rtol=1e-11, atol=1e-15)
 
 
-def test_cached_nodes_are_not_aliased():
-    nodes, weights = bank.gauss_legendre(5)
-    nodes[:], weights[:] = 0, 0
-    assert bank.gauss_legendre(5)[1].sum() == pytest.approx(1)
+def test_cached_nodes_cannot_be_changed():
+    for array in bank.gauss_legendre(5):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
 
 
 def test_many_nodes_integrate_a_polynomial_exactly():

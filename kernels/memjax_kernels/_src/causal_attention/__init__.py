@@ -8,20 +8,25 @@ not stored; the backward pass recomputes them from each query's log-sum-exp.
 Shapes: B batch, T time, H heads, K channels of a head.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.causal_attention import pallas_tpu
-from memjax_kernels._src.causal_attention.pallas_tpu import READS as READS
+from memjax_kernels._src.causal_attention.backward import backward
+from memjax_kernels._src.causal_attention.forward import forward
+from memjax_kernels._src.causal_attention.grid import WIDTH, Static
 from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.common.packs.tiles import LANES
 
 #: The longest sequence: the gradient of its queries is held on the chip.
 LONGEST = 32_768
+#: The name of what the backward kernel reads, by which a remat policy can save it.
+READS = "attention_reads"
 
 
 def unsupported(q: Any, k: Any) -> str:
@@ -36,9 +41,9 @@ def unsupported(q: Any, k: Any) -> str:
         return f"keys must be as queries, {q.shape[-3:]}, got {k.shape[-3:]}"
     if time % LANES or time > LONGEST:
         return f"{time} tokens are no multiple of {LANES} up to {LONGEST}"
-    if width != pallas_tpu.WIDTH or heads % 2:
+    if width != WIDTH or heads % 2:
         # Of 128 channels jax's kernel takes as long or less.
-        return f"heads must be an even number of {pallas_tpu.WIDTH} channels, " + (
+        return f"heads must be an even number of {WIDTH} channels, " + (
             f"got {heads} of {width}"
         )
     return ""
@@ -80,8 +85,28 @@ def causal_attention(
         )
     if window is not None:
         arguments.check_sizes(window=window)
-    static = pallas_tpu.Static(window, interpret)
-    y: Any = pallas_tpu.attention(
-        static, *(x.reshape(*x.shape[:2], -1) for x in (q, k, v))
-    )
+    flat = (x.reshape(*x.shape[:2], -1) for x in (q, k, v))
+    y: Any = _attention(Static(window, interpret), *flat)
     return y.reshape(q.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: Static, q, k, v):
+    """The output for heads side by side, [B, T, H K]."""
+    return _forward_call(static, q, k, v)[0]
+
+
+def _forward(static, q, k, v):
+    y, mass = _forward_call(static, q, k, v)
+    return y, (q, k, v, y, mass)
+
+
+# What is not asked for again leaves out a whole call, and not a kernel alone.
+@functools.partial(jax.jit, static_argnums=0)
+def _forward_call(static, q, k, v):
+    # Named here, where the output and its residuals are made, so that the kernel
+    # does not run again for either.
+    return tuple(checkpoint_name(x, READS) for x in forward(static, q, k, v))
+
+
+_attention.defvjp(_forward, backward)

@@ -33,7 +33,7 @@ from memjax_kernels._src.causal_attention.grid import (
     transposed,
 )
 from memjax_kernels._src.common import varying
-from memjax_kernels._src.common.packs.tiles import F32, LANES
+from memjax_kernels._src.common.packs.tiles import F32, LANES, eights
 
 # Rows of a register, over which sums of weights are added up at a block's last step.
 ROWS = 8
@@ -115,12 +115,7 @@ def _add(plan, part, h, start, queries, k, values, sums):
     weight = hide(plan, part, jnp.exp2(scores * SCALE_OF_TWO))
     read = dot(values[HEADS[h], rows], weight.astype(keys.dtype), NN)
     total[HEADS[h], columns] += read
-    weights[h, :, columns] += _eights(weight)
-
-
-def _eights(weight):
-    """Sums over every eighth row: whole registers are added, and no more."""
-    return weight.reshape(-1, ROWS, weight.shape[1]).sum(axis=0)
+    weights[h, :, columns] += eights(weight)
 
 
 def _left_float32(total, weights):
@@ -128,7 +123,7 @@ def _left_float32(total, weights):
     sums = jnp.sum(weights[...], axis=1)
     kept = jnp.sum(jnp.where(sums > LEAST, sums, jnp.inf), axis=0)
     # What is not finite stays so in a sum.
-    found = _eights(jnp.abs(total[...])).sum(axis=0) + kept
+    found = eights(jnp.abs(total[...])).sum(axis=0) + kept
     return jnp.logical_not(jnp.sum(found) < jnp.inf)
 
 
@@ -154,7 +149,7 @@ def _with_running_maximum(plan, query, q, k, v, sums):
             weight = jnp.exp2((scores - now) * SCALE_OF_TWO)
             weight = jnp.where(shown, weight, 0.0)
             fewer = jnp.exp2((before - now) * SCALE_OF_TWO)
-            weights[h] = weights[h] * fewer + _eights(weight)
+            weights[h] = weights[h] * fewer + eights(weight)
             read = dot(values[channels], weight.astype(v.dtype), NN)
             total[channels] = total[channels] * fewer + read
         return _

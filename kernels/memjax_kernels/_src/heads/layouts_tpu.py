@@ -47,16 +47,12 @@ def moved(static: Static, x: Float[Array, "B X Y K"]) -> Float[Array, "B Y X K"]
     return y if static.heads_first else y.reshape(batch, time, heads, width)
 
 
-def _forward(static, x):
-    return moved(static, x), None
-
-
 def _backward(static, _, d_y):
     back = static._replace(heads_first=not static.heads_first)
     return (moved(back, d_y),)
 
 
-moved.defvjp(_forward, _backward)
+moved.defvjp(lambda static, x: (moved(static, x), None), _backward)
 
 
 def _scaled(x, scale):

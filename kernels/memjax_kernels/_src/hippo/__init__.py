@@ -228,11 +228,8 @@ def check_counts(name: str, count: Array | None, batch: int, most: float | int) 
 
 
 def _check(features, reconstruction, state, start, count, bank, implementation):
-    allowed = get_args(HippoImplementation)
-    if implementation is not None and implementation not in allowed:
-        raise ValueError(
-            f"implementation must be None or one of {allowed}, got {implementation!r}"
-        )
+    allowed = (None, *get_args(HippoImplementation))
+    arguments.check_choice("implementation", implementation, allowed)
     sizes = arguments.check_shapes(
         features=(features, "B n L X"),
         reconstruction=(reconstruction, "M N"),

@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Float64
 
+from memjax_kernels._src.common.arguments import check_sizes
+
 HippoSampling = Literal["uniform", "exponential"]
 
 
@@ -39,19 +41,11 @@ class HippoBank(NamedTuple):
 
 
 def legendre(order: int, x: Float64[np.ndarray, " X"]) -> Float64[np.ndarray, "N X"]:
-    """Evaluates the orthonormal basis g_n(x) = sqrt(2n+1) P_n(2x-1) of [0, 1].
+    """The orthonormal basis g_n(x) = sqrt(2n+1) P_n(2x-1) of [0, 1], row n of degree n.
 
-    Args:
-        order: number N of polynomials, at least 1.
-        x: [X] points in [0, 1].
-
-    Returns:
-        [N, X] values, row n for degree n.
-
-    Raises:
-        ValueError: if `order` is below 1 or a point lies outside [0, 1].
+    Raises ValueError if `order` is below 1 or a point lies outside [0, 1].
     """
-    _check_positive(order=order)
+    check_sizes(order=order)
     _check_points("x", x)
     norms = np.sqrt(2 * np.arange(order) + 1)
     rows = _legendre_rows(order, 2 * x - 1)
@@ -59,71 +53,66 @@ def legendre(order: int, x: Float64[np.ndarray, " X"]) -> Float64[np.ndarray, "N
     return rows
 
 
+# Nodes depend on the order alone, and every transition needs them.
+@functools.lru_cache(maxsize=8)
 def gauss_legendre(
     order: int,
 ) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
-    """Finds the Gauss-Legendre nodes and weights of [0, 1].
+    """Ascending Gauss-Legendre nodes of (0, 1), and weights that sum to 1; read-only.
 
-    Newton iteration on the recurrence from Tricomi's estimate: O(order**2) time
-    and O(order) memory, where an eigenvalue solver would take O(order**3).
-
-    Args:
-        order: number N of nodes, at least 1.
-
-    Returns:
-        Ascending nodes [N] in (0, 1) and weights [N] that sum to 1; exact for
-        polynomials of degree up to 2N-1.
-
-    Raises:
-        ValueError: if `order` is below 1.
+    Exact for polynomials of degree up to 2N-1. Newton iteration on the recurrence from
+    Tricomi's estimate: O(order**2) time and O(order) memory, where an eigenvalue solver
+    would take O(order**3). Raises ValueError if `order` is below 1.
     """
-    _check_positive(order=order)
-    nodes, weights = _gauss_legendre(int(order))
-    # The cached arrays are shared by all callers.
-    return nodes.copy(), weights.copy()
+    check_sizes(order=order)
+    order = int(order)
+    angle = np.pi * (4 * np.arange(order, 0, -1) - 1) / (4 * order + 2)
+    # Tricomi's estimate, from which Newton converges in a few steps.
+    z = (1 - (order - 1) / (8 * order**3)) * np.cos(angle)
+    for _ in range(5):
+        last = before = z
+        for values in itertools.islice(_degrees(z), order + 1):
+            before, last = last, values
+        z = z - last * (1 - z * z) / (order * (before - z * last))
+    # Nodes are symmetric about 0; rounding is not.
+    z = (z - z[::-1]) / 2
+    # The usual 1 / ((1 - z**2) P'**2) cancels near the ends and is 100 times less
+    # accurate than this sum of squares.
+    squares = np.zeros_like(z)
+    for n, values in enumerate(itertools.islice(_degrees(z), order)):
+        squares += (2 * n + 1) * values**2
+    found = (1 + z) / 2, 1 / squares
+    for array in found:
+        # All callers share them.
+        array.flags.writeable = False
+    return found
 
 
 def transition(order: int, ratio: float) -> Float64[np.ndarray, "N N"]:
-    """Computes ratio**A, which moves a state to a longer history.
+    """Computes ratio**A, which moves a state to a longer history: lower triangular.
 
     Entry [n, m] is ratio * integral of g_n(ratio u) g_m(u) over u in [0, 1]: the
     old expansion fills the first `ratio` of the new history. The spectral norm is
     at most sqrt(ratio), and reaches it as N grows: the recurrence contracts.
 
-    Args:
-        order: number N of coefficients, at least 1.
-        ratio: old length over new length, in [0, 1]; 0 (no past) gives zeros.
-
-    Returns:
-        [N, N] lower-triangular matrix.
-
-    Raises:
-        ValueError: if `order` is below 1 or `ratio` lies outside [0, 1].
+    `ratio` is old length over new length, in [0, 1]; 0 (no past) gives zeros. Raises
+    ValueError if it lies outside, or `order` is below 1.
     """
-    _check_positive(order=order)
+    check_sizes(order=order)
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio must be in [0, 1], got {ratio}")
-    nodes, weights = _gauss_legendre(int(order))
+    nodes, weights = gauss_legendre(order)
     return _transition(nodes, weights * legendre(order, nodes), ratio)
 
 
 def block_kernel(order: int, start: int, stop: int) -> Float64[np.ndarray, "N L"]:
     """Projects the tokens start to stop-1 of a history of `stop` tokens.
 
-    Column j is the integral of g_n over [(start+j)/stop, (start+j+1)/stop].
-
-    Args:
-        order: number N of coefficients, at least 1.
-        start: tokens before the block, at least 0.
-        stop: tokens up to and with the block, above `start`.
-
-    Returns:
-        [N, stop - start] matrix; it multiplies the block's tokens.
-
-    Raises:
-        ValueError: if `order` is below 1, `start` below 0 or `stop` not above it.
+    Column j is the integral of g_n over [(start+j)/stop, (start+j+1)/stop], and L is
+    stop - start. Raises ValueError if `order` is below 1, `start` below 0 or `stop` not
+    above it.
     """
-    _check_positive(order=order)
+    check_sizes(order=order)
     if start < 0:
         raise ValueError(f"start must be at least 0, got {start}")
     if stop <= start:
@@ -157,7 +146,7 @@ def hippo_sample_points(
     Raises:
         ValueError: if `count` is below 1, `sampling` unknown or `decay` outside (0, 1).
     """
-    _check_positive(count=count)
+    check_sizes(count=count)
     if not 0 < decay < 1:
         raise ValueError(f"decay must be in (0, 1), got {decay}")
     steps = np.arange(count, dtype=np.float64)
@@ -184,7 +173,7 @@ def hippo_reconstruction(
     Raises:
         ValueError: if `order` is below 1 or a point lies outside [0, 1].
     """
-    _check_positive(order=order)
+    check_sizes(order=order)
     points = np.asarray(points)
     _check_points("points", points)
     return np.ascontiguousarray(legendre(order, points).T)
@@ -208,7 +197,7 @@ def hippo_bank_bytes(order: int, block_length: int, blocks: int) -> int:
     Raises:
         ValueError: if an argument is below 1.
     """
-    _check_positive(order=order, block_length=block_length, blocks=blocks)
+    check_sizes(order=order, block_length=block_length, blocks=blocks)
     return 4 * blocks * order * (order + block_length)
 
 
@@ -228,10 +217,10 @@ def build_hippo_bank(order: int, block_length: int, blocks: int) -> HippoBank:
     Raises:
         ValueError: if an argument is below 1.
     """
-    _check_positive(order=order, block_length=block_length, blocks=blocks)
+    check_sizes(order=order, block_length=block_length, blocks=blocks)
     transitions = np.empty((blocks, order, order), np.float32)
     kernels = np.empty((blocks, order, block_length), np.float32)
-    nodes, weights = _gauss_legendre(int(order))
+    nodes, weights = gauss_legendre(order)
     weighted = weights * legendre(order, nodes)
     for i in range(blocks):
         start, stop = i * block_length, (i + 1) * block_length
@@ -281,37 +270,6 @@ def _degrees(z: Float64[np.ndarray, " X"]) -> Iterator[np.ndarray]:
     for n in itertools.count():
         yield last
         before, last = last, ((2 * n + 1) * z * last - n * before) / (n + 1)
-
-
-# Nodes depend on the order alone, and every transition needs them.
-@functools.lru_cache(maxsize=8)
-def _gauss_legendre(
-    order: int,
-) -> tuple[Float64[np.ndarray, " N"], Float64[np.ndarray, " N"]]:
-    """Computes what `gauss_legendre` documents; callers must not write into it."""
-    angle = np.pi * (4 * np.arange(order, 0, -1) - 1) / (4 * order + 2)
-    # Tricomi's estimate, from which Newton converges in a few steps.
-    z = (1 - (order - 1) / (8 * order**3)) * np.cos(angle)
-    for _ in range(5):
-        last = before = z
-        for values in itertools.islice(_degrees(z), order + 1):
-            before, last = last, values
-        z = z - last * (1 - z * z) / (order * (before - z * last))
-    # Nodes are symmetric about 0; rounding is not.
-    z = (z - z[::-1]) / 2
-    # The usual 1 / ((1 - z**2) P'**2) cancels near the ends and is 100 times less
-    # accurate than this sum of squares.
-    squares = np.zeros_like(z)
-    for n, values in enumerate(itertools.islice(_degrees(z), order)):
-        squares += (2 * n + 1) * values**2
-    return (1 + z) / 2, 1 / squares
-
-
-def _check_positive(**values: int) -> None:
-    """Raises ValueError unless every named value is an integer of at least 1."""
-    for name, value in values.items():
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value}")
 
 
 def _check_points(name: str, points: Float64[np.ndarray, " X"]) -> None:

@@ -134,7 +134,9 @@ def basis(order: int, points: Float[Array, "R Q"]) -> Float[Array, "R N Q"]:
             high,
             low,
             tpu=lambda _, high, low: _legendre_tpu(order, high, low),
-            default=lambda z, _, __: _legendre(order, z),
+            default=lambda z, _, __: _by_degree(
+                order, z, lambda _, now, __: now.astype(jnp.float32)
+            ),
         )
     norms = jnp.asarray(np.sqrt(2 * np.arange(order) + 1), jnp.float32)
     return values * norms[None, :, None]
@@ -144,10 +146,6 @@ def _legendre_tpu(order, high, low):
     # The kernel's own indices are of 32 bits.
     with jax.enable_x64(False):
         return legendre_tpu(order, high, low)
-
-
-def _legendre(order, z):
-    return _by_degree(order, z, lambda _, now, __: now.astype(jnp.float32))
 
 
 def product(

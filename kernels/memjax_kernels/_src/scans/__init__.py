@@ -22,7 +22,7 @@ from memjax_kernels._src.common.implementations import choose
 from memjax_kernels._src.scans import forms
 from memjax_kernels._src.scans.steps import GatedScanState as GatedScanState
 from memjax_kernels._src.scans.steps import SelectiveScanState as SelectiveScanState
-from memjax_kernels._src.scans.steps import check_rates
+from memjax_kernels._src.scans.steps import check_selective
 from memjax_kernels._src.scans.steps import (
     gated_scan_init_state as gated_scan_init_state,
 )
@@ -113,16 +113,8 @@ def selective_scan(
         ValueError: on shapes or dtypes that do not fit, a step or a rate out of range
             where it is known, or an implementation that is unknown.
     """
-    sizes = check_shapes(
-        u=(u, "B T I"),
-        delta=(delta, "B T I"),
-        a=(a, "N I"),
-        b=(b, "B T N"),
-        c=(c, "B T N"),
-        state=(state, "B N I?"),
-    )
+    sizes = check_selective(u, delta, a, b, c, state)
     check_float32("state", state)
-    check_rates(delta, a)
     check_mask("reset", reset, sizes["B"], sizes["T"])
     if state is None:
         state = selective_scan_init_state(sizes["B"], sizes["I"], sizes["N"])

@@ -24,6 +24,7 @@ channel.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,14 +63,9 @@ def gated_scan_reference(
     return scan_tokens(gated_scan_step, (u, g), state, reset)
 
 
-def gated_scan_xla(
-    u: Float[Array, "B T I"],
-    g: Float[Array, "B T I"],
-    state: GatedScanState,
-    reset: Bool[Array, "B T"] | None,
-) -> tuple[GatedScanState, Float[Array, "B T I"]]:
+def gated_scan_xla(*given: Any) -> tuple[GatedScanState, Float[Array, "B T I"]]:
     """The loop on a CPU, all chunks at once elsewhere."""
-    return by_platform(gated_scan_reference, gated_scan_parallel)(u, g, state, reset)
+    return by_platform(gated_scan_reference, gated_scan_parallel)(*given)
 
 
 def gated_scan_parallel(
@@ -105,21 +101,14 @@ def selective_scan_reference(
 
 
 def selective_scan_xla(
-    u: Float[Array, "B T I"],
-    delta: Float[Array, "B T I"],
-    a: Float[Array, "N I"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    state: SelectiveScanState,
-    reset: Bool[Array, "B T"] | None,
+    *given: Any,
 ) -> tuple[SelectiveScanState, Float[Array, "B T I"]]:
     """The loop on a CPU, all chunks at once elsewhere.
 
     Both save memories between groups of tokens alone: all would be [B, T, N, I].
     """
     loop = functools.partial(selective_scan_reference, remat_every=GROUP)
-    form = by_platform(loop, selective_scan_parallel)
-    return form(u, delta, a, b, c, state, reset)
+    return by_platform(loop, selective_scan_parallel)(*given)
 
 
 def selective_scan_parallel(

@@ -64,15 +64,7 @@ def selective_scan_step(
     Raises:
         ValueError: on arrays that do not fit each other, or known to be out of range.
     """
-    check_shapes(
-        u=(u, "B I"),
-        delta=(delta, "B I"),
-        a=(a, "N I"),
-        b=(b, "B N"),
-        c=(c, "B N"),
-        state=(state, "B N I"),
-    )
-    check_rates(delta, a)
+    check_selective(u, delta, a, b, c, state, lead="B")
     wide, delta, a, b, c = (x.astype(F32) for x in (u, delta, a, b, c))
     # An outer product with ones instead of a broadcast, whose gradient would be a sum
     # that takes a CPU several times as long as this one's product.
@@ -83,10 +75,32 @@ def selective_scan_step(
     return state, y.astype(u.dtype)
 
 
-def check_rates(delta: Array, a: Array) -> None:
-    """Raises ValueError for known steps below 0, or rates of decay above it."""
+def check_selective(
+    u: Array,
+    delta: Array,
+    a: Array,
+    b: Array,
+    c: Array,
+    state: Array | None,
+    lead: str = "B T",
+) -> dict[str, int]:
+    """The sizes B, T, I and N; `lead` has the first axes of tokens.
+
+    Raises:
+        ValueError: on arrays that do not fit each other, and for known steps below 0 or
+            rates of decay above it.
+    """
+    sizes = check_shapes(
+        u=(u, f"{lead} I"),
+        delta=(delta, f"{lead} I"),
+        a=(a, "N I"),
+        b=(b, f"{lead} N"),
+        c=(c, f"{lead} N"),
+        state=(state, "B N I?"),
+    )
     check_range("delta", delta, 0.0, float("inf"))
     check_range("a", a, -float("inf"), 0.0)
+    return sizes
 
 
 def _outer(x: Float[Array, "B N"], y: Float[Array, "B I"]) -> Float[Array, "B N I"]:

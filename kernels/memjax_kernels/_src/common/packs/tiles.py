@@ -153,9 +153,9 @@ def head_sums(x: Float32[Array, "N 128"], ones: Any) -> Float32[Array, "N 128"]:
     return dot(high, ones) + dot(x - high, ones)
 
 
-def eights(x: Float32[Array, "N 128"]) -> Float32[Array, "8 128"]:
+def eights(x: Float32[Array, "N D"]) -> Float32[Array, "8 D"]:
     """Sums over every eighth row: whole registers are added, and no more."""
-    return x.reshape(-1, 8, LANES).sum(axis=0)
+    return x.reshape(-1, 8, x.shape[-1]).sum(axis=0)
 
 
 def _traffic(given: Any, outputs: Any) -> pl.CostEstimate:
