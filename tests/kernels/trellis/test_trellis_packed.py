@@ -13,7 +13,12 @@ from memjax_kernels._src.common import gate_sums, packs, products
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.trellis import chunk as one_chunk
-from memjax_kernels._src.trellis import packed, packed_gradient
+from memjax_kernels._src.trellis import (
+    functions,
+    packed,
+    packed_functions,
+    packed_gradient,
+)
 from memjax_kernels._src.trellis.state import TrellisTokens
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
@@ -131,6 +136,23 @@ def test_packed_chunk_and_gradient_equal_unpacked():
     close(found, values, 1e-5)
     for mine, theirs in zip(actual, gradients, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=3e-5 * (1 + np.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("phi", ["silu", "l2_silu"])
+def test_gradients_of_writes_by_hand_equal_those_of_jax(phi):
+    random = np.random.default_rng(0)
+    shapes = {"z": (2, 8, 16), "target": (2, 8, 16), "gamma": (2, 1, 16)}
+    given = [jnp.asarray(random.normal(size=s), "float32") for s in shapes.values()]
+    d_u = jnp.asarray(random.normal(size=shapes["z"]), "float32")
+
+    def write(z, target, gamma):
+        over, sigmoid = packs.over_slots, packs.sigmoid
+        return gamma * functions.error_gradient(phi, z, target, over, sigmoid)
+
+    expected, back = jax.vjp(write, *given)
+    options = one_chunk.Options(phi, "ln_silu", EXACT)
+    u, by_hand = packed_functions.write_vjp(options, *given)
+    close((u, by_hand(d_u)), (expected, back(d_u)), 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
