@@ -72,11 +72,8 @@ def split(
     tail = chunks * size - x.shape[1]
     padded = jnp.pad(x, [(0, 0), (0, tail)] + [(0, 0)] * (x.ndim - 2))
     if position is not None:
-        shift = jax.vmap(lambda element, by: jnp.roll(element, by, axis=0))
         # The rolled-in end is padding: position < C, and tail >= C - 1.
-        padded = jax.lax.cond(
-            jnp.any(position > 0), lambda p: shift(p, position), lambda p: p, padded
-        )
+        padded = _rolled(padded, position)
     return padded.reshape(x.shape[0], chunks, size, *x.shape[2:])
 
 
@@ -85,13 +82,16 @@ def join(
 ) -> Shaped[Array, "B T *X"]:
     """The T tokens that `split` put into chunks."""
     flat = chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
-    if position is not None:
-        shift = jax.vmap(lambda element, by: jnp.roll(element, -by, axis=0))
-        # Usually all begin a chunk: a roll would copy every token for nothing.
-        flat = jax.lax.cond(
-            jnp.any(position > 0), lambda f: shift(f, position), lambda f: f, flat
-        )
-    return flat[:, :time]
+    return (flat if position is None else _rolled(flat, -position))[:, :time]
+
+
+def _rolled(
+    x: Shaped[Array, "B T *X"], by: Int[Array, " B"]
+) -> Shaped[Array, "B T *X"]:
+    """Each batch element with its tokens so many places later."""
+    roll = jax.vmap(lambda element, by: jnp.roll(element, by, axis=0))
+    # Usually all begin a chunk: a roll would copy every token for nothing.
+    return jax.lax.cond(jnp.any(by != 0), lambda x: roll(x, by), lambda x: x, x)
 
 
 def completed(

@@ -13,10 +13,7 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import chunks, partition
-from memjax_kernels._src.common.arguments import (
-    check_mask,
-    check_sizes,
-)
+from memjax_kernels._src.common.arguments import check_mask, check_sizes
 from memjax_kernels._src.common.implementations import choose
 from memjax_kernels._src.common.steps.segment import check_states
 from memjax_kernels._src.ttt_linear import pallas_tpu

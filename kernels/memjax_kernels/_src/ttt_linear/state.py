@@ -20,6 +20,7 @@ class TTTLinearTokens(NamedTuple):
     eta: Any
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TTTLinearState:
     """A linear layer in training, all leaves with the batch first.
@@ -38,9 +39,6 @@ class TTTLinearState:
     tokens: Any
     position: Any
     chunk_size: int = dataclasses.field(metadata={"static": True})
-
-
-jax.tree_util.register_dataclass(TTTLinearState)
 
 
 def ttt_linear_state(

@@ -15,10 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import columns
-from memjax_kernels._src.common.packs.blocks import (
-    divisor,
-    group_size,
-)
+from memjax_kernels._src.common.packs.blocks import divisor, group_size
 from memjax_kernels._src.common.packs.chunkwise import (
     Chunks,
     Layout,
