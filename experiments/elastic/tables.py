@@ -1,7 +1,7 @@
 """Do Elastic Memory's own comparisons come out as in its paper, at the size of `books`?
 
     python -m experiments.elastic.tables --plan
-    python -m experiments.elastic.tables --sizes 1    # the rows of 1x alone
+    python -m experiments.elastic.tables --sizes 1x   # the rows of 1x alone
 
 Tables of the paper: 3 (memory of 1x to 16x), 5 and 6 (trained with one sampling, read
 with the other), 7 (noise in the block, see `probes`) and 13 (error of keys and values
@@ -71,12 +71,12 @@ def main(config: options.Flags[Config]) -> None:
         for size, row in itertools.product(sized, ROWS)
     }
     runs, numbers = [*itertools.product(made, config.seeds)], config.run_dir / "tables"
+    texts, reference = books.test_texts(config), books.load_reference(config)
     if config.plan:
         each = config.steps * books.SECONDS_AN_UPDATE / 60
         return study.plan(runs, numbers, lambda name: each * SIZES[made[name][0]])
     study.use_compile_cache(config.run_dir)
-    texts = books.test_texts(config)
-    keys = books.key_tokens(config, texts) if config.reference else None
+    keys = books.key_tokens(config, texts, reference)
 
     def measured(name: str, seed: int, _: Path) -> dict[str, Any]:
         size, row = made[name]

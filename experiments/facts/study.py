@@ -26,7 +26,6 @@ names occur in training. Streams are of the same documents, from other places.
 
 import dataclasses
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,7 @@ from flax import nnx
 from experiments.facts import answers, tables, task
 from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
 from experiments.lab import options, study
-from experiments.lab.results import settings, write_report
+from experiments.lab.results import rows_before, settings, write_report
 from experiments.memories import mqar, small_models
 from experiments.memories.recall import Row
 from experiments.memories.small_models import Scale
@@ -62,8 +61,8 @@ STAGES: tuple[Stage, ...] = (
 )
 #: The first rate that is tried.
 FIRST = 1e-2
-#: CPU minutes of DeltaNet's training, compilation and reading.
-MINUTES = 4.0
+#: CPU minutes of training, compilation and reading: of DeltaNet, and of slower ones.
+MINUTES, SLOWER = 4.0, {"trellis": 120.0}
 #: Validation texts of a count.
 VALIDATION = 16
 WINDOW, CACHE, GRU = tables.RIVALS
@@ -187,7 +186,6 @@ def main(config: options.Flags[Config]) -> None:
     read_again = study.once(file, lambda: answers.read_again(*given), asked)
     output, result = config.run_dir / "results", {}
     results: dict[str, Any] = {"log": answers.LOG, "baselines": read_again}
-    results["rows"] = _rows_before(Path(f"{output}.json"), config)
     for name, budget in cases:
         of_row = made[name, budget]
         say(f"{name}, {budget:,} bytes")
@@ -198,20 +196,18 @@ def main(config: options.Flags[Config]) -> None:
             "state_bytes": small_models.state_bytes(of_row),
             "parameters": small_models.parameters(of_row),
         }
-        runs = _runs(config, of_row, streams, start)
-        results["rows"][f"{name}, {budget}"] = about | runs
+
+        def measured(rate: float, seed: int, of_row=of_row, start=start):
+            given = config, of_row, rate, seed, streams
+            return measure(*given, start and start(seed))
+
+        runs = _trainings(config, of_row, start is not None).run(measured)
+        before = dict(rows_before(output, config, "only", "rates"))
+        results["rows"] = before | {f"{name}, {budget}": about | runs}
         result = write_report(output, QUESTION, settings(config), results)
     tables.plot.draw(result, Path(f"{output}.png"))
     tables.print_all(result, streams)
     print(f"wrote {output}.json and .png")
-
-
-def _rows_before(file: Path, config: Config) -> dict[str, Any]:
-    """Rows of calls with other `only` and `rates`; none of other settings."""
-    if not file.is_file():
-        return {}
-    before, own = json.loads(file.read_text("utf-8")), settings(config, "only", "rates")
-    return before["rows"] if own.items() <= before["config"].items() else {}
 
 
 def _asked(config: Config) -> list[Any]:
@@ -241,42 +237,20 @@ def _identity(config: Config, made: ModelConfig, slow: bool) -> list[Any]:
 def _missing(
     config: Config, made: Mapping[tuple[str, int], ModelConfig]
 ) -> dict[str, float]:
-    """Minutes of the missing trainings: of several rates two more are tried."""
+    """Minutes of the missing trainings."""
     missing = {}
     for (name, budget), config_of in made.items():
-        folder = config.run_dir / study.digest(
-            _identity(config, config_of, "slow" in name)
-        )
-        wanted = len(config.seeds) + min(2, len(config.rates) - 1)
-        left = wanted - len([*folder.glob("seed*/rate*.json")])
-        if left > 0:
-            missing[f"{name}, {budget:,} bytes, {left} trainings"] = left * MINUTES
+        if left := _trainings(config, config_of, "slow" in name).left():
+            minutes = left * SLOWER.get(ROWS[name].mechanism, MINUTES)
+            missing[f"{name}, {budget:,} bytes, {left} trainings"] = minutes
     return missing
 
 
-def _runs(
-    config: Config,
-    made: ModelConfig,
-    streams: Mapping[int, task.Stream],
-    start: Callable[[int], LanguageModel] | None,
-) -> dict[str, Any]:
-    """The rate that the first seed chose, and the runs of all seeds with it."""
-    identity = _identity(config, made, start is not None)
+def _trainings(config: Config, made: ModelConfig, slow: bool) -> study.Trainings:
+    identity = _identity(config, made, slow)
     folder = config.run_dir / study.digest(identity)
-
-    def measured(rate: float, seed: int) -> dict[str, Any]:
-        file = folder / f"seed{seed}" / f"rate{rate:g}.json"
-        given = config, made, rate, seed, streams, start and start(seed)
-        return study.once(file, lambda: measure(*given), identity)
-
-    def loss(rate: float) -> float:
-        return 1 - measured(rate, config.seeds[0]).get("validation", -math.inf)
-
-    chosen = study.climb_rate(config.rates, FIRST, loss)
-    rate, tried = chosen["rate"], chosen["tried"]
-    tried = {k: v if math.isfinite(v) else None for k, v in tried.items()}
-    runs = [{"seed": seed} | measured(rate, seed) for seed in config.seeds]
-    return {"learning_rate": rate, "tried": tried, "runs": runs}
+    given = folder, identity, config.rates, FIRST, config.seeds
+    return study.Trainings(*given, lambda x: 1 - x.get("validation", -math.inf))
 
 
 def measure(

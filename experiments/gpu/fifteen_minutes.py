@@ -53,7 +53,7 @@ class Config(equal_bytes.Config):
     updates: int = dataclasses.field(default=0, init=False)
     passes: options.Count = 2
     dtype: Dtype = "bfloat16"
-    least: options.Count = 40
+    least: equal_bytes.Least = 40
     tokens: options.Tokens = 8192
     long: options.Natural = 0
     longest: options.Tokens = 8192
@@ -132,8 +132,9 @@ def verdict(config: Config) -> Iterator[str]:
 def main(config: options.Flags[Config]) -> None:
     """Does the missing rows, those with little training first."""
     if config.plan:
-        study.show_plan(minutes(config))
-        return
+        for budget in config.budgets:
+            equal_bytes.prepare(config.study(budget))
+        return study.show_plan(minutes(config))
     for budget in config.budgets:
         equal_bytes.main(config.study(budget))
         print("\n".join(verdict(config)))

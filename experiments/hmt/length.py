@@ -17,11 +17,12 @@ targets: HMT's memories are undertrained if the first two close by the last.
 Not shown: longer trainings; documents longer than the corpus has.
 
 Every text is scored once for all calls. With `--only` the other rows are shown as far
-as they are finished. `--plan` prints the missing rows, 18 hours in all.
+as they are finished. `--plan` prints the missing rows, 17 hours in all.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -29,20 +30,9 @@ import numpy as np
 
 from experiments.hmt import length_tables, training
 from experiments.hmt.rows import APART, CAUSAL, NAMES, SENSORY, TUNED, Row, rows
-from experiments.lab import backbones
+from experiments.lab import backbones, options
 from experiments.lab.intervals import loss_difference, mean_losses, select_kind
 from experiments.lab.measure import Scored, score_once, score_text, state_bytes
-from experiments.lab.options import (
-    Count,
-    Counts,
-    Flags,
-    Folder,
-    Options,
-    Output,
-    Seeds,
-    among,
-    run,
-)
 from experiments.lab.results import RESULTS, settings, show, write_report
 from experiments.lab.study import climb_rate, digest, once, show_plan
 from memjax import evaluation
@@ -73,7 +63,7 @@ Texts = Sequence[TokenisedDocument]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Options):
+class Config(options.Options):
     """Settings.
 
     Attributes:
@@ -88,15 +78,15 @@ class Config(Options):
         output: where .json and .png go, without the ending.
     """
 
-    only: tuple[Annotated[str, among(*NAMES)], ...] = ()
-    seeds: Seeds = (0, 1, 2)
-    targets: Count = 150_000
-    curve: Counts = (75_000, 300_000, 600_000)
+    only: tuple[Annotated[str, options.among(*NAMES)], ...] = ()
+    seeds: options.Seeds = (0, 1, 2)
+    targets: options.Count = 150_000
+    curve: options.Counts = (75_000, 300_000, 600_000)
     plan: bool = False
     source: str = "embedded"
     backbone: str = "smollm2"
-    run_dir: Folder = Path("runs/hmt")
-    output: Output = RESULTS / "hmt" / "smollm2" / "length"
+    run_dir: options.Folder = Path("runs/hmt")
+    output: options.Output = RESULTS / "hmt" / "smollm2" / "length"
 
     def __post_init__(self):
         super().__post_init__()
@@ -133,7 +123,7 @@ def hmt_stages() -> HMTStages:
     return HMTStages(stage(two.stage1, 2), stage(two.stage2, DEPTH))
 
 
-def main(config: Flags[Config]) -> None:
+def main(config: options.Flags[Config]) -> None:
     """Trains what is not trained yet, scores, prints and writes, row by row."""
     study = Study(config)
     wanted = config.only or NAMES
@@ -149,10 +139,10 @@ def main(config: Flags[Config]) -> None:
             say(f"row: {row.name}")
             finished[row.name] = study.measure(row)
             report(study, finished)
-    for name in (x for x in CURVE if x in wanted):
-        for targets in config.curve:
-            say(f"row: {name}, {targets:,} targets")
-            study.on_curve(name, targets)
+    for name, row in study.curve_rows():
+        if name in wanted or study.file(row).is_file():
+            say(f"row: {row.name}")
+            study.on_curve(name, row)
             report(study, finished)
 
 
@@ -227,26 +217,34 @@ class Study:
         tried = {rate: float(np.exp(loss)) for rate, loss in found["tried"].items()}
         return found["rate"], tried
 
-    def on_curve(self, name: str, targets: int) -> None:
-        """Perplexity of a row of the curve, at the rate of its row."""
-        made = rows(self.setting.stages, self.backbone, targets)
-        (row,) = (row for row in made if row.name == name)
-        (own,) = (row for row in self.rows if row.name == name)
-        run, _ = self.scored(row, self.rate(own)[0], self.config.seeds[0], self.texts)
-        self.curve.setdefault(name, {})[row.targets] = self.perplexity(run.losses)
+    def curve_rows(self) -> Iterator[tuple[str, Row]]:
+        """Rows of the curve, by the name of the row whose rate they have."""
+        for name, targets in itertools.product(CURVE, self.config.curve):
+            made = rows(self.setting.stages, self.backbone, targets)
+            (row,) = (row for row in made if row.name == name)
+            yield name, row._replace(name=f"{name}, {targets:,} targets")
+
+    def on_curve(self, name: str, row: Row) -> None:
+        """Perplexity of a row of the curve, at the rate of the row `name`."""
+
+        def measure() -> float:
+            (own,) = (row for row in self.rows if row.name == name)
+            given = self.rate(own)[0], self.config.seeds[0], self.texts
+            return self.perplexity(self.scored(row, *given)[0].losses)
+
+        found = once(self.file(row), measure, self.identity(row))
+        self.curve.setdefault(name, {})[row.targets] = found
 
     def plan(self, names: Sequence[str]) -> dict[str, float]:
         """Minutes of the rows that are not finished."""
         # Three rates with the first seed, one with each of the others.
-        trainings, found = 2 + len(self.config.seeds), {}
-        for row in (x for x in self.rows if x.name in names):
-            minutes = MINUTES * row.reads
-            if not self.file(row).is_file():
-                found[row.name] = trainings * minutes * row.targets
-            if row.name in CURVE:
-                for targets in self.config.curve:
-                    found[f"{row.name}, {targets:,} targets"] = minutes * targets
-        return found
+        made = [(x, 2 + len(self.config.seeds)) for x in self.rows if x.name in names]
+        made += [(row, 1) for name, row in self.curve_rows() if name in names]
+        return {
+            row.name: trainings * MINUTES * row.reads * row.targets
+            for row, trainings in made
+            if not self.file(row).is_file()
+        }
 
     def scored(
         self, row: Row, rate: float, seed: int, texts: Texts
@@ -369,4 +367,4 @@ def up_to(losses: TokenLosses, length: int) -> TokenLosses:
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

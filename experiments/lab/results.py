@@ -19,6 +19,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as ScreenTable
 
+from memjax.buckets.writing import write_atomically
+from memjax.checks import short
+from memjax.config_io import read_json
 from memjax.evaluation.provenance import provenance
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -29,7 +32,30 @@ Rows = Iterator[Mapping[str, str] | str]
 
 def load(name: str) -> dict[str, Any]:
     """The result file `experiments/results/NAME.json`."""
-    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return read_object(RESULTS / f"{name}.json")
+
+
+def read_object(file: Path, *fields: str) -> dict[str, Any]:
+    """The object of a JSON file that a study wrote; ValueError names the file.
+
+    It must have these fields.
+    """
+    found = read_json(file)
+    if not isinstance(found, dict) or not {*fields} <= found.keys():
+        raise ValueError(f"{file} must have the fields {fields}, got {short(found)}")
+    return found
+
+
+def rows_before(output: Path, config: Any, *but: str) -> Any:
+    """Rows of `output`.json, if its settings but these are those of `config`; else ().
+
+    Read before each writing: another process may have written since.
+    """
+    if not (file := Path(f"{output}.json")).is_file():
+        return ()
+    before = read_object(file, "config", "rows")
+    same = settings(config, *but).items() <= before["config"].items()
+    return before["rows"] if same else ()
 
 
 class Content(NamedTuple):
@@ -155,7 +181,7 @@ def write_report(
     report = provenance(question, settings) | dict(results)
     output.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1)
-    Path(f"{output}.json").write_text(text + "\n")
+    write_atomically(Path(f"{output}.json"), text + "\n")
     return json.loads(text)
 
 

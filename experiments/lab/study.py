@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from experiments.lab.results import read_object
 from memjax.buckets.writing import write_atomically
 from memjax.status import say
 from memjax.training import Outcome
@@ -50,7 +51,7 @@ def once(file: Path, measure: Callable[[], Any], identity: Any = None) -> Any:
         file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"identity": identity, "value": measure()})
         write_atomically(file, text)
-    stored = json.loads(file.read_text("utf-8"))
+    stored = read_object(file, "identity", "value")
     if stored["identity"] != identity:
         raise ValueError(
             f"{file} holds the result of other settings; remove it or give another "
@@ -76,7 +77,7 @@ class Spent(NamedTuple):
 def spent(folder: Path) -> Spent:
     """The cost of the training of a folder so far."""
     file = folder / SPENT
-    return Spent(**json.loads(file.read_text())) if file.is_file() else Spent()
+    return Spent(**read_object(file)) if file.is_file() else Spent()
 
 
 def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Spent:
@@ -132,6 +133,64 @@ def climb_rate(
     }
 
 
+class Trainings(NamedTuple):
+    """The trainings of one row by learning rate and seed, each done once.
+
+    Attributes:
+        folder: of their numbers.
+        identity: settings that these depend on.
+        rates: that may be tried with the first seed.
+        first: one of them.
+        seeds: all have the rate that the first one chose.
+        loss: of the numbers of a training, on validation data; infinite if it diverged.
+    """
+
+    folder: Path
+    identity: Any
+    rates: Sequence[float]
+    first: float
+    seeds: Sequence[int]
+    loss: Callable[[dict[str, Any]], float]
+
+    def file(self, rate: float, seed: int) -> Path:
+        """Where the numbers of a training are stored."""
+        return self.folder / f"seed{seed}" / f"rate{rate:g}.json"
+
+    def run(self, measure: Callable[[float, int], dict[str, Any]]) -> dict[str, Any]:
+        """The rate, the losses of those `tried`, and the `runs` of all seeds."""
+
+        def measured(rate: float, seed: int) -> dict[str, Any]:
+            file = self.file(rate, seed)
+            return once(file, lambda: measure(rate, seed), self.identity)
+
+        def loss(rate: float) -> float:
+            return self.loss(measured(rate, self.seeds[0]))
+
+        found = climb_rate(self.rates, self.first, loss)
+        tried = {k: v if v < math.inf else None for k, v in found["tried"].items()}
+        runs = [{"seed": seed} | measured(found["rate"], seed) for seed in self.seeds]
+        return {"learning_rate": found["rate"], "tried": tried, "runs": runs}
+
+    def left(self) -> int:
+        """The number of trainings that are missing, none if and only if it is 0."""
+
+        def loss(rate: float) -> float:
+            file = self.file(rate, self.seeds[0])
+            return self.loss(read_object(file, "value")["value"])
+
+        try:
+            chosen = [climb_rate(self.rates, self.first, loss)["rate"]]
+            tried = 0
+        except FileNotFoundError:
+            # Three rates with the first seed, one with each of the others.
+            chosen = self.rates
+            tried = max(1, min(3, len(chosen)) - self._done(chosen, self.seeds[0]))
+        return tried + sum(not self._done(chosen, x) for x in self.seeds[1:])
+
+    def _done(self, rates: Sequence[float], seed: int) -> int:
+        return sum(self.file(rate, seed).is_file() for rate in rates)
+
+
 def run_all(
     runs: Iterable[Run],
     measure: Callable[[str, int, Path], dict[str, Any]],
@@ -180,7 +239,7 @@ def stored(run_dir: Path, rows: Iterable[str]) -> list[dict[str, Any]]:
             run_dir.glob(f"{run_folder(Path(), row, 0).parent}/*/{SCORE}")
         ):
             seed = int(file.parent.name.removeprefix("seed"))
-            numbers = json.loads(file.read_text("utf-8"))["value"]
+            numbers = read_object(file, "value")["value"]
             found.append({"name": row, "seed": seed} | numbers)
     return found
 

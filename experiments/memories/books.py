@@ -150,13 +150,14 @@ def main(config: options.Flags[Config]) -> None:
     """Trains and scores the missing runs, writes and prints."""
     made = models(config.window, config.baselines)
     wanted = [*itertools.product(made, config.seeds)]
+    # Before a plan too: it refuses what the run does.
+    texts, reference = test_texts(config), load_reference(config)
     if config.plan:
         minutes = config.steps * SECONDS_AN_UPDATE / 60
         study.plan(wanted, config.run_dir, lambda _: minutes)
         return
     study.use_compile_cache(config.run_dir)
-    texts = test_texts(config)
-    keys = key_tokens(config, texts) if config.reference else None
+    keys = key_tokens(config, texts, reference)
 
     def measured(name: str, seed: int, folder: Path) -> dict[str, Any]:
         model = trained(run_config(config, made[name], seed), folder)
@@ -231,9 +232,17 @@ def test_texts(config: Config) -> list[TokenisedDocument]:
     return [x for x in texts if not cut or cut not in TOKENIZER.decode(x.tokens[:])]
 
 
-def key_tokens(config: Config, texts: list[TokenisedDocument]) -> evaluation.KeyTokens:
+def load_reference(config: Config) -> memjax.Loaded | None:
+    """The model that finds key tokens, if there is one."""
+    return memjax.load(located(config.reference)) if config.reference else None
+
+
+def key_tokens(
+    config: Config, texts: list[TokenisedDocument], loaded: memjax.Loaded | None
+) -> evaluation.KeyTokens | None:
     """Key tokens of the texts, which the reference reads in its own tokens."""
-    loaded = memjax.load(located(config.reference))
+    if loaded is None:
+        return None
     read = evaluation.retokenise(texts, TOKENIZER, loaded.tokenizer)
     # Of two blocks, as Elastic Memory's 4,096 tokens are.
     keys = evaluation.find_key_tokens(

@@ -15,7 +15,6 @@ a larger model, or trained with the backbone from the start.
 """
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,23 +22,14 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from experiments.lab import backbones, measure, study
-from experiments.lab.options import (
-    Count,
-    Flags,
-    Folder,
-    Natural,
-    Seed,
-    Tokens,
-    among,
-    run,
-)
+from experiments.lab import backbones, measure, options, study
 from experiments.lab.results import RESULTS, settings
 from experiments.memories import equal_bytes_report as report
 from experiments.memories.equal_bytes_rows import ROWS, Setup, Sizes, wide_window
 from memjax import evaluation
 from memjax.data import TokenisedDocument
 from memjax.evaluation.provenance import provenance
+from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.models.adapters import merge_lora
 from memjax.status import say
 from memjax.training.finetune import finetune
@@ -48,7 +38,9 @@ from memjax.training.finetune import finetune
 SEGMENT = 1024
 #: Minutes of a window's row on one core of the machine of the committed results.
 MINUTES = 70.0
-Names = tuple[Annotated[str, among(*ROWS)], ...]
+Names = tuple[Annotated[str, options.among(*ROWS)], ...]
+#: Enough for an interval over documents.
+Least = Annotated[int, options.within(MIN_DOCUMENTS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +52,7 @@ class Config(Sizes):
         seeds: of the training; rows that are not trained have seed 0 alone.
         plan: print the missing rows with their cost, and stop.
         backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
-        least: documents that each kind must have to be scored.
+        least: documents that each kind must have to be scored, 5 or more.
         tokens: of each test document, over which perplexities are compared; `first`
             times a power of 2.
         long: documents of each kind that are read further, for perplexity by position.
@@ -71,16 +63,16 @@ class Config(Sizes):
     """
 
     rows: Names = ()
-    seeds: tuple[Seed, ...] = (0,)
+    seeds: tuple[options.Seed, ...] = (0,)
     plan: bool = False
     backbone: str = "smollm2"
-    least: Count = 8
-    tokens: Tokens = 4096
-    long: Natural = 3
-    longest: Tokens = 16_384
-    first: Tokens = 512
-    run_dir: Folder = Path("runs/equal_layers")
-    output: Folder = RESULTS / "memories" / "equal_layers"
+    least: Least = 8
+    tokens: options.Tokens = 4096
+    long: options.Natural = 3
+    longest: options.Tokens = 16_384
+    first: options.Tokens = 512
+    run_dir: options.Folder = Path("runs/equal_layers")
+    output: options.Folder = RESULTS / "memories" / "equal_layers"
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,19 +98,19 @@ class Config(Sizes):
         ]
 
 
-def main(config: Flags[Config]) -> None:
+def main(config: options.Flags[Config]) -> None:
     """Does the missing runs, one after the other."""
+    # Before a plan too: it refuses what the run does.
+    setup, path, test = prepare(config)
     if config.plan:
         study.plan(config.runs(), config.output, lambda row: MINUTES * ROWS[row].cost)
         return
     study.use_compile_cache(config.run_dir)
     used = settings(config, "rows", "seeds", "plan")
-    ready = functools.cache(lambda: prepare(config))
 
     def measured(row: str, seed: int, folder: Path) -> dict[str, Any]:
-        setup, path, test = ready()
-        found = run_row(row, config, dataclasses.replace(setup, seed=seed), path, test)
-        return provenance(report.QUESTION, used) | found
+        given = config, dataclasses.replace(setup, seed=seed), path, test
+        return provenance(report.QUESTION, used) | run_row(row, *given)
 
     study.run_all(
         config.runs(),
@@ -127,11 +119,16 @@ def main(config: Flags[Config]) -> None:
         identity=lambda row, seed: used,
         report=lambda _: report.write(config.output),
     )
-    print("every row has its result: python -m experiments.lab.render")
+    print(f"every row has its result, in {config.output}.json")
+    print(f"experiments.lab.render shows {RESULTS / report.SUMMARY}.json")
 
 
 def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]:
-    """Sizes and training of all rows, the backbone's files, and test documents."""
+    """Sizes and training of all rows, the backbone's files, and test documents.
+
+    Raises:
+        ValueError: if a row cannot have these sizes, or there are too few documents.
+    """
     path = backbones.located(config.backbone)
     loaded = finetune.load_backbone(path)
     test = measure.documents_of_kinds(
@@ -147,6 +144,9 @@ def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]
     # Texts are read in whole segments.
     tokens = -(-config.longest // SEGMENT) * SEGMENT
     setup = Setup(**sizes, backbone=loaded.model, tokens=tokens)
+    wide_window(setup.backbone, setup)
+    for make in filter(None, (ROWS[name].stages for name, _ in config.runs())):
+        make(setup)
     return setup, path, test
 
 
@@ -198,4 +198,4 @@ def run_row(
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

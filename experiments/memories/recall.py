@@ -24,13 +24,14 @@ nothing but this task. Language models that a CPU can train are beaten by counte
 """
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from experiments.lab import study
 from experiments.lab.options import Flags, Folder, Options, Seeds, run, within
-from experiments.lab.results import RESULTS, settings, show, write_report
+from experiments.lab.results import RESULTS, rows_before, settings, show, write_report
 from experiments.memories import mqar, recall_tables, small_models, text
 from memjax.checks import require_known
 from memjax.config_io import to_record
@@ -45,6 +46,8 @@ Column = Literal["width", "bytes"]
 MINUTES = {"recall": 1.7, "text": 5.0}
 #: Rates that may be tried, from `FIRST` up or down until the best is inside.
 RATES, FIRST = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1), 1e-2
+#: Fields of a run that say which row it is of.
+PLACE = ("name", "column", "task", "context", "model_width")
 #: Trellis as it has the best perplexity.
 SMALL_STEPS = "C = 64, at most 1/64, l2_silu"
 
@@ -197,9 +200,16 @@ class Config(Options):
 
     def __post_init__(self):
         super().__post_init__()
+        chosen = STUDIES[self.of]
         for name in self.only:
-            require_known("only", name, [*STUDIES[self.of].rows])
-        if STUDIES[self.of].scales and self.test_rows != Config.test_rows:
+            require_known("only", name, [*chosen.rows])
+        for name in self.only or (chosen.rows if chosen.scales else ()):
+            known = ("width",) if chosen.scales else chosen.rows[name].columns
+            if not {*known} & {*self.columns}:
+                raise ValueError(
+                    f"columns must have one of {known} for {name!r}, got {self.columns}"
+                )
+        if chosen.scales and self.test_rows != Config.test_rows:
             raise ValueError(f"test_rows={self.test_rows} has no test in {self.of!r}")
 
 
@@ -212,6 +222,13 @@ class Case(NamedTuple):
     model: ModelConfig
     scale: small_models.Scale = text.SCALE
 
+    @property
+    def place(self) -> tuple[str | int | None, ...]:
+        """`PLACE` of its runs."""
+        has_text, scale = self.task == "text", self.scale
+        sizes = (scale.context_length, scale.model_dim) if has_text else (None, None)
+        return self.name, self.column, self.task, *sizes
+
 
 def model(task: mqar.Task, row: Row, column: Column) -> ModelConfig:
     """The model of a row, its width or its bytes those of DeltaNet."""
@@ -221,7 +238,7 @@ def model(task: mqar.Task, row: Row, column: Column) -> ModelConfig:
     return mqar.of_width(task, row.mechanism, width, **row.options)
 
 
-def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Case]:
+def cases(of: str) -> list[Case]:
     """All rows of a study with equal parameters, one column after the other."""
     chosen = STUDIES[of]
 
@@ -231,7 +248,7 @@ def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Cas
 
     order: list[tuple[str, Column]] = [
         (name, column)
-        for column in columns
+        for column in get_args(Column)
         for name, row in chosen.rows.items()
         if column in row.columns
     ]
@@ -251,11 +268,19 @@ def cases(of: str, columns: tuple[Column, ...] = ("width", "bytes")) -> list[Cas
     return found
 
 
-def _home(config: Config, case: Case) -> tuple[list[Any], Path]:
-    """The settings that the runs of a row depend on, and their folder."""
+def _trainings(config: Config, case: Case) -> study.Trainings:
     task = case.scale if case.task == "text" else mqar.SMALL
     identity = [to_record(case.model), task._asdict(), config.test_rows]
-    return identity, config.run_dir / study.digest(identity)
+
+    def loss(found: dict[str, Any]) -> float:
+        if "diverged" in found:
+            return math.inf
+        if case.task == "text":
+            return math.log(found["perplexity"])
+        return 1 - sum(found["validation"]) / len(found["validation"])
+
+    folder = config.run_dir / study.digest(identity)
+    return study.Trainings(folder, identity, RATES, FIRST, config.seeds, loss)
 
 
 def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
@@ -263,7 +288,6 @@ def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
 
     A training that diverged has no numbers but `diverged`.
     """
-    identity, folder = _home(config, case)
 
     def measure(rate: float, seed: int) -> dict[str, Any]:
         try:
@@ -273,23 +297,11 @@ def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
         except FloatingPointError as error:
             return {"diverged": str(error)}
 
-    def trained(rate: float, seed: int) -> dict[str, Any]:
-        file = folder / f"seed{seed}" / f"rate{rate:g}.json"
-        return study.once(file, lambda: measure(rate, seed), identity)
-
-    def loss(rate: float) -> float:
-        found = trained(rate, config.seeds[0])
-        if "diverged" in found:
-            return math.inf
-        if case.task == "text":
-            return math.log(found["perplexity"])
-        return 1 - sum(found["validation"]) / len(found["validation"])
-
-    chosen = study.climb_rate(RATES, FIRST, loss)
-    tried = {k: v if v < math.inf else None for k, v in chosen["tried"].items()}
+    found = _trainings(config, case).run(measure)
+    runs = found.pop("runs")
     about = {
         **{"name": case.name, "column": case.column, "task": case.task},
-        **{"learning_rate": chosen["rate"], "tried": tried},
+        **found,
         "width": getattr(case.model.mechanisms[0], "value_dim", None),
         "state_bytes": small_models.state_bytes(case.model),
         "parameters": small_models.parameters(case.model),
@@ -301,31 +313,26 @@ def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
         tera_flops = each * case.scale.tokens_per_update * updates / 1e12
         sizes = {"context": length, "model_width": case.scale.model_dim}
         about |= sizes | {"tera_flops": tera_flops}
-    return [
-        about | {"seed": seed} | trained(chosen["rate"], seed) for seed in config.seeds
-    ]
+    return [about | run for run in runs]
 
 
 def main(config: Flags[Config]) -> None:
     """Trains and tests the missing rows, and writes those that are complete."""
-    made = cases(config.of, config.columns)
-    made = [case for case in made if not config.only or case.name in config.only]
-    if not made:
-        raise ValueError(f"columns={config.columns} must have a row of {config.only}")
+    known = cases(config.of)
+    made = [
+        case
+        for case in known
+        if case.column in config.columns and case.name in (config.only or [case.name])
+    ]
     if config.plan:
-        # Three rates with the first seed, one with each of the others.
-        trainings, last = 2 + len(config.seeds), f"seed{config.seeds[-1]}"
-        # A model of both columns is trained once.
-        missing = {_home(config, x)[1] / last: x for x in reversed(made)}
-        study.show_plan(
-            {
-                f"{x.name}, {x.column}, {x.task} {folder.parent.name}": trainings
-                * MINUTES[x.task]
-                for folder, x in reversed(missing.items())
-                if not folder.is_dir()
-            }
-        )
-        return
+        missing = {}
+        for case in made:
+            row = _trainings(config, case)
+            if left := row.left():
+                # A model of both columns is trained once.
+                words = f"{case.name}, {case.task} {row.folder.name}, {left} trainings"
+                missing[words] = left * MINUTES[case.task]
+        return study.show_plan(missing)
     study.use_compile_cache(config.run_dir)
     task = mqar.SMALL
     results: dict[str, Any] = {
@@ -339,7 +346,12 @@ def main(config: Flags[Config]) -> None:
     report: dict[str, Any] = {}
     for case in made:
         say(f"{case.name}, equal {case.column}, {case.task}")
-        results["rows"] += train_row(config, case)
+        new = train_row(config, case)
+        # Rows of other calls are kept, all in the order of the study.
+        rows: dict[Any, list[dict[str, Any]]] = {x.place: [] for x in known}
+        for old in rows_before(output, config, "only", "columns"):
+            rows.get(tuple(map(old.get, PLACE)), []).append(old)
+        results["rows"] = [*itertools.chain(*(rows | {case.place: new}).values())]
         report = write_report(output, question, settings(config), results)
     length, counts = task.scale.context_length, task.pairs
     if config.of == "recall":

@@ -33,7 +33,8 @@ def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> R
         of = found.setdefault(run["name"], {})
         of.setdefault((run["column"], run["task"]), []).append(run)
     has_text = any(run["task"] == "text" for run in result["rows"])
-    order = itertools.product(found, result["config"]["columns"])
+    columns = dict.fromkeys(run["column"] for run in result["rows"])
+    order = itertools.product(found, columns)
     for name, column in order:
         of = found[name]
         if column not in {known for known, _ in of}:

@@ -25,7 +25,6 @@ stopped is repeated and continues, and one with `--only` leaves the other rows t
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,20 +33,8 @@ from typing import Annotated, Any, get_args
 import jax
 import numpy as np
 
-from experiments.lab import backbones
-from experiments.lab.options import (
-    Flags,
-    Folder,
-    Options,
-    Output,
-    Seeds,
-    among,
-    ascending,
-    run,
-    within,
-)
-from experiments.lab.results import RESULTS, Rows, number, settings, table, write_report
-from experiments.lab.study import climb_rate, digest, once, show_plan, train_once
+from experiments.lab import backbones, options, results
+from experiments.lab.study import climb_rate, digest, once, show_plan, spent, train_once
 from experiments.mplus import adapters, answers, models
 from experiments.mplus.answers import FITTED, TUNED, accuracy, query_batches, right
 from experiments.mplus.asked import Asked, ask_otherwise
@@ -90,7 +77,7 @@ CHUNK, ANSWER = 512, 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Options):
+class Config(options.Options):
     """Settings; a row takes an hour on a core, a training 40 minutes: see `--plan`.
 
     Attributes:
@@ -104,14 +91,16 @@ class Config(Options):
         output: where .json and .png go, without the ending.
     """
 
-    only: tuple[Annotated[str, among(*ROWS)], ...] = ()
-    seeds: Seeds = (42, 43, 44)
+    only: tuple[Annotated[str, options.among(*ROWS)], ...] = ()
+    seeds: options.Seeds = (42, 43, 44)
     asked: Asked = "as stated"
-    after: Annotated[tuple[Annotated[int, within(0, MOST)], ...], ascending] = AFTER
-    until: Annotated[int, within(0, SAMPLES)] = 0
+    after: Annotated[
+        tuple[Annotated[int, options.within(0, MOST)], ...], options.ascending
+    ] = AFTER
+    until: Annotated[int, options.within(0, SAMPLES)] = 0
     plan: bool = False
-    run_dir: Folder = Path("runs/retention")
-    output: Output = RESULTS / "mplus" / "stages"
+    run_dir: options.Folder = Path("runs/retention")
+    output: options.Output = results.RESULTS / "mplus" / "stages"
 
     def __post_init__(self):
         super().__post_init__()
@@ -127,12 +116,16 @@ class Config(Options):
             return self.output
         return self.output.with_name(self.asked.replace(" ", "_"))
 
+    def folder(self, kind: str, rate: float, seed: int, updates: int) -> Path:
+        """The folder of a training with all its stages."""
+        return self.run_dir / f"{kind}-{updates}-{rate:g}-{seed}"
 
-def main(config: Flags[Config]) -> None:
+
+def main(config: options.Flags[Config]) -> None:
     """Asks every row what the file has no answer to; prints, draws and writes."""
     names = config.only or ROWS
     if config.plan:
-        show_plan(plan(names, config.seeds))
+        show_plan(plan(config, names))
         return
     study = Study(config)
     for name in names:
@@ -153,17 +146,35 @@ def seeds_of(name: str, seeds: tuple[int, ...]) -> tuple[int | None, ...]:
     return seeds[: 1 if name in CURVE else None] if trained(name) else (None,)
 
 
-def plan(names: Sequence[str], seeds: tuple[int, ...]) -> dict[str, float]:
+def plan(config: Config, names: Sequence[str]) -> dict[str, float]:
     """Minutes of the trainings of each kind on a core, and of asking a row."""
-    found = {}
+    found: dict[str, float] = {}
+    file, (first, *others) = Path(f"{config.file}.json"), config.seeds
+    before = results.read_object(file, "rows")["rows"] if file.is_file() else {}
+
+    def lacks(kind: str, seed: int, updates: int = UPDATES, rates: int = 1) -> int:
+        """Rates that a seed is not trained with, of the number that it needs."""
+        folders = (config.folder(kind, rate, seed, updates) for rate in RATES)
+        return max(0, rates - sum(spent(folder).finished for folder in folders))
+
     for name in names:
-        if kind := trained(name):
+        rows = [before.get(row_of(name, x), {}) for x in seeds_of(name, config.seeds)]
+        done = [len(row["marks"][0]) if row else 0 for row in rows]
+        left = sum(max(0.0, 1 - x / (config.until or SAMPLES)) for x in done)
+        found[f"asking {name}"] = left * ASKING
+        if left and (kind := trained(name)):
             # Three rates with the first seed, one with each of the others.
-            found[f"training {kind}"] = (2 + len(seeds)) * MINUTES
-        if name in CURVE:
-            found[f"training {name}"] = MINUTES * CURVE[name] / UPDATES
-        found[f"asking {name}"] = ASKING * len(seeds_of(name, seeds))
-    return found
+            missing = lacks(kind, first, rates=3) + sum(lacks(kind, x) for x in others)
+            found[f"training {kind}"] = missing * MINUTES
+            if name in CURVE:
+                share = lacks(kind, first, CURVE[name]) * CURVE[name] / UPDATES
+                found[f"training {name}"] = share * MINUTES
+    return {name: minutes for name, minutes in found.items() if minutes}
+
+
+def row_of(name: str, seed: int | None) -> str:
+    """A row in the result file."""
+    return name if seed is None else f"{name}, seed {seed}"
 
 
 class Study:
@@ -184,7 +195,7 @@ class Study:
         )
         file, distances = Path(f"{config.file}.json"), [n * CHUNK for n in config.after]
         if file.is_file():
-            self.result = json.loads(file.read_text("utf-8"))
+            self.result = results.read_object(file, "facts", "distances", "rows")
             if self.result["distances"] != distances:
                 raise ValueError(
                     f"after must be as in {file}, whose distances in tokens are "
@@ -261,7 +272,7 @@ class Study:
 
     def ask(self, name: str, seed: int | None) -> None:
         """Asks a row the facts that it was not asked yet, and writes its answers."""
-        key = name if seed is None else f"{name}, seed {seed}"
+        key = row_of(name, seed)
         before = self.result["rows"].get(key, {})
         after = self.config.after
         marks = before.get("marks", [""] * len(after))
@@ -285,10 +296,10 @@ class Study:
                 "device": made["device"],
             }
             rows = self.result["rows"] | {key: row | facts}
-            self.result = write_report(
+            self.result = results.write_report(
                 self.config.file,
                 QUESTION,
-                settings(self.config),
+                results.settings(self.config),
                 {part: self.result[part] for part in ("facts", "distances")}
                 | {"rows": rows},
             )
@@ -330,7 +341,7 @@ class Study:
 
     def folder(self, kind: str, rate: float, seed: int, updates: int) -> Path:
         """The folder of a training, of its last stage, once it is done."""
-        folder = self.config.run_dir / f"{kind}-{updates}-{rate:g}-{seed}"
+        folder = self.config.folder(kind, rate, seed, updates)
         if kind == "backbone":
             tuning = adapters.Tuning(rate, seed, updates)
             given = tuning, self.backbone, self.tokenizer, folder
@@ -341,11 +352,11 @@ class Study:
         return folder / stages[-1][0]
 
 
-@table("mplus/retention")
-def retention(result: dict[str, Any]) -> Rows:
+@results.table("mplus/retention")
+def retention(result: dict[str, Any]) -> results.Rows:
     """Right answers by distance, with the size of the state."""
     asked = len(result["facts"])
-    after = [number(distance, 0) for distance in result["distances"]]
+    after = [results.number(distance, 0) for distance in result["distances"]]
     measured = {
         f"{row['date']} in {commit}"
         for row in result["rows"].values()
@@ -377,7 +388,7 @@ def retention(result: dict[str, Any]) -> Rows:
 
 
 def _megabytes(size: int) -> str:
-    return number(size / 1e6, 2 if size < 1e6 else 0)
+    return results.number(size / 1e6, 2 if size < 1e6 else 0)
 
 
 def _share(row: dict[str, Any]) -> str:
@@ -387,4 +398,4 @@ def _share(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    options.run(main)

@@ -16,7 +16,6 @@ the file, each with its commit; a single number was counted before there were ra
 What this does not show: waiting of a kernel for memory, and launches.
 """
 
-import json
 import tempfile
 import time
 import types
@@ -24,8 +23,8 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
+from experiments.lab import results
 from experiments.lab.options import Output, folder, run
-from experiments.lab.results import RESULTS, Rows, number, show, table, write_report
 from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
 from experiments.tpu.compile import compile_case, entry
@@ -38,7 +37,7 @@ MODULES = (cases_ops, cases_models)
 CASES: dict[str, Case] = {
     name: case for module in MODULES for name, case in module.table().items()
 }
-OUTPUT = RESULTS / "tpu" / "cycles"
+OUTPUT = results.RESULTS / "tpu" / "cycles"
 
 
 def chosen(only: tuple[str, ...], counted: Container[str]) -> list[str]:
@@ -96,7 +95,7 @@ def main(
     # Asked before anything is compiled: files may change while it goes on.
     version()
     file = Path(f"{output}.json")
-    counted = json.loads(file.read_text())["cases"] if file.exists() else {}
+    counted = results.read_object(file, "cases")["cases"] if file.exists() else {}
     for name in chosen(only, counted):
         try:
             row = counted[name] = count_case(name, keep)
@@ -104,10 +103,10 @@ def main(
             print(error, flush=True)
             continue
         ordered = {name: counted[name] for name in CASES if name in counted}
-        write_report(output, QUESTION, {"only": only}, {"cases": ordered})
+        results.write_report(output, QUESTION, {"only": only}, {"cases": ordered})
         ranges = ("cycles", "kernels", "copies", "times_limit")
         cells = {column: span(*row[column], digits=2) for column in ranges}
-        show(name, iter([{f"per {row['unit']}": ""} | cells]))
+        results.show(name, iter([{f"per {row['unit']}": ""} | cells]))
 
 
 SUMMARY = {
@@ -138,11 +137,11 @@ SUMMARY = {
 def cycles_of(case: dict[str, Any], digits: int) -> str:
     """The cycles of an entry, as a range where its ends differ."""
     if isinstance(case["cycles"], float):
-        return f"{number(case['cycles'], digits)} (estimate)"
+        return f"{results.number(case['cycles'], digits)} (estimate)"
     return span(*case["cycles"], digits=digits)
 
 
-def notes(cases: dict[str, dict[str, Any]]) -> Rows:
+def notes(cases: dict[str, dict[str, Any]]) -> results.Rows:
     """Of a table: commits, and loops that the compiler does not know the length of."""
     commits = dict.fromkeys(case["commit"] for case in cases.values())
     yield f"counted at {', '.join(filter(None, commits))}"
@@ -151,8 +150,8 @@ def notes(cases: dict[str, dict[str, Any]]) -> Rows:
             yield f"{name}: a run finds the loops of {', '.join(loops)}, counted once"
 
 
-@table("ops/cycles_summary", "tpu/cycles")
-def cycles_summary(result: dict[str, Any]) -> Rows:
+@results.table("ops/cycles_summary", "tpu/cycles")
+def cycles_summary(result: dict[str, Any]) -> results.Rows:
     """Cycles of the ops and of causal attention, on one chip."""
     cases, shown = result["cases"], {}
     for name, case in SUMMARY.items():
@@ -165,7 +164,7 @@ def cycles_summary(result: dict[str, Any]) -> Rows:
             "forward": cycles_of(forward, 1),
             "with backward": cycles_of(both, 1),
             "the same without a kernel": "".join(cycles_of(x, 1) for x in plain),
-            "least for the memory's traffic": number(both["memory_cycles"], 1),
+            "least for the memory's traffic": results.number(both["memory_cycles"], 1),
         }
     yield from notes(shown)
 
@@ -178,8 +177,8 @@ STEPS = {
 }
 
 
-@table("ops/training", "tpu/cycles")
-def cycles_training(result: dict[str, Any]) -> Rows:
+@results.table("ops/training", "tpu/cycles")
+def cycles_training(result: dict[str, Any]) -> results.Rows:
     """Whole updates of models of 125M parameters on one chip."""
     shown = {}
     for name in cases_models.TRAINED:
@@ -210,15 +209,15 @@ DECODED = {
 }
 
 
-@table("ops/decoding", "tpu/cycles")
-def cycles_decoding(result: dict[str, Any]) -> Rows:
+@results.table("ops/decoding", "tpu/cycles")
+def cycles_decoding(result: dict[str, Any]) -> results.Rows:
     """A token of a layer in decoding, and the limit of memory."""
     shown = {name: result["cases"][f"decode/{x}"] for name, x in DECODED.items()}
     for name, case in shown.items():
         yield {
             "cycles a token of a layer": name,
             "scheduled": cycles_of(case, 0),
-            "least for the memory's traffic": number(case["memory_cycles"], 0),
+            "least for the memory's traffic": results.number(case["memory_cycles"], 0),
         }
     yield from notes(shown)
 

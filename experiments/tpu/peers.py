@@ -13,7 +13,6 @@ What this does not show: accuracy, which was not compared, waiting for memory, t
 """
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -68,7 +67,7 @@ def of_tiles(folder: Path, name: str) -> float:
 def count_all(output: Path) -> None:
     """In the environment: counts what has no result yet."""
     file = Path(f"{output}.json")
-    cases = json.loads(file.read_text())["cases"] if file.exists() else {}
+    cases = results.read_object(file, "cases")["cases"] if file.exists() else {}
     pins = {name: importlib.metadata.version(name) for name in PINS | ALONE}
     for name in cases_peers.table():
         if name in cases:

@@ -77,6 +77,8 @@ def widen_windows(
     check_sizes(more=more)
     mechanisms = list(model.config.layers)
     for layer in layers:
+        if not 0 <= layer < len(mechanisms):
+            raise ValueError(f"layers must be in [0, {len(mechanisms)}), got {layers}")
         window = widened(mechanisms[layer], more)
         if window is None:
             kind = type(mechanisms[layer]).__name__

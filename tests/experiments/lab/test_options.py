@@ -39,7 +39,9 @@ memories.equal_bytes --context 256 | context must be 2 or more times window=256,
 memories.recall --only foo | only must be one of ('DeltaNet',
 memories.recall --test-rows 0 | test_rows must be in [1,
 memories.recall --of contexts --test-rows 5 | test_rows=5 has no test in 'contexts'
-memories.recall --columns bytes --only Transformer++ | columns=('bytes',) must have a
+memories.recall --columns bytes --only Transformer++ | columns must have one of ('width'
+memories.recall --of contexts --columns bytes | columns must have one of ('width',) for
+memories.equal_bytes --least 4 | least must be in [5,
 mplus.retention --until 3 | until must be a multiple of 4, got 3
 mplus.retention --output /proc/x/y | output must be in a folder that can be written,
 mplus.retention --after 1 2 | after must be 0 and more numbers, got (1, 2)

@@ -1,10 +1,12 @@
 """The protocol of studies: stored runs, chosen rates, costs."""
 
+import dataclasses
 import math
 
 import pytest
 
-from experiments.lab import study
+from experiments.lab import results, study
+from experiments.memories.recall import Config
 from memjax.training.config import Outcome
 
 
@@ -23,6 +25,42 @@ def test_rates_are_tried_until_the_best_is_inside():
     # Upwards first; no rate is tried that is no neighbour of a best one.
     assert [*found["tried"]] == ["0.003", "0.01", "0.03", "0.1"]
     assert study.climb_rate([1e-3, 3e-3], 3e-3, losses.__getitem__)["rate"] == 3e-3
+
+
+def test_a_plan_counts_the_trainings_that_are_missing(tmp_path):
+    rates = (1e-3, 3e-3, 1e-2, 3e-2)
+    given = study.Trainings(tmp_path, 1, rates, 1e-2, (0, 1), lambda x: x["loss"])
+    done, left = [], []
+
+    def measure(rate, seed):
+        left.append(given.left())
+        done.append((rate, seed))
+        return {"loss": abs(rate - 3e-3)}
+
+    assert given.run(measure)["learning_rate"] == 3e-3
+    assert [*zip(done, left, strict=True)] == [
+        ((1e-2, 0), 4),
+        ((3e-2, 0), 3),
+        ((3e-3, 0), 2),
+        ((1e-3, 0), 2),
+        ((3e-3, 1), 1),
+    ]
+    (tmp_path / "seed2").mkdir()
+    assert given.left() == 0 and given._replace(seeds=(0, 2, 3)).left() == 2
+    assert given._replace(rates=(1e-2,)).left() == 1
+    for text, message in (("[]", "must have the fields"), ("{", "is not JSON")):
+        given.file(1e-2, 0).write_text(text)
+        with pytest.raises(ValueError, match=f"seed0/rate0.01.json {message}"):
+            given.left()
+
+
+def test_rows_of_a_report_are_those_of_equal_settings(tmp_path):
+    written = results.settings(Config())
+    results.write_report(tmp_path / "a", "?", written, {"rows": {"x": 1}})
+    other = dataclasses.replace(Config(), test_rows=3)
+    assert results.rows_before(tmp_path / "a", Config()) == {"x": 1}
+    assert results.rows_before(tmp_path / "a", other, "test_rows") == {"x": 1}
+    assert results.rows_before(tmp_path / "a", other) == ()
 
 
 def test_rows_continue_with_the_missing_runs(tmp_path):

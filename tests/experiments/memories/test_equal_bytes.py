@@ -173,7 +173,8 @@ def test_rows_are_compared_with_the_window_of_their_bytes():
     }
 
 
-def test_the_plan_leaves_out_finished_rows(tmp_path, capsys):
+def test_the_plan_leaves_out_finished_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(equal_bytes, "prepare", lambda config: (None, None, None))
     config = equal_bytes.Config(
         rows=("window", "lattice"), seeds=(0, 1), output=tmp_path
     )
@@ -225,6 +226,9 @@ def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
     )
     fifteen_minutes.main(dataclasses.replace(config, plan=True))
     assert "3 missing" in capsys.readouterr().out
+    for changes in ({"layers": (99,)}, {"sinks": 6}, {"corpus": "folder:/lost"}):
+        with pytest.raises(ValueError):
+            fifteen_minutes.main(dataclasses.replace(config, plan=True, **changes))
     with idle_updates():
         fifteen_minutes.main(config)
     found = json.loads((tmp_path / "results" / "81.json").read_text())

@@ -65,6 +65,11 @@ def test_recall_trains_complete_rows_and_resumes(tiny, tmp_path, capsys, monkeyp
     assert not trained
     recall.main(dataclasses.replace(config, plan=True))
     assert "0 missing" in capsys.readouterr().out
+    recall.main(dataclasses.replace(config, seeds=(0, 1, 3), plan=True))
+    assert "1 trainings: 2 minutes\n1 missing" in capsys.readouterr().out
+    recall.main(dataclasses.replace(config, columns=("bytes",)))
+    after = json.loads((tmp_path / "recall.json").read_text())
+    assert after["rows"] == report["rows"]
 
 
 @pytest.mark.slow
@@ -96,7 +101,7 @@ def test_a_training_that_diverges_did_not_learn(tiny, tmp_path, monkeypatch):
         return {"validation": [0.5, 0.1], "scores": []}
 
     monkeypatch.setattr(mqar, "measure", measure)
-    case = recall.cases("recall", ("bytes",))[0]
+    case = next(x for x in recall.cases("recall") if x.column == "bytes")
     rows = recall.train_row(config_of(tmp_path), case)
     assert {row["learning_rate"] for row in rows} == {1e-2}
     assert rows[0]["tried"]["0.03"] is None

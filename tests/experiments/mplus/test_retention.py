@@ -29,15 +29,23 @@ def test_stages_share_the_updates_and_revisit_at_the_papers_distances():
     assert not any(stage.memory.num_retrieved for stage in without.values())
 
 
-def test_the_plan_has_each_training_once():
+def test_the_plan_has_each_missing_training_once(tmp_path):
     names = ("M+", "M+, 60 updates", "MemoryLLM", "BM25", "BM25, tuned")
-    found = retention.plan(names, (1, 2, 3))
+    given = {"run_dir": tmp_path, "output": tmp_path / "result"}
+    config = retention.Config(seeds=(1, 2, 3), **given)
+    found = retention.plan(config, names)
     # Two more rates with the first seed.
     trained = ("mplus", "memoryllm", "backbone")
     assert all(found[f"training {x}"] == 5 * retention.MINUTES for x in trained)
     assert found["training M+, 60 updates"] == retention.MINUTES / 4
     asked = [found[f"asking {name}"] / retention.ASKING for name in names]
     assert asked == [3, 1, 3, 1, 3] and len(found) == 4 + len(names)
+    rows = {x: {"marks": ["2" * 96]} for x in ("BM25", "M+, seed 1", "M+, seed 3")}
+    (tmp_path / "result.json").write_text(json.dumps({"rows": rows}))
+    (folder := config.folder("mplus", 1e-3, 2, 240)).mkdir()
+    (folder / "spent.json").write_text('{"finished": true}')
+    found = retention.plan(config, ("M+", "BM25"))
+    assert found == {"asking M+": retention.ASKING, "training mplus": 160}
 
 
 @pytest.mark.slow
