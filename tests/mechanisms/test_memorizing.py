@@ -1,5 +1,6 @@
 """The Memorizing Transformer against its equations, and the baseline's table."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -79,3 +80,14 @@ def test_sizes_are_those_of_elastic_memorys_table_1():
 def test_nearest_tokens_are_in_the_queue():
     with pytest.raises(ValueError, match="top_k must be at most queue=4, got 5"):
         MemorizingConfig(**HEADS, queue=4, top_k=5)
+
+
+@pytest.mark.parametrize("sizes", [{"block": 8}, {"queue": 3}])
+def test_a_state_of_other_sizes_is_refused(sizes):
+    config = MemorizingConfig(**HEADS, block=4, queue=6)
+    state = dataclasses.replace(config, **sizes).build().init_state(B)
+    mechanism, x = config.build(), jnp.zeros((B, T, D))
+    params = jax.eval_shape(mechanism.init_params, jax.random.key(0))
+    for call, given in ((mechanism.apply, x), (mechanism.step, x[:, 0])):
+        with pytest.raises(ValueError, match=r"state must have keys \[B, 10, 8\], got"):
+            call(params, state, given)

@@ -117,7 +117,8 @@ def open_source(spec: str, rows: RowConfig = ROWS) -> Source:
         source = huggingface_source(name, rows.column)
     elif form == "folder" and name:
         source = files_source(name, rows.column, by_line=rows.join is not None)
-    elif is_bucket(spec) or as_path(spec).exists():
+    # An empty path would be the current folder.
+    elif is_bucket(spec) or (spec and as_path(spec).exists()):
         source = files_source(spec, rows.column, by_line=rows.join is not None)
     else:
         near = difflib.get_close_matches(spec, _FORMS, 1, cutoff=0.4)

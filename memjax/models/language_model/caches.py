@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from memjax import mechanisms
 from memjax.mechanisms import Mechanism
-from memjax.mechanisms.base import empty_state, require_state
+from memjax.mechanisms.base import require_state
 
 # Fewer slots would save little memory, and a program more must be compiled for them.
 LEAST_SLOTS = 256
@@ -44,18 +44,7 @@ def check_state(
     """
     for i, (layer, memory) in enumerate(zip(layers, state, strict=True)):
         where = f"state[{i}], of {names[i]},"
-        require_state(memory, layer.init_state, where)
-        fixed = 1 if layer.cache is None or layer.cache.capacity is None else 2
-        expected = jax.tree.leaves(empty_state(layer.init_state))
-        leaves = jax.tree_util.tree_leaves_with_path(memory)
-        for (path, leaf), like in zip(leaves, expected, strict=True):
-            shape, sizes = getattr(leaf, "shape", ()), like.shape
-            if len(shape) != len(sizes) or shape[fixed:] != sizes[fixed:]:
-                axes = [*"BS"[:fixed][: len(sizes)], *map(str, sizes[fixed:])]
-                raise ValueError(
-                    f"{where} must have {jax.tree_util.keystr(path, simple=True)} "
-                    f"[{', '.join(axes)}], got {list(shape)}"
-                )
+        require_state(memory, layer.init_state, layer.cache, where)
 
 
 def reset(layers: Sequence[Mechanism], state: State, mask: Bool[Array, " B"]) -> State:

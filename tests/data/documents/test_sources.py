@@ -187,6 +187,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
         ("embeded", "did you mean 'embedded'"),
         ("folder", "did you mean 'folder:PATH'"),
         ("folder:", "is no path, and none of embedded, PATH, folder:PATH, tfds:NAME"),
+        ("", "source='' is no path"),
         ("s3:bucket", "is no path"),
         ("folder:/no/such/place", "is neither a file nor a folder"),
     ],
