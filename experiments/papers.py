@@ -60,3 +60,7 @@ def _recalled(result: Result, name: str, equal: str) -> str:
     (cells,) = (x for x in rows if (x["right answers"], x["equal"]) == (name, equal))
     learned = "" if cells["learned"] == "5 of 5" else f", {cells['learned']} seeds"
     return f"{cells['16 pairs']} and {cells['32 pairs']}{learned}"
+
+
+if __name__ == "__main__":
+    raise SystemExit("it is rendered by python -m experiments.lab.render")

@@ -88,7 +88,7 @@ class Config(options.Options):
         until: ask only the first facts, a multiple of four; 0 is all.
         plan: print the missing trainings, and stop.
         run_dir: where models are stored.
-        output: where .json and .png go, without the ending.
+        output: where .json goes, without the ending.
     """
 
     only: tuple[Annotated[str, options.among(*ROWS)], ...] = ()
@@ -122,7 +122,7 @@ class Config(options.Options):
 
 
 def main(config: options.Flags[Config]) -> None:
-    """Asks every row what the file has no answer to; prints, draws and writes."""
+    """Asks every row what the file has no answer to, and writes."""
     names = config.only or ROWS
     if config.plan:
         show_plan(plan(config, names))
