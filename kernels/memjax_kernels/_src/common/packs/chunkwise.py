@@ -139,7 +139,8 @@ def kernels_of(op: Op) -> Callable[..., Any]:
     """The kernels of an op, (static, chunks, memory, empty) -> (memory, y)."""
 
     def form(static, x, memory, empty):
-        return op.form(static.options, chunks.bool_flags(x), memory, empty)
+        memory, y = op.form(static.options, chunks.bool_flags(x), memory, empty)
+        return memory, y.reshape(*y.shape[:3], -1)
 
     forward, backward = (functools.partial(f, op) for f in (_forward, _backward))
     # Names of what is saved differ from those of kernels for GPUs, which save more.
@@ -148,7 +149,10 @@ def kernels_of(op: Op) -> Callable[..., Any]:
     def run(static: Static, x: Chunks, memory, empty):
         gates = jax.tree.map(lambda gate: gate.astype(F32), x.gates)
         x = chunks.float_flags(x._replace(gates=gates))
-        return on_chunks(static, *varying.vary_alike((x, memory, empty)))
+        memory, y = on_chunks(static, *varying.vary_alike((x, memory, empty)))
+        # A rematerialisation that saves reads has them as [B, n, C, H D]: rows of a
+        # head would be padded to 128 lanes.
+        return memory, y.reshape(x.tokens[2].shape)
 
     return run
 
@@ -218,7 +222,7 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
         out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
     )
     part = functools.partial(unpack_heads, heads=layout.heads)
-    return (jax.tree.map(part, after), _of_blocks(layout, y, values)), residuals
+    return (jax.tree.map(part, after), split_chunks(y, layout.chunks)), residuals
 
 
 def _backward(op: Op, static: Static, primals, residuals, cotangents):
