@@ -114,11 +114,7 @@ def terminal(words: list[str], folder: Path) -> list[str]:
     screen = b"".join(found).decode(errors="replace")
     if code:
         raise RuntimeError(f"{words} ended with exit code {code}: {screen}")
-    return plain_lines(screen)
-
-
-def plain_lines(screen: str) -> list[str]:
-    """The lines of a terminal without colours, and without what was written over."""
+    # Without colours, and without what was written over.
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.replace("\r\n", "\n"))
     lines = text.rstrip().split("\n")
     return [line.rstrip("\r").rpartition("\r")[2] for line in lines]

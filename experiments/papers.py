@@ -28,6 +28,7 @@ def papers(*results: Result) -> Rows:
     books, recall, steps, length, retention = results
     saved = [f"{format_interval(x['all'])} over {k}" for k, x in books["gains"].items()]
     by_length, methods = length["perplexity"]["all"], by_method(retention)
+    perplexities = steps["perplexity"]
     evidence = {
         "books": books,
         "saved": " and ".join(saved),
@@ -37,7 +38,7 @@ def papers(*results: Result) -> Rows:
         "sizes": {row["name"]: row for row in recall["rows"]},
         "recall": recall,
         "seeds": len(recall["config"]["seeds"]),
-        "ppl": {x["name"]: _mean(x) for x in steps["perplexity"]},
+        "ppl": {x["name"]: spread(x["mean"], x["error"], 2) for x in perplexities},
         "ngrams": {k: number(x, 2) for k, x in steps["ngrams"].items()},
         # Full attention ends before the longest text does.
         "hmt": {name: number(x[-1], 2) for name, x in by_length.items()},
@@ -48,10 +49,6 @@ def papers(*results: Result) -> Rows:
         "facts": len(retention["facts"]),
     }
     return written(Path(__file__).with_suffix(".txt"), COLUMNS, evidence)
-
-
-def _mean(row: Result) -> str:
-    return spread(row["mean"], row["error"], 2)
 
 
 def _recalled(result: Result, name: str, equal: str) -> str:

@@ -106,7 +106,9 @@ def read_again(
         return float(np.where(since <= budget, 1, 1 / len(task.CODES)).mean())
 
     def listed(budget, stream, distance) -> float:
-        return min(1.0, budget / task.dictionary_bytes(stream.log.names.shape[1]))
+        # Names and codes are known to be all that counts.
+        each = sum(math.ceil(math.log2(len(x))) for x in (task.NAMES, task.CODES))
+        return min(1.0, budget / math.ceil(stream.log.names.shape[1] * each / 8))
 
     kinds = {
         "text": plain,

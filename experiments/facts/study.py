@@ -6,11 +6,10 @@
 A log in plain bytes states 16 to 64 facts in twelve wordings, a quarter of them anew
 with another code. Text of test documents goes on, and every fact is asked in other
 words (`task`). Rows: memories of equal parameters and equal state; rivals that are
-trained alike, a sliding window, a cache that learns what to keep and a GRU (`rivals`),
-which has more parameters than all others; baselines that are not trained: text, plain
-or compressed, which a reader who makes no mistake reads again. Columns: right answers,
-by facts and bytes since the log. The dictionary is the ceiling: a list of the facts, by
-a reader who knows what counts.
+trained alike, a sliding window and a cache that learns what to keep (`rivals`);
+baselines that are not trained: text, plain or compressed, which a reader who makes no
+mistake reads again. Columns: right answers, by facts and bytes since the log. The
+dictionary is the ceiling: a list of the facts, by a reader who knows what counts.
 
 All train on texts of 128, 512 and 2,048 bytes; the cache, which learns nothing while it
 drops what it cannot attend to yet, begins with more entries, and has more updates
@@ -26,7 +25,6 @@ names occur in training. Streams are of the same documents, from other places.
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -37,7 +35,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.facts import answers, tables, task
-from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
+from experiments.facts.rivals import LearnedCacheConfig
 from experiments.lab import options, study
 from experiments.lab.results import rows_before, settings, write_report
 from experiments.memories import mqar, small_models
@@ -65,7 +63,7 @@ FIRST = 1e-2
 MINUTES, SLOWER = 4.0, {"trellis": 120.0}
 #: Validation texts of a count.
 VALIDATION = 16
-WINDOW, CACHE, GRU = tables.RIVALS
+WINDOW, CACHE = tables.RIVALS
 #: Half-lives of forget gates before training, in tokens: the shortest is as long as a
 #: training text. By default those of Trellis are 69 tokens.
 HALF_LIVES = 2048.0, 65_536.0
@@ -82,7 +80,6 @@ ROWS: dict[str, Row] = {
     "Trellis, slow gates": Row("trellis", {"chunk_size": 1}),
     "Gated DeltaNet": Row("gated_deltanet"),
     "Gated DeltaNet, slow gates": Row("gated_deltanet"),
-    GRU: Row("gru"),
 }
 #: Three memories and the strongest rival.
 QUICK = ("DeltaNet", "TTT", "Lattice", CACHE)
@@ -134,30 +131,23 @@ class Config(options.Options):
 def model(name: str, budget: int) -> ModelConfig:
     """The model of a row, its state nearest to `budget` bytes.
 
-    The width of the feed-forward gives every row DeltaNet's number of parameters; the
-    GRU has more.
+    The width of the feed-forward gives every row DeltaNet's number of parameters.
 
     Raises:
         ValueError: if the budget is smaller than one entry, or no size comes near it.
     """
     base = mqar.SMALL._replace(vocab_size=task.VOCAB_SIZE)
     plain, row = mqar.of_bytes(base, "deltanet", budget), ROWS[name]
-    if name not in (CACHE, GRU):
+    if name != CACHE:
         made = mqar.of_bytes(base, row.mechanism, budget, **row.options)
     else:
-        width, heads = base.scale.model_dim, base.scale.heads
+        sizes = base.scale.model_dim, base.scale.heads, base.width, base.width
 
         def make(size: int) -> ModelConfig:
-            if name == GRU:
-                mechanism = GRUConfig(width, size, UNITS, UNITS)
-            else:
-                sizes = (width, heads, base.width, base.width)
-                mechanism = LearnedCacheConfig(*sizes, entries=size)
+            mechanism = LearnedCacheConfig(*sizes, entries=size)
             return dataclasses.replace(plain, mechanisms=(mechanism,))
 
         made = small_models.equal_state(make, budget)
-    if name == GRU:
-        return made
     missing = small_models.parameters(plain) - small_models.parameters(made)
     more = round(missing / (3 * made.model_dim * made.num_layers))
     return dataclasses.replace(made, hidden_dim=made.hidden_dim + more)
@@ -172,8 +162,12 @@ def main(config: options.Flags[Config]) -> None:
         why = f"budgets must suit all rows, got {config.budgets}: {error}"
         raise ValueError(why) from error
     if config.plan:
-        study.show_plan(_missing(config, made))
-        return
+        missing = {}
+        for (name, budget), of_row in made.items():
+            if left := _trainings(config, of_row, "slow" in name).left():
+                minutes = left * SLOWER.get(ROWS[name].mechanism, MINUTES)
+                missing[f"{name}, {budget:,} bytes, {left} trainings"] = minutes
+        return study.show_plan(missing)
     study.use_compile_cache(config.run_dir)
     sizes = answers.LOG, config.distances[-1], mqar.TEST
     streams = {
@@ -234,23 +228,11 @@ def _identity(config: Config, made: ModelConfig, slow: bool) -> list[Any]:
     return [to_record(made), STAGES, *_asked(config), *start]
 
 
-def _missing(
-    config: Config, made: Mapping[tuple[str, int], ModelConfig]
-) -> dict[str, float]:
-    """Minutes of the missing trainings."""
-    missing = {}
-    for (name, budget), config_of in made.items():
-        if left := _trainings(config, config_of, "slow" in name).left():
-            minutes = left * SLOWER.get(ROWS[name].mechanism, MINUTES)
-            missing[f"{name}, {budget:,} bytes, {left} trainings"] = minutes
-    return missing
-
-
 def _trainings(config: Config, made: ModelConfig, slow: bool) -> study.Trainings:
     identity = _identity(config, made, slow)
     folder = config.run_dir / study.digest(identity)
     given = folder, identity, config.rates, FIRST, config.seeds
-    return study.Trainings(*given, lambda x: 1 - x.get("validation", -math.inf))
+    return study.Trainings(*given, lambda numbers: 1 - numbers["validation"])
 
 
 def measure(
@@ -264,17 +246,13 @@ def measure(
     """Trains, from a model or its seed, and asks.
 
     `right` are shares [distances, streams] by count, `first` the answers to the first
-    stream of each. A training that diverges has no numbers but `diverged`.
+    stream of each.
     """
     seconds = 0.0
-    try:
-        for sized, (scale, counts) in stages_of(made):
-            own = scale._replace(learning_rate=rate)
-            draw_batch = draw_batches(scale, counts)
-            trained, more = small_models.train(own, sized, seed, draw_batch, trained)
-            seconds += more
-    except FloatingPointError as error:
-        return {"diverged": str(error)}
+    for sized, (scale, counts) in stages_of(made):
+        draw, own = draw_batches(scale, counts), scale._replace(learning_rate=rate)
+        trained, more = small_models.train(own, sized, seed, draw, trained)
+        seconds += more
     assert trained is not None  # There are stages.
     began = time.process_time()
     found = answers.answer(trained, streams, config.distances)

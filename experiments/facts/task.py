@@ -8,7 +8,6 @@ the statements but the name.
 """
 
 import functools
-import math
 import string
 from pathlib import Path
 from typing import NamedTuple
@@ -224,9 +223,3 @@ def draw_streams(
     one, two = jax.random.split(jax.random.fold_in(jax.random.key(seed), count))
     first = write_log(jnp.asarray(rounds[:, :log], jnp.int32), count, one)
     return Stream(first, rounds[:, log:], questions(first.names, first.codes, two))
-
-
-def dictionary_bytes(count: int) -> int:
-    """Bytes of the facts where names and codes are known to be all that counts."""
-    bits = math.ceil(math.log2(len(NAMES))) + math.ceil(math.log2(len(CODES)))
-    return math.ceil(count * bits / 8)

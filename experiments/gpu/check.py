@@ -152,7 +152,10 @@ def make_case(
     tokens = ops.inputs(op, shape, "bfloat16")
     tokens["v"] = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
     b, t, h, d, *_ = shape
-    position, reset = positions_and_reset(b, t, chunk)
+    # Batch elements at different positions of their chunks, one with a reset.
+    position = jnp.arange(b, dtype=jnp.int32) * 5 % chunk
+    starts = (jnp.arange(t)[None] + position[:, None]) % chunk == 0
+    reset = starts & (jnp.arange(t)[None] // chunk == t // chunk // 2)
     if op == "trellis":
         function, empty = trellis, trellis_init_state(b, h, d, d, value, chunk)
     else:
@@ -166,14 +169,6 @@ def make_case(
         return function(*tokens, chunk_size=chunk, reset=reset, **given, **options)
 
     return Case(name, tuple(tokens.values()), state, call)
-
-
-def positions_and_reset(batch: int, time: int, chunk: int):
-    """Batch elements at different positions of their chunks, one with a reset."""
-    position = jnp.arange(batch, dtype=jnp.int32) * 5 % chunk
-    starts = (jnp.arange(time)[None] + position[:, None]) % chunk == 0
-    middle = jnp.arange(time)[None] // chunk == time // chunk // 2
-    return position, starts & middle
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -91,8 +91,7 @@ def minutes(config: Config) -> dict[str, float]:
             # A memory's alignment reads its texts again for a few layers alone.
             cost = 1 + config.passes / 2 if row == LONGER else ROWS[row].cost
             if not done.is_file():
-                seconds = cost * budget / config.speed
-                found[f"{row}, {budget:,} tokens"] = seconds / 60
+                found[f"{row}, {budget:,} tokens"] = cost * budget / config.speed / 60
     return found
 
 

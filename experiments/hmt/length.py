@@ -39,6 +39,7 @@ from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokens
 from memjax.evaluation import TokenLosses
+from memjax.models.adapters import merge_lora
 from memjax.status import say
 from memjax.training import LoopConfig, StepConfig
 from memjax.training.finetune import finetune
@@ -261,10 +262,10 @@ class Study:
             folder, seconds = self.config.run_dir / "scores" / key, 0.0
 
         def prepare() -> Callable[[TokenisedDocument], TokenLosses]:
-            trained = row.is_trained
-            model = (
-                training.load(folder.parent) if trained else row.build(self.backbone)
-            )
+            if row.is_trained:
+                model = merge_lora(finetune.load(folder.parent)[1])
+            else:
+                model = row.build(self.backbone)
             return score_text(model, training.TOGETHER * self.segment)
 
         return score_once(prepare, texts, folder), seconds

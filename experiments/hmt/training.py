@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from experiments.lab.study import digest, train_once, use_compile_cache
 from memjax.config_io import to_record
-from memjax.models.adapters import merge_lora
-from memjax.models.base import Model
 from memjax.training.finetune import finetune
 from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.segment_stage import SegmentStage
@@ -94,8 +92,3 @@ def train(
         seconds += train_once(folder, run, what).seconds
     assert folder is not None
     return folder, seconds
-
-
-def load(folder: Path) -> Model:
-    """A model of `train`, adapters merged."""
-    return merge_lora(finetune.load(folder)[1])

@@ -22,7 +22,6 @@ from memjax.data import TokenisedDocument
 from memjax.evaluation import TokenLosses
 from memjax.models import LanguageModel
 from memjax.models.language_model.retrofit import MemoryHeads
-from memjax.models.language_model.snapkv import SnapKVConfig, add_snapkv
 from memjax.models.language_model.windowed import limit_attention
 
 
@@ -43,11 +42,6 @@ def equal_window(backbone: LanguageModel, size: int, sinks: int = 0) -> int:
         state_bytes(limit_attention(backbone, w, sinks)) for w in (least, least + 1)
     )
     return max(least, least - (one - size) // (two - one))
-
-
-def sparse_cache(model: LanguageModel, tokens: int, read: int) -> LanguageModel:
-    """SnapKV with a cache of so many tokens, `read` of them for what is being read."""
-    return add_snapkv(model, SnapKVConfig(tokens - read, read))
 
 
 def compressed_bytes(text: bytes) -> int:

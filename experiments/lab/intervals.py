@@ -42,11 +42,6 @@ def format_interval(found: Mapping[str, Any], digits: int = 3) -> str:
     return f"{found['nats']:+.{digits}f} [{low}, {high}]"
 
 
-def format_seeds(nats: Sequence[float]) -> str:
-    """The difference with each seed, as text: "+0.024, +0.025"."""
-    return ", ".join(f"{x:+.3f}" for x in nats)
-
-
 def mean_losses(losses: Sequence[TokenLosses]) -> TokenLosses:
     """The mean over several seeds, of the same targets."""
     return losses[0]._replace(nll=np.mean([x.nll for x in losses], axis=0))

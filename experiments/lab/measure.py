@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Float32, PyTree
 
 from memjax import evaluation
+from memjax.buckets.writing import replaced
 from memjax.data import Split, TokenisedDocument, Tokenizer, load_tokens
 from memjax.evaluation import TokenLosses
 from memjax.evaluation.provenance import device_name
@@ -87,11 +88,9 @@ def score_once(
             losses = score(text)
         seconds = time.monotonic() - began
         folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        with partial.open("wb") as stream:
+        with replaced(file) as stream:
             cost: Any = {"seconds": seconds, "device": device_name()}
             np.savez(stream, nll=losses.nll[0], **cost)
-        partial.replace(file)
         say(f"  {text.name}: {seconds:.0f} s")
     found = [np.load(file) for file in files]
     return Scored(

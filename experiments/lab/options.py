@@ -66,16 +66,14 @@ def whole_windows(name: str, tokens: int, window: int) -> None:
 
 def folder(name: str, path: Path, of_file: bool = False) -> None:
     """Raises ValueError unless a folder, or that of a file, can be made and written."""
-    whole = path.absolute()
-    places = [*([] if of_file else [whole]), *whole.parents]
-    there = next(x for x in places if os.path.lexists(x))
+    there = path.absolute().parent if of_file else path.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise ValueError(
-            f"{name} must be in a folder that can be written, got {path}: {there} is "
-            "none"
-        ) from error
+        why = f"{name} must be in a folder that can be written, got {path}: not {there}"
+        raise ValueError(why) from error
 
 
 #: A folder that is written, and a file.

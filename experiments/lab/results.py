@@ -36,10 +36,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def read_object(file: Path, *fields: str) -> dict[str, Any]:
-    """The object of a JSON file that a study wrote; ValueError names the file.
-
-    It must have these fields.
-    """
+    """The object of a JSON file, which must have these fields."""
     found = read_json(file)
     if not isinstance(found, dict) or not {*fields} <= found.keys():
         raise ValueError(f"{file} must have the fields {fields}, got {short(found)}")
@@ -47,10 +44,7 @@ def read_object(file: Path, *fields: str) -> dict[str, Any]:
 
 
 def rows_before(output: Path, config: Any, *but: str) -> Any:
-    """Rows of `output`.json, if its settings but these are those of `config`; else ().
-
-    Read before each writing: another process may have written since.
-    """
+    """Rows of `output`.json, or () unless its settings but these are `config`'s."""
     if not (file := Path(f"{output}.json")).is_file():
         return ()
     before = read_object(file, "config", "rows")

@@ -142,7 +142,8 @@ class Trainings(NamedTuple):
         rates: that may be tried with the first seed.
         first: one of them.
         seeds: all have the rate that the first one chose.
-        loss: of the numbers of a training, on validation data; infinite if it diverged.
+        loss: of the numbers of a training, on validation data. One that diverged has no
+            numbers but `diverged`.
     """
 
     folder: Path
@@ -153,20 +154,24 @@ class Trainings(NamedTuple):
     loss: Callable[[dict[str, Any]], float]
 
     def file(self, rate: float, seed: int) -> Path:
-        """Where the numbers of a training are stored."""
         return self.folder / f"seed{seed}" / f"rate{rate:g}.json"
 
     def run(self, measure: Callable[[float, int], dict[str, Any]]) -> dict[str, Any]:
         """The rate, the losses of those `tried`, and the `runs` of all seeds."""
 
+        def tried_once(rate: float, seed: int) -> dict[str, Any]:
+            try:
+                return measure(rate, seed)
+            except FloatingPointError as error:
+                return {"diverged": str(error)}
+
         def measured(rate: float, seed: int) -> dict[str, Any]:
             file = self.file(rate, seed)
-            return once(file, lambda: measure(rate, seed), self.identity)
+            return once(file, lambda: tried_once(rate, seed), self.identity)
 
-        def loss(rate: float) -> float:
-            return self.loss(measured(rate, self.seeds[0]))
-
-        found = climb_rate(self.rates, self.first, loss)
+        found = climb_rate(
+            self.rates, self.first, lambda x: self._loss(measured(x, self.seeds[0]))
+        )
         tried = {k: v if v < math.inf else None for k, v in found["tried"].items()}
         runs = [{"seed": seed} | measured(found["rate"], seed) for seed in self.seeds]
         return {"learning_rate": found["rate"], "tried": tried, "runs": runs}
@@ -176,7 +181,7 @@ class Trainings(NamedTuple):
 
         def loss(rate: float) -> float:
             file = self.file(rate, self.seeds[0])
-            return self.loss(read_object(file, "value")["value"])
+            return self._loss(read_object(file, "value")["value"])
 
         try:
             chosen = [climb_rate(self.rates, self.first, loss)["rate"]]
@@ -186,6 +191,9 @@ class Trainings(NamedTuple):
             chosen = self.rates
             tried = max(1, min(3, len(chosen)) - self._done(chosen, self.seeds[0]))
         return tried + sum(not self._done(chosen, x) for x in self.seeds[1:])
+
+    def _loss(self, numbers: dict[str, Any]) -> float:
+        return math.inf if "diverged" in numbers else self.loss(numbers)
 
     def _done(self, rates: Sequence[float], seed: int) -> int:
         return sum(self.file(rate, seed).is_file() for rate in rates)

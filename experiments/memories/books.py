@@ -30,7 +30,6 @@ from experiments.lab.backbones import located
 from experiments.lab.baselines import ORDER, NGram
 from experiments.lab.intervals import (
     format_interval,
-    format_seeds,
     loss_difference,
     mean_losses,
     select_kind,
@@ -252,12 +251,6 @@ def key_tokens(
     return evaluation.align_key_tokens(keys, *given)
 
 
-def count(texts: list[TokenisedDocument], source: str) -> TokenLosses:
-    """The n-gram on the same texts, each counted from its own beginning."""
-    train = load_tokens(source, TOKENIZER, "train")
-    return NGram(train, ORDER, TOKENIZER.vocab_size).losses(texts)
-
-
 def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Perplexities, loss differences and losses by position; means over seeds."""
     bins = len(config.edges) - 1
@@ -274,7 +267,10 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
             kept = measure.binned_losses(row["keys"], (0, bins))
             on_keys.setdefault(name, []).append(kept)
     texts = test_texts(config)
-    counted = measure.bin_losses(count(texts, config.source), config.edges)
+    # The n-gram on the same texts, each counted from its own beginning.
+    train = load_tokens(config.source, TOKENIZER, "train")
+    ngram = NGram(train, ORDER, TOKENIZER.vocab_size).losses(texts)
+    counted = measure.bin_losses(ngram, config.edges)
     means = {name: mean_losses(found) for name, found in binned.items()}
     means[f"{ORDER}-gram"] = measure.binned_losses(counted, (0, bins))
     kinds = sorted(set(means[MEMORY].kinds))
@@ -362,10 +358,11 @@ def differences(*results: Mapping[str, Any]) -> Rows:
     """Loss difference of the memory beyond the short window, from each window."""
     for result in results:
         for base, found in result["gains"].items():
+            seeds = (f"{x:+.3f}" for x in found["all"]["by_seed"])
             yield (
                 {"loss reduction by Elastic Memory, nats/token": f"over {base}"}
                 | {kind: format_interval(x) for kind, x in found.items()}
-                | {"all, with each seed": format_seeds(found["all"]["by_seed"])}
+                | {"all, with each seed": ", ".join(seeds)}
             )
 
 

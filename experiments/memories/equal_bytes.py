@@ -39,7 +39,6 @@ SEGMENT = 1024
 #: Minutes of a window's row on one core of the machine of the committed results.
 MINUTES = 70.0
 Names = tuple[Annotated[str, options.among(*ROWS)], ...]
-#: Enough for an interval over documents.
 Least = Annotated[int, options.within(MIN_DOCUMENTS)]
 
 
@@ -100,7 +99,6 @@ class Config(Sizes):
 
 def main(config: options.Flags[Config]) -> None:
     """Does the missing runs, one after the other."""
-    # Before a plan too: it refuses what the run does.
     setup, path, test = prepare(config)
     if config.plan:
         study.plan(config.runs(), config.output, lambda row: MINUTES * ROWS[row].cost)
@@ -124,11 +122,7 @@ def main(config: options.Flags[Config]) -> None:
 
 
 def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]:
-    """Sizes and training of all rows, the backbone's files, and test documents.
-
-    Raises:
-        ValueError: if a row cannot have these sizes, or there are too few documents.
-    """
+    """Sizes and training of all rows, the backbone's files, and test documents."""
     path = backbones.located(config.backbone)
     loaded = finetune.load_backbone(path)
     test = measure.documents_of_kinds(

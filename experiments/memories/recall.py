@@ -273,8 +273,6 @@ def _trainings(config: Config, case: Case) -> study.Trainings:
     identity = [to_record(case.model), task._asdict(), config.test_rows]
 
     def loss(found: dict[str, Any]) -> float:
-        if "diverged" in found:
-            return math.inf
         if case.task == "text":
             return math.log(found["perplexity"])
         return 1 - sum(found["validation"]) / len(found["validation"])
@@ -284,18 +282,12 @@ def _trainings(config: Config, case: Case) -> study.Trainings:
 
 
 def train_row(config: Config, case: Case) -> list[dict[str, Any]]:
-    """The runs of all seeds at the rate that the first seed's validation data chose.
-
-    A training that diverged has no numbers but `diverged`.
-    """
+    """The runs of all seeds at the rate that the first seed's validation data chose."""
 
     def measure(rate: float, seed: int) -> dict[str, Any]:
-        try:
-            if case.task == "text":
-                return text.measure(case.model, rate, seed, case.scale)
-            return mqar.measure(mqar.SMALL, case.model, rate, seed, config.test_rows)
-        except FloatingPointError as error:
-            return {"diverged": str(error)}
+        if case.task == "text":
+            return text.measure(case.model, rate, seed, case.scale)
+        return mqar.measure(mqar.SMALL, case.model, rate, seed, config.test_rows)
 
     found = _trainings(config, case).run(measure)
     runs = found.pop("runs")

@@ -61,7 +61,7 @@ def _drawing(length: int) -> Callable[[Array, Array], Batch]:
 
 def draw(length: int, seed: int | Array, step: int | Array) -> Batch:
     """Excerpts of the training documents, as all models see them."""
-    text = jnp.asarray(_training())
+    text = jnp.asarray(text_of("train"))
     key = jax.random.fold_in(jax.random.key(seed), step)
     rows = SCALE.tokens_per_update // length
     start = jax.random.randint(key, (rows,), 0, text.shape[0] - length)
@@ -76,7 +76,7 @@ def draw(length: int, seed: int | Array, step: int | Array) -> Batch:
 
 def ngrams() -> dict[str, float]:
     """Perplexity of n-grams, which have counted all of the training documents."""
-    training = [TokenisedDocument("train", "text", _training())]
+    training = [TokenisedDocument("train", "text", text_of("train"))]
     length = SCALE.context_length
     scored = [
         document._replace(tokens=document.tokens[start : start + length + 1])
@@ -91,15 +91,11 @@ def ngrams() -> dict[str, float]:
     }
 
 
+@functools.cache
 def text_of(split: Split) -> UInt8[np.ndarray, " T"]:
     """The bytes of all embedded documents of a split, one after the other."""
     documents = load_tokens("embedded", load_tokenizer("bytes"), split)
     return np.concatenate([d.tokens for d in documents]).astype(np.uint8)
-
-
-@functools.cache
-def _training() -> np.ndarray:
-    return text_of("train")
 
 
 @functools.cache

@@ -19,10 +19,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int32
 
-from experiments.lab.baselines import equal_window, sparse_cache
+from experiments.lab.baselines import equal_window
 from experiments.lab.measure import state_bytes, tree_bytes
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel, Sampling, generate
+from memjax.models.language_model.snapkv import SnapKVConfig, add_snapkv
 from memjax.models.language_model.windowed import limit_attention, set_capacity
 from memjax.models.mplus.model import MPlus
 
@@ -262,8 +263,9 @@ def baseline(
         case "SnapKV, device":
             label = f"SnapKV, a cache of {sizes.device:,} tokens"
             # Room for the chunk or question that is read.
-            model = sparse_cache(backbone, sizes.device, max(chunk, question))
-            return label, Reader(model, chunk)
+            read = max(chunk, question)
+            cache = SnapKVConfig(sizes.device - read, read)
+            return label, Reader(add_snapkv(backbone, cache), chunk)
         case "BM25":
             label = "BM25, 1 chunk in front of the question"
             best = functools.partial(bm25, tokenizer, chunk, 1)

@@ -158,7 +158,8 @@ def plan(config: Config, names: Sequence[str]) -> dict[str, float]:
         return max(0, rates - sum(spent(folder).finished for folder in folders))
 
     for name in names:
-        rows = [before.get(row_of(name, x), {}) for x in seeds_of(name, config.seeds)]
+        keys = (f"{name}, seed {x}" for x in seeds_of(name, config.seeds))
+        rows = [before.get(key.removesuffix(", seed None"), {}) for key in keys]
         done = [len(row["marks"][0]) if row else 0 for row in rows]
         left = sum(max(0.0, 1 - x / (config.until or SAMPLES)) for x in done)
         found[f"asking {name}"] = left * ASKING
@@ -170,11 +171,6 @@ def plan(config: Config, names: Sequence[str]) -> dict[str, float]:
                 share = lacks(kind, first, CURVE[name]) * CURVE[name] / UPDATES
                 found[f"training {name}"] = share * MINUTES
     return {name: minutes for name, minutes in found.items() if minutes}
-
-
-def row_of(name: str, seed: int | None) -> str:
-    """A row in the result file."""
-    return name if seed is None else f"{name}, seed {seed}"
 
 
 class Study:
@@ -272,7 +268,7 @@ class Study:
 
     def ask(self, name: str, seed: int | None) -> None:
         """Asks a row the facts that it was not asked yet, and writes its answers."""
-        key = row_of(name, seed)
+        key = f"{name}, seed {seed}".removesuffix(", seed None")
         before = self.result["rows"].get(key, {})
         after = self.config.after
         marks = before.get("marks", [""] * len(after))
@@ -378,7 +374,9 @@ def retention(result: dict[str, Any]) -> results.Rows:
             "on the device": _megabytes(most["device"]),
         }
         for distance, row in zip(after, method["after"], strict=True):
-            cells[f"after {distance} tokens"] = _share(row)
+            share = "{accuracy:.2f} ({low:.2f} to {high:.2f})".format(**row)
+            share = share if row["questions"] else "beyond its positions"
+            cells[f"after {distance} tokens"] = share
         for distance, row in zip(after, method["gain"], strict=True):
             interval = "{mean:+.2f} ({low:+.2f} to {high:+.2f})"
             words = interval.format(**row) if row else ""
@@ -389,12 +387,6 @@ def retention(result: dict[str, Any]) -> results.Rows:
 
 def _megabytes(size: int) -> str:
     return results.number(size / 1e6, 2 if size < 1e6 else 0)
-
-
-def _share(row: dict[str, Any]) -> str:
-    if not row["questions"]:
-        return "beyond its positions"
-    return "{accuracy:.2f} ({low:.2f} to {high:.2f})".format(**row)
 
 
 if __name__ == "__main__":

@@ -99,15 +99,12 @@ def training_step(name: str, time: int, unrolled: bool = False) -> Program:
     function = make_train_step(model, update, step)
     # Six operations a parameter and token. The embedding is the head as well.
     sizes = [math.prod(x.shape) for x in jax.tree.leaves(state.params)]
-    flops = (6.0 * sum(sizes) + _attention_flops(config, time)) * TOKENS
+    # And scores and reads of all keys before a token.
+    heads = [m for m in config.layers if isinstance(m, AttentionConfig)]
+    reads = sum(time * m.num_heads * m.head_dim for m in heads)
+    flops = 6.0 * (sum(sizes) + reads) * TOKENS
     blocks = shares(config.layers, time)
     return Program(function, (state, batch), donated=(0,), flops=flops, shares=blocks)
-
-
-def _attention_flops(config, time):
-    """Of a token with gradients: scores and reads of all keys before it."""
-    attention = [m for m in config.layers if isinstance(m, AttentionConfig)]
-    return sum(6.0 * time * m.num_heads * m.head_dim for m in attention)
 
 
 def table() -> dict[str, Case]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,13 +72,9 @@ def test_a_stream_is_a_log_of_all_facts_and_then_documents():
         assert dict(found(asked, task.QUESTIONS)) == stated
 
 
-@pytest.mark.parametrize(
-    "config",
-    [rivals.LearnedCacheConfig(8, 2, 4, 4, entries=3), rivals.GRUConfig(8, 2, 4, 4)],
-)
-def test_a_rival_reads_a_segment_as_token_by_token(config, monkeypatch):
+def test_a_rival_reads_a_segment_as_token_by_token(monkeypatch):
     monkeypatch.setattr(rivals, "CHUNK", 5)
-    mechanism = config.build()
+    mechanism = rivals.LearnedCacheConfig(8, 2, 4, 4, entries=3).build()
     params = mechanism.init_params(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 12, 8))
     whole, y = jax.jit(mechanism.apply)(params, mechanism.init_state(2), x)
@@ -178,13 +175,8 @@ def test_the_study_runs_and_keeps_what_it_trained(tmp_path, capsys, monkeypatch)
     scale, counts = program.STAGES[0]
     monkeypatch.setattr(program, "STAGES", ((scale._replace(steps=1), counts),))
     monkeypatch.setattr(answers, "LOG", 512)
-    config = program.Config(
-        only=("DeltaNet",),
-        counts=(4,),
-        distances=(256, 512),
-        streams=5,
-        run_dir=tmp_path,
-    )
+    given: Any = dict(counts=(4,), distances=(256, 512), streams=5, run_dir=tmp_path)
+    config = program.Config(("DeltaNet",), **given)
     program.main(config)
     said = capsys.readouterr()
     assert "4 facts, asked 512 bytes later" in said.out and "wrong" in said.out

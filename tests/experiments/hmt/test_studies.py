@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -61,15 +62,9 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(length, "CURVE", (trained,))
     # Two seeds, for a mean over them.
     monkeypatch.setattr(options, "MIN_SEEDS", 2)
-    config = length.Config(
-        run_dir=tmp_path,
-        output=tmp_path / "result",
-        backbone=str(path),
-        seeds=(0, 1),
-        targets=128,
-        curve=(256,),
-        only=(rows.SINK_WINDOW, rows.AGAIN, trained, rows.HIERARCHICAL),
-    )
+    only = (rows.SINK_WINDOW, rows.AGAIN, trained, rows.HIERARCHICAL)
+    given: Any = dict(run_dir=tmp_path, output=tmp_path / "result", backbone=str(path))
+    config = length.Config(only, (0, 1), targets=128, curve=(256,), **given)
     length.main(dataclasses.replace(config, plan=True))
     assert f"{trained}, 256 targets: 0 minutes" in capsys.readouterr().out
     with idle_updates(), monkeypatch.context() as patch:
@@ -113,6 +108,8 @@ def test_length(path, tmp_path, capsys, monkeypatch):
     same = json.loads((tmp_path / "result.json").read_text())
     assert "training" not in capsys.readouterr().err
     assert same["perplexity"] == report["perplexity"]
-    assert same["gains"] == report["gains"]
+    assert same["gains"] == report["gains"] and same["curve"] == report["curve"]
+    length.main(dataclasses.replace(config, plan=True))
+    assert "0 missing" in capsys.readouterr().out
     with pytest.raises(ValueError, match="and curve must be at least 128, got 127"):
         dataclasses.replace(config, curve=(127,))

@@ -17,7 +17,6 @@ PROGRAMS = {x: importlib.import_module(f"experiments.{x}") for x in NAMES}
 REFUSED = """
 corpus.comparison --held-out 7 | held_out must be in [8, 2147483647], got 7
 corpus.comparison --destination pyproject.toml/x | destination must be in a folder that
-elastic.tables --steps 0 | steps must be in [1, 2147483647], got 0
 elastic.tables --seeds 1 1 2 | seeds must all be distinct, got (1, 1, 2)
 facts.study --rates nan | rates[0] must be in [1e-08, 1.0], got nan
 facts.study --rates 0.03 0.01 | rates must ascend, got (0.03, 0.01)
@@ -30,14 +29,12 @@ facts.study --budgets 99999 | budgets must suit all rows, got (99999,): hidden_d
 facts.study --seeds 0 1 | seeds must be at least 3 seeds, got (0, 1)
 gpu.check --case foo --jobs 1 | case='foo' must be alone, got jobs=1, output=
 gpu.check --jobs 0 | jobs must be in [1, 2147483647], got 0
-gpu.fifteen_minutes --speed 0 | speed must be in [1.0, 1000000000000.0], got 0.0
 gpu.fifteen_minutes --budgets 9000 | budgets must be at least 4 texts of context=8192,
 gpu.fifteen_minutes --updates 5 | Unrecognized options
 hmt.length --curve 5 | targets and curve must be at least 4096, got 5
 hmt.length --only foo | only[0] must be one of ('window with sinks',
 memories.equal_bytes --context 256 | context must be 2 or more times window=256, got
 memories.recall --only foo | only must be one of ('DeltaNet',
-memories.recall --test-rows 0 | test_rows must be in [1,
 memories.recall --of contexts --test-rows 5 | test_rows=5 has no test in 'contexts'
 memories.recall --columns bytes --only Transformer++ | columns must have one of ('width'
 memories.recall --of contexts --columns bytes | columns must have one of ('width',) for

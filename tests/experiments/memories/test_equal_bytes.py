@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+from typing import Any
 
 import jax
 import pytest
@@ -23,19 +24,10 @@ from tests.training.idle import idle_updates
 
 @pytest.fixture(scope="module", name="setup")
 def _setup():
-    return Setup(
-        backbone=tiny.drawn(lambda: tiny.make_llama(num_layers=2, vocab_size=400)),
-        window=4,
-        sinks=1,
-        layers=(1,),
-        more=3,
-        context=8,
-        tokens=64,
-        corpus="embedded",
-        updates=6,
-        rate=1e-3,
-        seed=3,
-    )
+    backbone = tiny.drawn(lambda: tiny.make_llama(num_layers=2, vocab_size=400))
+    sizes: Any = dict(window=4, sinks=1, layers=(1,), more=3, context=8, tokens=64)
+    sizes |= dict(corpus="embedded", updates=6, rate=1e-3, seed=3)
+    return Setup(backbone=backbone, **sizes)
 
 
 def test_windows_have_equal_bytes(setup):
@@ -206,24 +198,11 @@ def test_more_training_is_falsified_by_either_window(tmp_path):
 @pytest.mark.slow
 def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
     source, backbone = small
-    config = fifteen_minutes.Config(
-        rows=("window", WINDOW, MEMORIES[0]),
-        corpus=source,
-        backbone=str(backbone),
-        window=5,
-        layers=(1,),
-        more=4,
-        context=20,
-        least=5,
-        budgets=(4 * 20 + 1,),
-        dtype="float32",
-        tokens=20,
-        long=1,
-        longest=40,
-        first=5,
-        run_dir=tmp_path / "runs",
-        output=tmp_path / "results",
-    )
+    given: Any = dict(window=5, layers=(1,), more=4, context=20, tokens=20, first=5)
+    given |= dict(least=5, long=1, longest=40, budgets=(4 * 20 + 1,), dtype="float32")
+    given |= dict(run_dir=tmp_path / "runs", output=tmp_path / "results")
+    given |= dict(corpus=source, rows=("window", WINDOW, MEMORIES[0]))
+    config = fifteen_minutes.Config(backbone=str(backbone), **given)
     fifteen_minutes.main(dataclasses.replace(config, plan=True))
     assert "3 missing" in capsys.readouterr().out
     for changes in ({"layers": (99,)}, {"sinks": 6}, {"corpus": "folder:/lost"}):

@@ -31,8 +31,9 @@ def test_stages_share_the_updates_and_revisit_at_the_papers_distances():
 
 def test_the_plan_has_each_missing_training_once(tmp_path):
     names = ("M+", "M+, 60 updates", "MemoryLLM", "BM25", "BM25, tuned")
-    given = {"run_dir": tmp_path, "output": tmp_path / "result"}
-    config = retention.Config(seeds=(1, 2, 3), **given)
+    config = retention.Config(
+        (), (1, 2, 3), run_dir=tmp_path, output=tmp_path / "result"
+    )
     found = retention.plan(config, names)
     # Two more rates with the first seed.
     trained = ("mplus", "memoryllm", "backbone")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,8 @@ SMALL = (1, 40, 1, 16)
 def test_every_implementation_has_both_passes(tmp_path, monkeypatch):
     quick = functools.partial(ops.this_device, 128, 2**12)
     monkeypatch.setattr(ops, "this_device", quick)
-    config = ops.Config(
-        ops=("trellis", "attention"),
-        shapes=(SMALL,),
-        chunk_size=16,
-        repeats=1,
-        output=tmp_path / "ops",
-    )
+    given: Any = dict(chunk_size=16, repeats=1, output=tmp_path / "ops")
+    config = ops.Config(("trellis", "attention"), (SMALL,), **given)
     assert ops.main(config) == 0
     report = json.loads((tmp_path / "ops.json").read_text())
     found = {(r["op"], r["implementation"], r["pass"]) for r in report["shapes"]}
