@@ -1,4 +1,4 @@
-"""A rival of a memory, trained as it is: a cache that learns what to keep.
+"""Rivals of a memory, trained as it is: a cache that learns what to keep, a GRU.
 
 The cache keeps the N tokens with the highest scores w x so far, each with its key and
 value in every head, and attends to them and to the token being read:
@@ -10,10 +10,16 @@ that of the sigmoid of the token's score minus the lowest kept score. Tokens dro
 within the open chunk have it too. Learned eviction as in the scores of H2O
 (https://arxiv.org/abs/2306.14048), trained instead of summed.
 
+The GRU (Cho et al. 2014, https://arxiv.org/abs/1406.1078) has blocks of H units, whose
+gates begin with time constants up to `LONGEST` (Tallec & Ollivier 2018,
+https://arxiv.org/abs/1804.11188). Its input projections are those of the layer.
+
 Shapes: B batch, T time, H heads, K key, V value, N entries, S N entries and T tokens.
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,9 +31,12 @@ from memjax.mechanisms.base import axes
 from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.style import RecurrentStyle
 
 #: Tokens of a chunk, in which dropped tokens still have gradients.
 CHUNK = 256
+#: Units of a block of the GRU; the longest time constant before training, in tokens.
+UNITS, LONGEST = 32, 1024.0
 #: Of empty entries, and of no token.
 EMPTY = -1e30
 
@@ -150,3 +159,52 @@ def _lowest_kept(kept: Float[Array, "B N"], scores: Float[Array, "B T"]) -> Arra
 
     tokens = jax.lax.stop_gradient(scores).T
     return jax.lax.scan(insert, kept, tokens)[1].T
+
+
+@dataclasses.dataclass(frozen=True)
+class GRUConfig(RecurrentConfig):
+    """A layer of blocks of `value_dim` units; see `RecurrentConfig`."""
+
+    name: ClassVar[str] = "gru"
+
+    style: RecurrentStyle = RecurrentStyle(
+        conv_width=0, query_silu=False, key_silu=False, unit_norm=False
+    )
+
+    def cell(self) -> Cell:
+        """The cell of these sizes."""
+        return bind(self, _gru_params, _gru_state, _gru_step, _gru_apply)
+
+    def cell_axes(self) -> Any:
+        """Sharding axes of its parameters."""
+        return axes(None, "heads"), axes("heads")
+
+
+def _gru_params(config, key) -> tuple[Array, Array]:
+    """Matrices [3, H, V, V] of the state, for both gates and the candidate; a bias."""
+    shape = (3, config.num_heads, config.value_dim, config.value_dim)
+    one, two = jax.random.split(key)
+    matrices = jax.random.normal(one, shape) / math.sqrt(config.value_dim)
+    spread = jax.random.uniform(two, (config.num_heads, config.value_dim))
+    return matrices, math.log(LONGEST) * spread
+
+
+def _gru_state(config, batch: int) -> Float[Array, "B H V"]:
+    return jnp.zeros((batch, config.num_heads, config.value_dim))
+
+
+def _gru_step(config, params, memory, q, k, v, x):
+    matrices, bias = params
+    update, reset, new = jnp.einsum("bhv,ghvw->gbhw", memory, matrices)
+    keep = jax.nn.sigmoid(q + update + bias[None])
+    candidate = jnp.tanh(v + jax.nn.sigmoid(k + reset) * new)
+    memory = keep * memory + (1 - keep) * candidate
+    return memory.astype(jnp.float32), memory.astype(v.dtype)
+
+
+def _gru_apply(config, params, memory, q, k, v, x):
+    memory = _gru_state(config, q.shape[0]) if memory is None else memory
+    step = functools.partial(_gru_step, config, params)
+    tokens = tuple(jnp.moveaxis(z, 1, 0) for z in (q, k, v, x))
+    memory, y = jax.lax.scan(lambda memory, z: step(memory, *z), memory, tokens)
+    return memory, jnp.moveaxis(y, 0, 1)

@@ -6,10 +6,11 @@
 A log in plain bytes states 16 to 64 facts in twelve wordings, a quarter of them anew
 with another code. Text of test documents goes on, and every fact is asked in other
 words (`task`). Rows: memories of equal parameters and equal state; rivals that are
-trained alike, a sliding window and a cache that learns what to keep (`rivals`);
-baselines that are not trained: text, plain or compressed, which a reader who makes no
-mistake reads again. Columns: right answers, by facts and bytes since the log. The
-dictionary is the ceiling: a list of the facts, by a reader who knows what counts.
+trained alike, a sliding window, a cache that learns what to keep and a GRU (`rivals`),
+which has more parameters than all others; baselines that are not trained: text, plain
+or compressed, which a reader who makes no mistake reads again. Columns: right answers,
+by facts and bytes since the log. The dictionary is the ceiling: a list of the facts, by
+a reader who knows what counts.
 
 All train on texts of 128, 512 and 2,048 bytes; the cache, which learns nothing while it
 drops what it cannot attend to yet, begins with more entries, and has more updates
@@ -35,7 +36,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from experiments.facts import answers, tables, task
-from experiments.facts.rivals import LearnedCacheConfig
+from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
 from experiments.lab import options, study
 from experiments.lab.results import rows_before, settings, write_report
 from experiments.memories import mqar, small_models
@@ -63,7 +64,7 @@ FIRST = 1e-2
 MINUTES, SLOWER = 4.0, {"trellis": 120.0}
 #: Validation texts of a count.
 VALIDATION = 16
-WINDOW, CACHE = tables.RIVALS
+WINDOW, CACHE, GRU = tables.RIVALS
 #: Half-lives of forget gates before training, in tokens: the shortest is as long as a
 #: training text. By default those of Trellis are 69 tokens.
 HALF_LIVES = 2048.0, 65_536.0
@@ -80,6 +81,7 @@ ROWS: dict[str, Row] = {
     "Trellis, slow gates": Row("trellis", {"chunk_size": 1}),
     "Gated DeltaNet": Row("gated_deltanet"),
     "Gated DeltaNet, slow gates": Row("gated_deltanet"),
+    GRU: Row("gru"),
 }
 #: Three memories and the strongest rival.
 QUICK = ("DeltaNet", "TTT", "Lattice", CACHE)
@@ -131,23 +133,30 @@ class Config(options.Options):
 def model(name: str, budget: int) -> ModelConfig:
     """The model of a row, its state nearest to `budget` bytes.
 
-    The width of the feed-forward gives every row DeltaNet's number of parameters.
+    The width of the feed-forward gives every row DeltaNet's number of parameters; the
+    GRU has more.
 
     Raises:
         ValueError: if the budget is smaller than one entry, or no size comes near it.
     """
     base = mqar.SMALL._replace(vocab_size=task.VOCAB_SIZE)
     plain, row = mqar.of_bytes(base, "deltanet", budget), ROWS[name]
-    if name != CACHE:
+    if name not in (CACHE, GRU):
         made = mqar.of_bytes(base, row.mechanism, budget, **row.options)
     else:
-        sizes = base.scale.model_dim, base.scale.heads, base.width, base.width
+        width, heads = base.scale.model_dim, base.scale.heads
 
         def make(size: int) -> ModelConfig:
-            mechanism = LearnedCacheConfig(*sizes, entries=size)
+            if name == GRU:
+                mechanism = GRUConfig(width, size, UNITS, UNITS)
+            else:
+                sizes = (width, heads, base.width, base.width)
+                mechanism = LearnedCacheConfig(*sizes, entries=size)
             return dataclasses.replace(plain, mechanisms=(mechanism,))
 
         made = small_models.equal_state(make, budget)
+    if name == GRU:
+        return made
     missing = small_models.parameters(plain) - small_models.parameters(made)
     more = round(missing / (3 * made.model_dim * made.num_layers))
     return dataclasses.replace(made, hidden_dim=made.hidden_dim + more)

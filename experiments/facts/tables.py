@@ -11,7 +11,7 @@ from experiments.lab.intervals import median_and_range
 from experiments.lab.results import Rows, figure, load, number, percent, show, table
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
 
-CACHE, RIVALS = "learned cache", ("sliding window", "learned cache")
+CACHE, RIVALS = "learned cache", ("sliding window", "learned cache", "GRU")
 #: Distance of the second falsifier, and the share that has to be held there.
 FAR, HALF = 262_144, 0.5
 #: Characters of a full bar; questions that are shown.

@@ -124,12 +124,10 @@ def all_cases() -> dict[str, Callable[[], Case]]:
     """Every kernel, phi, activation and variant by name; both kinds of start."""
     found = {}
 
-    def add(op, shape, chunk, value=0, **options):
+    def add(op, shape, chunk, **options):
         words = [op, tuple(shape), chunk, *options.values()]
-        words += [f"value={value}"] if value else []
         name = " ".join(map(str, words)).replace(", ", ",")
-        given = (name, op, shape, chunk, value or shape.width)
-        found[name] = functools.partial(make_case, *given, **options)
+        found[name] = functools.partial(make_case, name, op, shape, chunk, **options)
 
     for shape in SHAPES:
         for chunk in (64, 16):
@@ -140,26 +138,21 @@ def all_cases() -> dict[str, Callable[[], Case]]:
                 add("lattice", shape, chunk, variant=variant)
     for activation in ("l2_silu", "softmax"):
         add("trellis", SHAPES[0], 64, phi="l2_silu", activation=activation)
-    # Its backward kernel does not fit: the forward kernel alone.
-    add("trellis", SHAPES[1], 64, 128, phi="l2_silu", activation="ln_silu")
     return found
 
 
-def make_case(
-    name: str, op: str, shape: Shape, chunk: int, value: int, **options: Any
-) -> Case:
+def make_case(name: str, op: str, shape: Shape, chunk: int, **options: Any) -> Case:
     """Both passes, from open chunks, over resets."""
     tokens = ops.inputs(op, shape, "bfloat16")
-    tokens["v"] = jnp.concatenate([tokens["v"]] * (value // shape.width), axis=-1)
     b, t, h, d, *_ = shape
     # Batch elements at different positions of their chunks, one with a reset.
     position = jnp.arange(b, dtype=jnp.int32) * 5 % chunk
     starts = (jnp.arange(t)[None] + position[:, None]) % chunk == 0
     reset = starts & (jnp.arange(t)[None] // chunk == t // chunk // 2)
     if op == "trellis":
-        function, empty = trellis, trellis_init_state(b, h, d, d, value, chunk)
+        function, empty = trellis, trellis_init_state(b, h, d, d, d, chunk)
     else:
-        function, empty = lattice, lattice_init_state(b, h, d, value, chunk)
+        function, empty = lattice, lattice_init_state(b, h, d, d, chunk)
     state = dataclasses.replace(empty, position=position)
 
     def call(*tokens, state, **given):

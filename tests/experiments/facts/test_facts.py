@@ -72,9 +72,11 @@ def test_a_stream_is_a_log_of_all_facts_and_then_documents():
         assert dict(found(asked, task.QUESTIONS)) == stated
 
 
-def test_a_rival_reads_a_segment_as_token_by_token(monkeypatch):
+# Of 8 entries, fewer than there are tokens.
+@pytest.mark.parametrize("kind", [rivals.LearnedCacheConfig, rivals.GRUConfig])
+def test_a_rival_reads_a_segment_as_token_by_token(kind, monkeypatch):
     monkeypatch.setattr(rivals, "CHUNK", 5)
-    mechanism = rivals.LearnedCacheConfig(8, 2, 4, 4, entries=3).build()
+    mechanism = kind(8, 2, 4, 4).build()
     params = mechanism.init_params(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 12, 8))
     whole, y = jax.jit(mechanism.apply)(params, mechanism.init_state(2), x)
