@@ -72,7 +72,6 @@ def test_a_stream_is_a_log_of_all_facts_and_then_documents():
         assert dict(found(asked, task.QUESTIONS)) == stated
 
 
-# Of 8 entries, fewer than there are tokens.
 @pytest.mark.parametrize("kind", [rivals.LearnedCacheConfig, rivals.GRUConfig])
 def test_a_rival_reads_a_segment_as_token_by_token(kind, monkeypatch):
     monkeypatch.setattr(rivals, "CHUNK", 5)
@@ -80,12 +79,11 @@ def test_a_rival_reads_a_segment_as_token_by_token(kind, monkeypatch):
     params = mechanism.init_params(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 12, 8))
     whole, y = jax.jit(mechanism.apply)(params, mechanism.init_state(2), x)
-    tokens = jnp.moveaxis(x, 1, 0)
 
     def step(state, token):
         return mechanism.step(params, state, token)
 
-    state, steps = jax.lax.scan(step, mechanism.init_state(2), tokens)
+    state, steps = jax.lax.scan(step, mechanism.init_state(2), jnp.moveaxis(x, 1, 0))
     np.testing.assert_allclose(jnp.moveaxis(steps, 0, 1), y, atol=1e-5)
     assert jax.tree.structure(state) == jax.tree.structure(whole)
 
