@@ -20,7 +20,7 @@ def test_nothing_is_checked_without_a_gpu(capsys, tmp_path):
 
 def small():
     shape = Shape(1, 20, 1, 16)
-    return check.make_case("lattice", "lattice", shape, 8, 16, variant="sim")
+    return check.make_case("lattice", "lattice", shape, 8, variant="sim")
 
 
 @pytest.mark.slow
