@@ -138,6 +138,7 @@ def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]
     # Texts are read in whole segments.
     tokens = -(-config.longest // SEGMENT) * SEGMENT
     setup = Setup(**sizes, backbone=loaded.model, tokens=tokens)
+    # Sizes that a row would refuse are refused before the first.
     wide_window(setup.backbone, setup)
     for make in filter(None, (ROWS[name].stages for name, _ in config.runs())):
         make(setup)

@@ -146,6 +146,11 @@ def seeds_of(name: str, seeds: tuple[int, ...]) -> tuple[int | None, ...]:
     return seeds[: 1 if name in CURVE else None] if trained(name) else (None,)
 
 
+def key_of(name: str, seed: int | None) -> str:
+    """The name of a row with a seed in the result file."""
+    return name if seed is None else f"{name}, seed {seed}"
+
+
 def plan(config: Config, names: Sequence[str]) -> dict[str, float]:
     """Minutes of the trainings of each kind on a core, and of asking a row."""
     found: dict[str, float] = {}
@@ -158,8 +163,8 @@ def plan(config: Config, names: Sequence[str]) -> dict[str, float]:
         return max(0, rates - sum(spent(folder).finished for folder in folders))
 
     for name in names:
-        keys = (f"{name}, seed {x}" for x in seeds_of(name, config.seeds))
-        rows = [before.get(key.removesuffix(", seed None"), {}) for key in keys]
+        keys = (key_of(name, seed) for seed in seeds_of(name, config.seeds))
+        rows = [before.get(key, {}) for key in keys]
         done = [len(row["marks"][0]) if row else 0 for row in rows]
         left = sum(max(0.0, 1 - x / (config.until or SAMPLES)) for x in done)
         found[f"asking {name}"] = left * ASKING
@@ -268,7 +273,7 @@ class Study:
 
     def ask(self, name: str, seed: int | None) -> None:
         """Asks a row the facts that it was not asked yet, and writes its answers."""
-        key = f"{name}, seed {seed}".removesuffix(", seed None")
+        key = key_of(name, seed)
         before = self.result["rows"].get(key, {})
         after = self.config.after
         marks = before.get("marks", [""] * len(after))

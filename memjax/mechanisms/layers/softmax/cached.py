@@ -41,7 +41,7 @@ def from_rows(
     def shortest(query, keys, values, before, visible, *, least, end=None):
         def prefix(size):
             def read():
-                # Split in here: the reshape is what joins the write with the read.
+                # Split in here, see `_apart_from_writes`.
                 key, value = (split(x[:, :size]) for x in (keys, values))
                 return in_pieces(query, key, value, before, visible[:, :size], end)
 
@@ -49,9 +49,7 @@ def from_rows(
 
         return _shortest_prefix(room, filled, prefix, least)
 
-    # One query reads in a branch, however few the slots: XLA would join the write of
-    # its own token with each read of a cache, and copy the cache for each.
-    least = max(1, room // 4) if query.shape[1] == 1 else room
+    least = _apart_from_writes(room) if query.shape[1] == 1 else room
     apart = by_platform(
         functools.partial(shortest, least=least, end=filled),
         functools.partial(shortest, least=LEAST_PREFIX),
@@ -105,7 +103,7 @@ def rows_with_mass(
         slots = keys.shape[1]
 
         def prefix(size):
-            # Split in here, see `from_rows`.
+            # Split in here, see `_apart_from_writes`.
             def first(x):
                 return _by_head(x[:, :size], query.shape[-1]).astype(query.dtype)
 
@@ -113,7 +111,8 @@ def rows_with_mass(
             return lambda: masked_with_mass(query, first(keys), first(values), given)
 
         seen = jnp.where(mask, jnp.arange(1, slots + 1, dtype=jnp.int32), 0)
-        return _shortest_prefix(slots, seen.max(), prefix, max(1, slots // 4))
+        least = _apart_from_writes(slots)
+        return _shortest_prefix(slots, seen.max(), prefix, least)
 
     return by_platform(apart, cached_attention)(query, keys, values, mask)
 
@@ -121,6 +120,15 @@ def rows_with_mass(
 def _by_head(rows, width):
     """Rows [B, S, J] as heads [B, S, G, K] of a width."""
     return rows.reshape(*rows.shape[:2], -1, width)
+
+
+def _apart_from_writes(slots):
+    """`least` of two prefixes, so that a single query reads in a branch.
+
+    Outside of one XLA on a CPU joins the reshape of a cache by heads with the write of
+    the query's own token, and copies the cache for each.
+    """
+    return max(1, slots // 4)
 
 
 def _shortest_prefix(slots, filled, prefix, least):
