@@ -339,7 +339,7 @@ def main(config: Flags[Config]) -> None:
     for case in made:
         say(f"{case.name}, equal {case.column}, {case.task}")
         new = train_row(config, case)
-        # Rows of other calls are kept, all in the order of the study.
+        # Rows that other calls trained stay in the file, in the study's order.
         rows: dict[Any, list[dict[str, Any]]] = {x.place: [] for x in known}
         for old in rows_before(output, config, "only", "columns"):
             rows.get(tuple(map(old.get, PLACE)), []).append(old)

@@ -101,7 +101,7 @@ def _forward(static, q, k, v):
     return y, (q, k, v, y, mass)
 
 
-# What is not asked for again leaves out a whole call, and not a kernel alone.
+# A call of its own: rematerialisation drops whole calls, not single kernels.
 @functools.partial(jax.jit, static_argnums=0)
 def _forward_call(static, q, k, v):
     # Named here, where the output and its residuals are made, so that the kernel

@@ -88,7 +88,7 @@ def join(
 def _rolled(
     x: Shaped[Array, "B T *X"], by: Int[Array, " B"]
 ) -> Shaped[Array, "B T *X"]:
-    """Each batch element with its tokens so many places later."""
+    """The tokens of each batch element, rolled along T by its number of `by`."""
     roll = jax.vmap(lambda element, by: jnp.roll(element, by, axis=0))
     # Usually all begin a chunk: a roll would copy every token for nothing.
     return jax.lax.cond(jnp.any(by != 0), lambda x: roll(x, by), lambda x: x, x)

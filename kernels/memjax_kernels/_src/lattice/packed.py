@@ -153,7 +153,7 @@ def weigh(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
 def sum_rounded(
     x: Float[Array, "P M VV"], options: Options, count: int = 1
 ) -> Float[Array, "P M VV"]:
-    """`packs.sum_heads` as a product of so many parts of x with ones.
+    """`packs.sum_heads` as a product with ones of x, split into `count` bfloat16 parts.
 
     Sums over lanes alone keep one unit busy while the matrix unit waits.
     """

@@ -83,7 +83,7 @@ def in_chunks(
 
 
 def widths_of(x: Chunks) -> tuple[int, int, int]:
-    """Those of keys and values, and the slots."""
+    """Key width K, value width V and number of slots M."""
     _, *widths = (tokens.shape[4] for tokens in x.tokens)
     return tuple(widths)
 

@@ -59,12 +59,12 @@ class Packs(NamedTuple):
 
     @property
     def is_saved(self) -> bool:
-        """Whether the memories before the chunk are saved."""
+        """Whether the forward kernel saves the memories at the chunk's start."""
         return self.chunk % (self.layout.chunks // self.layout.saved) == 0
 
     @property
     def next_is_saved(self) -> bool:
-        """Whether those before the next chunk are; the next block's always are."""
+        """Whether it saves those at the next chunk's start, as at every block's."""
         return self._replace(chunk=self.chunk + 1).is_saved
 
     def saved(self, refs):
@@ -84,7 +84,7 @@ class Packs(NamedTuple):
         _write(ref, d, lambda ref: self._part(ref, self.layout.chunks, self.chunk))
 
     def _part(self, ref, number, index):
-        """One of so many parts of each pack."""
+        """The rows of part `index`, of `number` equal parts of each pack."""
         size = ref.shape[2] // number
         part = slice(index * size, (index + 1) * size)
         return [(*place, part) for place in self._places()]

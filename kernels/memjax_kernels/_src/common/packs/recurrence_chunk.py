@@ -159,7 +159,7 @@ def equations(op: Op) -> Equations:
 
 
 def forgets_little(x: Any) -> Bool[Array, ""] | None:
-    """Whether every channel's total log decay over each quarter chunk exceeds -MILD.
+    """Whether the log decay summed over a quarter of a chunk is above -MILD everywhere.
 
     Gates are rounded to bfloat16. None for float32, of which quotients would lose a
     digit.
