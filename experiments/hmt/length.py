@@ -21,6 +21,7 @@ as they are finished. `--plan` prints the missing rows, 17 hours in all.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,13 +29,20 @@ from typing import Annotated, Any, cast
 
 import numpy as np
 
-from experiments.hmt import length_tables, training
-from experiments.hmt.rows import APART, CAUSAL, NAMES, SENSORY, TUNED, Row, rows
+from experiments.hmt import length_tables
+from experiments.hmt.rows import APART, CAUSAL, NAMES, SENSORY, TUNED, Row, rows, scored
 from experiments.lab import backbones, options
 from experiments.lab.intervals import loss_difference, mean_losses, select_kind
 from experiments.lab.measure import Scored, score_once, score_text, state_bytes
 from experiments.lab.results import RESULTS, settings, show, write_report
-from experiments.lab.study import climb_rate, digest, once, show_plan
+from experiments.lab.study import (
+    climb_rate,
+    digest,
+    once,
+    show_plan,
+    train_once,
+    use_compile_cache,
+)
 from memjax import evaluation
 from memjax.config_io import to_record
 from memjax.data import Split, TokenisedDocument, load_tokens
@@ -58,6 +66,8 @@ DEPTH, TRUNCATED = 16, 4
 VALIDATION_TOKENS, RATES, FIRST = 2048, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
 #: Rows of the curve; of "k tokens again" HMT has the memories beside.
 CURVE = (CAUSAL, TUNED.format(SENSORY), length_tables.TUNED_WINDOW)
+#: Segments that are read in one call.
+TOGETHER = 16
 #: Minutes of a training, for a target and a token read for one, on two cores.
 MINUTES = 9e-5
 Texts = Sequence[TokenisedDocument]
@@ -94,7 +104,7 @@ class Config(options.Options):
         # Every stage of a row has an update: the first has a quarter of the targets.
         first, last = (getattr(hmt_stages(), x) for x in ("stage1", "stage2"))
         tokens = last.data.batch_size * last.context_length
-        least = max(4 * training.scored(first), 2 * tokens)
+        least = max(4 * scored(first), 2 * tokens)
         if (found := min(self.targets, *self.curve)) < least:
             raise ValueError(f"targets and curve must be at least {least}, got {found}")
 
@@ -131,6 +141,7 @@ def main(config: options.Flags[Config]) -> None:
     if config.plan:
         show_plan(study.plan(wanted))
         return
+    use_compile_cache(config.run_dir)
     # Finished rows of earlier calls are shown from the first row on.
     finished = {
         row.name: study.measure(row) for row in study.rows if study.file(row).is_file()
@@ -151,18 +162,23 @@ class Study:
     """Rows and texts of a configuration."""
 
     def __init__(self, config: Config):
-        self.config, stages = config, hmt_stages()
-        memory = stages.stage2.hmt
+        self.config, self.stages = config, hmt_stages()
+        memory = self.stages.stage2.hmt
         self.segment, self.first = memory.segment_length, memory.summary
-        path = backbones.located(config.backbone)
-        self.setting = training.Setting(path, stages, config.source, config.run_dir)
-        found = finetune.load_backbone(path)
+        self.path = backbones.located(config.backbone)
+        found = finetune.load_backbone(self.path)
         self.backbone = found.model
-        self.rows = rows(stages, found.model, config.targets)
+        self.rows = rows(self.stages, found.model, config.targets)
 
-        def documents(split: Split, tokens: int) -> Texts:
-            read = load_tokens(config.source, found.tokenizer, split)
-            return whole_segments(read, tokens, self.segment)
+        def documents(split: Split, most: int) -> Texts:
+            """Cut to whole segments of at most `most` tokens, and one target more."""
+            texts = []
+            for text in load_tokens(config.source, found.tokenizer, split):
+                segments = min(most, len(text.tokens) - 1) // self.segment
+                tokens = np.asarray(text.tokens[: segments * self.segment + 1])
+                if segments:
+                    texts.append(text._replace(tokens=tokens))
+            return texts
 
         #: Perplexity by row and targets, as far as they are trained.
         self.curve: dict[str, dict[int, float]] = {}
@@ -178,7 +194,7 @@ class Study:
         return {
             "row": row.name,
             "stages": [to_record(stage) for stage in row.stages],
-            "backbone": str(self.setting.backbone),
+            "backbone": str(self.path),
             "source": self.config.source,
             "tokens": [max(LENGTHS), VALIDATION_TOKENS],
             "rates": RATES,
@@ -221,7 +237,7 @@ class Study:
     def curve_rows(self) -> Iterator[tuple[str, Row]]:
         """Rows of the curve, by the name of the row whose rate they have."""
         for name, targets in itertools.product(CURVE, self.config.curve):
-            made = rows(self.setting.stages, self.backbone, targets)
+            made = rows(self.stages, self.backbone, targets)
             (row,) = (row for row in made if row.name == name)
             yield name, row._replace(name=f"{name}, {targets:,} targets")
 
@@ -255,7 +271,7 @@ class Study:
         Several segments are read in a call.
         """
         if row.is_trained:
-            folder, seconds = training.train(self.setting, row.stages, seed, rate)
+            folder, seconds = self.train(row, rate, seed)
             folder = folder / "scores"
         else:
             key = digest(self.identity(row) | {"seeds": None})
@@ -266,9 +282,30 @@ class Study:
                 model = merge_lora(finetune.load(folder.parent)[1])
             else:
                 model = row.build(self.backbone)
-            return score_text(model, training.TOGETHER * self.segment)
+            return score_text(model, TOGETHER * self.segment)
 
         return score_once(prepare, texts, folder), seconds
+
+    def train(self, row: Row, rate: float, seed: int) -> tuple[Path, float]:
+        """Trains the stages of a row, unless they are trained.
+
+        Returns the folder of the last one, and the seconds of all. A folder is named by
+        the settings that it depends on: rows share their stages.
+        """
+        folder, seconds = None, 0.0
+        for stage in row.stages:
+            data = dataclasses.replace(stage.data, source=self.config.source)
+            optimizer = dataclasses.replace(stage.optimizer, learning_rate=rate)
+            changes = {"data": data, "optimizer": optimizer, "seed": seed}
+            stage, start = dataclasses.replace(stage, **changes), folder
+            key = digest([to_record(stage), str(start or self.path)])
+            folder = self.config.run_dir / f"model-{key}"
+            given = stage, None if start else self.path, folder, start
+            what = f"{row.name}, {stage.loop.steps} steps"
+            run = functools.partial(finetune.finetune, *given)
+            seconds += train_once(folder, run, what).seconds
+        assert folder is not None  # Trained rows have stages.
+        return folder, seconds
 
     def mask(self, losses: TokenLosses) -> TokenLosses:
         """The losses of targets that no row has read ahead."""
@@ -278,17 +315,6 @@ class Study:
     def perplexity(self, losses: TokenLosses) -> float:
         """Of these targets."""
         return evaluation.perplexity(self.mask(losses))
-
-
-def whole_segments(documents: Texts, tokens: int, segment: int) -> Texts:
-    """Documents cut to whole segments, at most `tokens`, and one target more."""
-    cut = []
-    for document in documents:
-        size = min(tokens, len(document.tokens) - 1) // segment * segment
-        if size:
-            tokens_of = np.asarray(document.tokens[: size + 1])
-            cut.append(document._replace(tokens=tokens_of))
-    return cut
 
 
 def reach(row: Row) -> int:
@@ -317,7 +343,7 @@ def report(
         }
 
     results = {
-        "training": to_record(study.setting.stages),
+        "training": to_record(study.stages),
         "lengths": LENGTHS,
         "documents": {text.name: len(text.tokens) - 1 for text in study.texts},
         "segment": study.segment,

@@ -8,11 +8,10 @@ everything, up to the backbone's positions.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from experiments.hmt.training import baseline, rmt, scored, with_targets
 from experiments.lab.baselines import equal_window
 from experiments.lab.measure import state_bytes
 from memjax.models import LanguageModel
@@ -32,6 +31,20 @@ TUNED = "{}, tuned"
 _BOTH = (SINK_WINDOW, AGAIN, SENSORY, APART)
 NAMES = (*_BOTH, LAST, WINDOW, FULL, CAUSAL, HIERARCHICAL)
 NAMES += (*map(TUNED.format, _BOTH), RMT)
+
+
+def scored(stage: SegmentStage) -> int:
+    """Targets that an update scores: none that a summary has read ahead."""
+    targets = stage.data.batch_size * stage.context_length
+    if stage.memory == "hmt" and stage.hmt.reads_ahead:
+        return targets - targets * stage.hmt.summary // stage.hmt.segment_length
+    return targets
+
+
+def with_targets(stage: SegmentStage, targets: int) -> SegmentStage:
+    """The stage with the number of updates that scores `targets` targets."""
+    loop = dataclasses.replace(stage.loop, steps=round(targets / scored(stage)))
+    return dataclasses.replace(stage, loop=loop)
 
 
 class Row(NamedTuple):
@@ -73,6 +86,21 @@ class Row(NamedTuple):
         return whole / hmt.segment_length
 
 
+def baseline(stages: HMTStages, segment: int, **changes: Any) -> SegmentStage:
+    """Stage 2 as a model of such segments, which has no memory to cut gradients in.
+
+    Its samples have no fewer tokens than those of HMT.
+    """
+    last = stages.stage2
+    return dataclasses.replace(
+        last,
+        window=segment,
+        depth=-(-last.context_length // segment),
+        step=dataclasses.replace(last.step, bptt_blocks=0),
+        **changes,
+    )
+
+
 def rows(stages: HMTStages, backbone: LanguageModel, targets: int) -> list[Row]:
     """All rows, those that need no training first.
 
@@ -98,16 +126,21 @@ def rows(stages: HMTStages, backbone: LanguageModel, targets: int) -> list[Row]:
     }
     untrained = both | {LAST: reread(TRUNCATED, TRUNCATED), WINDOW: window(plain, 0)}
     tuned = {TUNED.format(name): stage for name, stage in both.items()}
-    causal = dataclasses.replace(
-        stages.stage2, hmt=dataclasses.replace(hmt, summary_source="previous")
-    )
+
+    def changed(**changes: Any) -> SegmentStage:
+        memory = dataclasses.replace(hmt, **changes)
+        return dataclasses.replace(stages.stage2, hmt=memory)
+
+    # Its gradients are cut as those of HMT.
+    recurrence = changed(retrieval=False, num_sensory_tokens=0)
+    causal, rest = changed(summary_source="previous"), targets - targets // 4
     first = with_targets(stages.stage1, targets // 4)
     # Strictly causal first: it is the form that can be used.
     trained = {
-        CAUSAL: (first, with_targets(causal, targets - targets // 4)),
-        HIERARCHICAL: (first, with_targets(stages.stage2, targets - targets // 4)),
+        CAUSAL: (first, with_targets(causal, rest)),
+        HIERARCHICAL: (first, with_targets(stages.stage2, rest)),
         **{name: (with_targets(x, targets),) for name, x in tuned.items()},
-        RMT: (with_targets(rmt(stages), targets),),
+        RMT: (with_targets(recurrence, targets),),
     }
     return [
         *(Row(name, (stage,)) for name, stage in untrained.items()),

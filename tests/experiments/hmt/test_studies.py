@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from experiments.hmt import length, length_tables, rows, training
+from experiments.hmt import length, length_tables, rows
 from experiments.lab import options
 from memjax.training import LoopConfig, pretrain
 from memjax.training.finetune.curricula import HMTStages
@@ -36,7 +36,7 @@ STAGES = length.hmt_stages()
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch):
     monkeypatch.setattr(length, "hmt_stages", tiny_stages)
-    monkeypatch.setattr(training, "TOGETHER", 4)
+    monkeypatch.setattr(length, "TOGETHER", 4)
 
 
 @pytest.fixture(name="path")
