@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lab.intervals import format_interval
-from experiments.lab.results import Lookup, Rows, number, spread, table, written
+from experiments.lab.results import Lookup, Rows, number, table, written
 from experiments.memories.recall_tables import both_columns
 from experiments.mplus.answers import by_method
 
@@ -38,7 +38,7 @@ def papers(*results: Result) -> Rows:
         "sizes": {row["name"]: row for row in recall["rows"]},
         "recall": recall,
         "seeds": len(recall["config"]["seeds"]),
-        "ppl": {x["name"]: spread(x["mean"], x["error"], 2) for x in perplexities},
+        "ppl": {x["name"]: f"{x['mean']:.2f} ± {x['error']:.2f}" for x in perplexities},
         "ngrams": {k: number(x, 2) for k, x in steps["ngrams"].items()},
         # Full attention ends before the longest text does.
         "hmt": {name: number(x[-1], 2) for name, x in by_length.items()},
@@ -57,7 +57,3 @@ def _recalled(result: Result, name: str, equal: str) -> str:
     (cells,) = (x for x in rows if (x["right answers"], x["equal"]) == (name, equal))
     learned = "" if cells["learned"] == "5 of 5" else f", {cells['learned']} seeds"
     return f"{cells['16 pairs']} and {cells['32 pairs']}{learned}"
-
-
-if __name__ == "__main__":
-    raise SystemExit("it is rendered by python -m experiments.lab.render")

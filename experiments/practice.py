@@ -248,7 +248,3 @@ def plot_distance(facts: Result, path: Path) -> None:
         left.set(xlabel="tokens since", ylabel="right answers")
         right.set(title="16 facts in a log: small models, text of as many bytes")
         right.set_xlabel("bytes since")
-
-
-if __name__ == "__main__":
-    raise SystemExit("it is rendered by python -m experiments.lab.render")

@@ -27,13 +27,14 @@ names occur in training. Streams are of the same documents, from other places.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array
 
 from experiments.facts import answers, tables, task
 from experiments.facts.rivals import UNITS, GRUConfig, LearnedCacheConfig
@@ -44,6 +45,7 @@ from experiments.memories.recall import Row
 from experiments.memories.small_models import Scale
 from experiments.memories.text import text_of
 from memjax.config_io import to_record
+from memjax.data.batches.batch import Batch
 from memjax.evaluation.statistics import MIN_DOCUMENTS
 from memjax.mechanisms.cells.base import CellConfig
 from memjax.models import LanguageModel, ModelConfig
@@ -258,9 +260,9 @@ def measure(
     stream of each.
     """
     seconds = 0.0
-    for sized, (scale, counts) in stages_of(made):
-        draw, own = draw_batches(scale, counts), scale._replace(learning_rate=rate)
-        trained, more = small_models.train(own, sized, seed, draw, trained)
+    for sized, stage in stages_of(made):
+        scale = stage[0]._replace(learning_rate=rate)
+        trained, more = small_models.train(scale, sized, seed, draw, stage, trained)
         seconds += more
     assert trained is not None  # There are stages.
     began = time.process_time()
@@ -287,17 +289,12 @@ def slow_gates(config: ModelConfig, seed: int) -> LanguageModel:
     return model
 
 
-@functools.lru_cache(maxsize=len(STAGES))
-def draw_batches(scale: Scale, counts: tuple[int, ...]) -> Callable:
-    """The function that draws a batch; one a stage, so that models share its text."""
-    text = jnp.asarray(text_of("train"))
+def draw(stage: Stage, seed: Array, step: Array) -> Batch:
+    """Texts of an update of a stage."""
+    text, (scale, counts) = jnp.asarray(text_of("train")), stage
     rows = scale.tokens_per_update // scale.context_length
-
-    def draw(seed, step):
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        return task.training_batch(text, rows, counts, scale.context_length, key)
-
-    return draw
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return task.training_batch(text, rows, counts, scale.context_length, key)
 
 
 def validation(trained: LanguageModel) -> float:

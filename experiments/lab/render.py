@@ -50,7 +50,7 @@ def declared() -> tuple[dict[str, Table], dict[str, Figure]]:
     modules = map(importlib.import_module, names)
     found = [value for module in modules for value in vars(module).values()]
     tables = {x.name: x for x in found if isinstance(x, Table)}
-    figures = {n: x for x in found if isinstance(x, Figure) for n in x.names}
+    figures = {x.name: x for x in found if isinstance(x, Figure)}
     return tables, figures
 
 
@@ -157,7 +157,7 @@ def _markdown(table: Table, folder: Path) -> str:
 def draw(figures: Figures, folder: Path = RESULTS) -> None:
     """Draws plots from their result files into a folder."""
     for name, figure in figures.items():
-        figure.draw(load(figure.source or name), folder / f"{name}.png")
+        figure.draw(load(figure.source), folder / f"{name}.png")
         print(f"drew {folder / name}.png")
 
 

@@ -98,19 +98,17 @@ def table(name: str, *sources: str) -> Callable[[Callable[..., Rows]], Table]:
 class Figure(NamedTuple):
     """A plot that a study declares with `figure`; it draws a result into a file."""
 
-    names: tuple[str, ...]
-    source: str | None
+    name: str
+    source: str
     draw: Callable[[dict[str, Any], Path], None]
 
 
-def figure(
-    *names: str, source: str | None = None
-) -> Callable[[Callable[[dict[str, Any], Path], None]], Figure]:
-    """Declares plots: the decorated function draws a result into a file.
+def figure(name: str, source: str = "") -> Callable[[Callable[..., None]], Figure]:
+    """Declares a plot: the decorated function draws the result `source` into a file.
 
-    The result is `source`, or that of the name of each picture.
+    The result is that of the picture's name unless given.
     """
-    return lambda draw: Figure(names, source, draw)
+    return lambda draw: Figure(name, source or name, draw)
 
 
 class Lookup:
@@ -136,13 +134,6 @@ def written(file: Path, columns: Sequence[str], named: Mapping[str, Any]) -> Row
 def number(value: float | None, digits: int) -> str:
     """A number with thousands separated; empty for None and NaN."""
     return "" if value is None or value != value else f"{value:,.{digits}f}"
-
-
-def spread(value: float | None, error: float | None, digits: int) -> str:
-    """A number ± its standard error, which may be missing."""
-    if value is None or error is None:
-        return number(value, digits)
-    return f"{value:,.{digits}f} ± {error:.{digits}f}"
 
 
 def times(value: float | None) -> str:

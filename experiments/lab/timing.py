@@ -41,13 +41,6 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def speedup(
-    ours: Mapping[str, float], peers: Mapping[str, Mapping[str, float]]
-) -> dict[str, float]:
-    """The median of each peer over ours, from their `summary`."""
-    return {name: peer["median_s"] / ours["median_s"] for name, peer in peers.items()}
-
-
 def time_functions(
     functions: Mapping[str, Callable[[], Any]], repeats: int
 ) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ of two ways: in width, as the papers compare, or in the bytes of their states.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -160,7 +159,7 @@ def measure(
         FloatingPointError: if the training diverges.
     """
     scale = task.scale._replace(learning_rate=rate)
-    trained, seconds = small_models.train(scale, model, seed, _drawing(task))
+    trained, seconds = small_models.train(scale, model, seed, batch, task)
 
     def answers(seed: int, pairs: int, length: int) -> float:
         return accuracy(trained, sequences(task, seed, rows, pairs, length))
@@ -177,12 +176,6 @@ def measure(
         "cpu_seconds": seconds,
         "scores": scores,
     }
-
-
-@functools.lru_cache(maxsize=4)
-def _drawing(task: Task) -> Callable[[Array, Array], Batch]:
-    """One function a task, so that seeds share a program."""
-    return functools.partial(batch, task)
 
 
 def accuracy(model: LanguageModel, batch: Batch) -> float:

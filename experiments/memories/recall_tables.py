@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.lab.intervals import against_paper, median_and_range
-from experiments.lab.results import Rows, number, spread, table
+from experiments.lab.results import Rows, number, table
 
 #: Accuracy on the fewest pairs from which on a model has learned the task: twice the
 #: rate of a guess among the values shown.
@@ -72,8 +72,8 @@ def score(run: Mapping[str, Any], pairs: int, length: int) -> float:
 def perplexity(result: Mapping[str, Any]) -> Rows:
     """Perplexities of memories of one width, by an earlier program."""
     for row in result["perplexity"]:
-        cells = {"validation data": row["name"]}
-        yield cells | {"PPL per byte": spread(row["mean"], row["error"], 2)}
+        found = f"{row['mean']:.2f} ± {row['error']:.2f}"
+        yield {"validation data": row["name"], "PPL per byte": found}
     for name, value in result["ngrams"].items():
         yield {"validation data": name, "PPL per byte": number(value, 2)}
     yield "by a program whose last commit is 224480a"

@@ -7,7 +7,7 @@ size of its memory is given, or the one whose state comes nearest to the bytes g
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -152,19 +152,20 @@ def train(
     scale: Scale,
     model: ModelConfig,
     seed: int,
-    draw: Callable[[Array, Array], Batch],
+    draw: Callable[[Any, Array, Array], Batch],
+    of: Hashable,
     start: LanguageModel | None = None,
 ) -> tuple[LanguageModel, float]:
     """The trained model and the CPU seconds that it took, compilation included.
 
     Sequences are drawn on the device, many updates in one program: half the time of
     the loop of `memjax.training`, which hands each batch over, reports, and saves.
-    `draw` (seed, step) is compiled, and must be equal between calls that shall share a
-    program. `start` is a model whose training goes on.
+    `draw` (of, seed, step) is compiled, once for calls whose `draw` and `of` are equal.
+    `start` is a model whose training goes on.
     """
     began = time.process_time()
     # The rate is an argument of the program: those of a search share it.
-    create, advance = _programs(scale._replace(learning_rate=1.0), model, draw)
+    create, advance = _programs(scale._replace(learning_rate=1.0), model, draw, of)
     state, skipped = create(jax.random.key(seed), start), 0
     with Status("compiling, and training", "updates") as status:
         for first in range(0, scale.steps, PIECE):
@@ -180,7 +181,7 @@ def train(
 # Three stages of a model at most.
 @functools.lru_cache(maxsize=3)
 def _programs(
-    scale: Scale, model: ModelConfig, draw: Callable
+    scale: Scale, model: ModelConfig, draw: Callable, of: Hashable
 ) -> tuple[Callable, Callable]:
     """The initial state of a key, and many updates: the same for all seeds and rates.
 
@@ -206,7 +207,7 @@ def _programs(
 
         def once(_, carry):
             state, (skipped, _) = carry
-            state, metrics = update(state, draw(seed, state.step))
+            state, metrics = update(state, draw(of, seed, state.step))
             return state, (skipped + (metrics["finite"] == 0), metrics["loss"])
 
         # The loss of the last update.

@@ -5,7 +5,6 @@ documents is printed beside their perplexities, for models so small hardly beat 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,7 +42,7 @@ def measure(
     if (length := scale.context_length) > (most := min(scale.tokens_per_update, least)):
         raise ValueError(f"context_length must be at most {most}, got {length}")
     scale = scale._replace(learning_rate=rate)
-    trained, seconds = small_models.train(scale, model, seed, _drawing(length))
+    trained, seconds = small_models.train(scale, model, seed, draw, length)
     losses = evaluation.token_losses(
         trained,
         _validation(),
@@ -51,12 +50,6 @@ def measure(
         tokens_per_call=scale.context_length,
     )
     return {"perplexity": evaluation.perplexity(losses), "cpu_seconds": seconds}
-
-
-@functools.cache
-def _drawing(length: int) -> Callable[[Array, Array], Batch]:
-    """One function a length, so that seeds share a program."""
-    return functools.partial(draw, length)
 
 
 def draw(length: int, seed: int | Array, step: int | Array) -> Batch:

@@ -79,9 +79,9 @@ def time_row(name: str, folder: Path) -> dict[str, Any]:
             "drawing": timing.summary(drew),
             "peak_mebibytes": reading[each][-1].peak_mebibytes,
         }
+    ours, theirs = (rows[each] for each in names)
     ratios = {
-        x: timing.speedup(rows["memjax"][x], {"t": rows["transformers"][x]})["t"]
-        for x in ("prompt", "drawing")
+        x: theirs[x]["median_s"] / ours[x]["median_s"] for x in ("prompt", "drawing")
     }
     return {"name": name, "speedup": ratios} | rows
 

@@ -1,7 +1,6 @@
 """Small models: equal sizes, fair data, rates chosen on validation, runs resumed."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -149,8 +148,7 @@ def test_updates_on_the_device_equal_those_of_the_training_loop():
     state, step = run.build_step(settings, sharding.make_mesh(settings.mesh))
     for i in range(scale.steps):
         state, _ = step(state, mqar.batch(TASK, 3, i))
-    draw = functools.partial(mqar.batch, TASK)
-    found, _ = small_models.train(scale, model, 3, draw)
+    found, _ = small_models.train(scale, model, 3, mqar.batch, TASK)
     for a, b in zip(leaves(found), jax.tree.leaves(state.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
