@@ -24,9 +24,9 @@ from jaxtyping import Array, Float, Int
 
 #: Numbers of a block, 4 MB in float32, and inputs that share a scale and an offset.
 NUMBERS, GROUP = 1 << 20, 32
-#: Inputs of a vector, and the most of a part of a row: longer parts are no faster, and
-#: take longer to compile.
-LANES, WIDTH = 8, 96
+#: Inputs of a vector, and the most of a part of a row: longer parts take the compiler
+#: gigabytes.
+LANES, WIDTH = 8, 192
 
 
 @jax.tree_util.register_dataclass
@@ -35,9 +35,10 @@ class Stored:
     """A matrix [*I, *O], or [*O, I], as a file has it.
 
     Attributes:
-        values: uint16 [n, N, I], bits of bfloat16; float16 [n, N, I]; int8 [n, N, I];
-            or uint8 [n, N/2, I], whose low half-bytes are the first outputs of a block.
-        scale: s, float16 [n, N, I/32]; None of 16 bits.
+        values: uint16 [n, N, I], bits of bfloat16; int16 [n, N, I], bits of float16;
+            int8 [n, N, I]; or uint8 [n, N/2, I], whose low half-bytes are the first
+            outputs of a block.
+        scale: s, int16 [n, N, I/32], bits of float16; None of 16 bits.
         offset: o, likewise; None of 8 and 16 bits.
         shape: of the matrix. Static.
         axes: how many of the first axes are I; -1 is the last alone. Static.
@@ -111,8 +112,8 @@ def _sixteen_bits(dtype):
             narrow = rows.astype(dtype)
         if not np.array_equal(narrow, rows):
             return None
-        bits = dtype is ml_dtypes.bfloat16
-        return (narrow.view(np.uint16) if bits else narrow), None, None
+        bits = np.uint16 if dtype is ml_dtypes.bfloat16 else np.int16
+        return narrow.view(bits), None, None
 
     return form
 
@@ -137,6 +138,7 @@ def _blocks_of(bits, bounds):
         if not np.array_equal(values * wide + start, groups):
             return None
         values = values.astype(np.uint8 if bits == 4 else np.int8)
+        scale, offset = (x if x is None else x.view(np.int16) for x in (scale, offset))
         return values.reshape(rows.shape), scale, offset
 
     return form
@@ -207,23 +209,14 @@ def _row_product(x, zero, values, scale):
     # All slices before all products: in another order XLA's loop over float16 took five
     # times as long (jaxlib 0.10.2).
     starts = range(0, width, LANES)
-    if values.dtype == jnp.float16:
-        # Added to float16, 0 would keep XLA from conversion by vectors.
-        at = zero.astype(jnp.int32)
-        vectors = [
-            jax.lax.dynamic_slice_in_dim(values, i + at, LANES, -1) for i in starts
-        ]
-    else:
-        vectors = [
-            values[..., i : i + LANES] + zero.astype(values.dtype) for i in starts
-        ]
+    vectors = [values[..., i : i + LANES] + zero.astype(values.dtype) for i in starts]
     terms = [
         _of_bits(vector) * x[:, i : i + LANES][None, None]
         for i, vector in zip(starts, vectors, strict=True)
     ]
     if scale is not None:
         each = GROUP // LANES
-        scale = (scale + zero.astype(scale.dtype)).astype(jnp.float32)
+        scale = _of_bits(scale + zero.astype(scale.dtype))
         terms = [
             sum(terms[each * g : each * (g + 1)]) * scale[..., g : g + 1]
             for g in range(width // GROUP)
@@ -291,7 +284,10 @@ def _halves(values, scale, offset) -> tuple[Array, ...]:
 
 
 def _of_bits(values):
-    """bfloat16 by its bits, or float16."""
+    """float32 numbers of bfloat16 or float16 by their bits, or of 8 bits."""
+    if values.dtype == jnp.int16:
+        # Kept as integers: to these XLA adds 0 for nothing, to float16 it does not.
+        values = jax.lax.bitcast_convert_type(values, jnp.float16)
     if values.dtype != jnp.uint16:
         return values.astype(jnp.float32)
     # XLA converts bfloat16 element by element.
@@ -300,7 +296,7 @@ def _of_bits(values):
 
 def _affine(values, scale, offset=None):
     groups = values.reshape(*scale.shape, -1).astype(jnp.float32)
-    groups = groups * scale.astype(jnp.float32)[..., None]
+    groups = groups * _of_bits(scale)[..., None]
     if offset is not None:
-        groups = groups + offset.astype(jnp.float32)[..., None]
+        groups = groups + _of_bits(offset)[..., None]
     return groups.reshape(values.shape)

@@ -10,7 +10,10 @@ from flax import nnx
 import memjax
 from memjax.models.checkpoints.fingerprint import fingerprint
 from memjax.models.checkpoints.hf.hybrids.files import text_tensors
-from memjax.models.checkpoints.hf.parameters import parameters_from_tensors
+from memjax.models.checkpoints.hf.parameters import (
+    _side_by_side,
+    parameters_from_tensors,
+)
 from memjax_kernels._src.stored_product import Stored
 from tests.models.checkpoints.gguf_writing import gguf, write
 from tests.models.checkpoints.hybrid_reading import agree, read
@@ -61,6 +64,17 @@ def test_logits_are_those_of_wide_weights(config):
     agree(found, expected)
 
 
+def test_weights_lie_side_by_side_in_arrays_that_jax_does_not_copy():
+    place = _side_by_side(size=1 << 10)
+    given = [np.arange(n, dtype=d) for n, d in ((7, "int8"), (5, "f4"), (999, "f4"))]
+    parts = [place(x) for x in given]
+    # The last is larger than an array of all.
+    assert parts[0].base is parts[1].base is not parts[2].base
+    for part, x in zip(parts, given, strict=True):
+        np.testing.assert_array_equal(part, x, strict=True)
+        assert jax.device_put(part).unsafe_buffer_pointer() == part.ctypes.data
+
+
 def test_weights_for_generation_stay_as_stored(tmp_path):
     kinds = {
         "attn_q": "Q4_0",
@@ -82,7 +96,7 @@ def test_weights_for_generation_stay_as_stored(tmp_path):
     assert block.mechanism.query.get_value().values.dtype == np.uint8
     assert block.mechanism.key.get_value().values.dtype == np.int8
     assert block.mechanism.output.get_value().values.dtype == np.uint16
-    assert block.feed_forward.down.get_value().values.dtype == np.float16
+    assert block.feed_forward.down.get_value().values.dtype == np.int16
     # It has all digits of float32.
     assert block.feed_forward.gate.get_value().dtype == np.float32
     # A memory of the one is a memory of the other.

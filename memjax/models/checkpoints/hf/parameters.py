@@ -99,6 +99,7 @@ def parameters_from_tensors(
             )
 
     products = matrices(model) if as_stored else ()
+    place = _side_by_side()
 
     def read(tensor, path, leaf):
         found = read_parameter(tensor, lambda name: get(stored(name)), leaf.shape)
@@ -107,7 +108,8 @@ def parameters_from_tensors(
             return on_device(found)
         table = -1 if name == "embedding" else 1
         axes = found.ndim - 1 if tensor.layout == "out_of" else table
-        return jax.tree.map(on_device, store(found, axes))
+        kept = store(found, axes)
+        return jax.tree.map(lambda x: on_device(place(x)), kept)
 
     named = jax.tree_util.tree_leaves_with_path(ours)
     values = map(read, tensors_of(theirs), *zip(*named, strict=True))
@@ -115,3 +117,26 @@ def parameters_from_tensors(
     nnx.replace_by_pure_dict(state, filled)
     nnx.update(model, state)
     return model
+
+
+def _side_by_side(size: int = 1 << 25) -> Callable[[np.ndarray], np.ndarray]:
+    """A function that copies arrays into parts of large ones, of `size` bytes or more.
+
+    NumPy asks Linux for large pages where an array has 4 MB. A CPU reads the weights of
+    a model from them in a tenth to an eighth less time than from pages of 4 kB.
+    """
+    free = np.empty(0, np.uint8)
+
+    def place(array):
+        nonlocal free
+        # XLA takes an array that begins at a multiple of 64 as it is.
+        begin = -free.ctypes.data % 64
+        if begin + array.nbytes > len(free):
+            free = np.empty(max(size, array.nbytes + 64), np.uint8)
+            begin = -free.ctypes.data % 64
+        end = begin + array.nbytes
+        part, free = free[begin:end].view(array.dtype).reshape(array.shape), free[end:]
+        part[...] = array
+        return part
+
+    return place
