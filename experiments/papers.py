@@ -28,15 +28,17 @@ def papers(*results: Result) -> Rows:
     books, recall, steps, length, retention = results
     saved = [f"{format_interval(x['all'])} over {k}" for k, x in books["gains"].items()]
     by_length, methods = length["perplexity"]["all"], by_method(retention)
-    perplexities = steps["perplexity"]
+    perplexities, runs = steps["perplexity"], recall["rows"]
     evidence = {
         "books": books,
         "saved": " and ".join(saved),
         "wide": Lookup(lambda name: _recalled(recall, name, "width")),
         "narrow": Lookup(lambda name: _recalled(recall, name, "bytes")),
-        # The last column is of equal bytes.
-        "sizes": {row["name"]: row for row in recall["rows"]},
+        "sizes": {f"{x['name']}/{x['column']}": f"{x['state_bytes']:,}" for x in runs},
+        "parameters": f"{round(runs[0]['parameters'], -3):,}",
         "recall": recall,
+        "steps": steps,
+        "length": length,
         "seeds": len(recall["config"]["seeds"]),
         "ppl": {x["name"]: f"{x['mean']:.2f} ± {x['error']:.2f}" for x in perplexities},
         "ngrams": {k: number(x, 2) for k, x in steps["ngrams"].items()},

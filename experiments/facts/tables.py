@@ -60,7 +60,8 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
         if len(behind) == len(counts[-2:]):
             wrong.append("the learned cache is ahead of every memory")
         if held and held[0] < HALF:
-            wrong.append(f"no memory holds half of {counts[0]} facts so far")
+            late = f"{distances[far[0]]:,} bytes later"
+            wrong.append(f"no memory holds half of {counts[0]} facts {late}")
         open_ = "" if held else f"; {FAR:,} bytes later was not asked"
         yield f"{budget:,} bytes: " + (
             "falsified: " + "; ".join(wrong) if wrong else f"holds{open_}"

@@ -52,6 +52,9 @@ def length(result: dict[str, Any]) -> Rows:
         for tokens, value in zip(result["lengths"], values, strict=True):
             cells[f"{number(tokens, 0)} tokens"] = number(value, 2)
         yield cells
+    for name, by in result.get("curve", {}).items():
+        found = (f"{number(x, 2)} after {int(n):,}" for n, x in by.items())
+        yield f"{name}, one seed, PPL by scored targets: {', '.join(found)}"
     for name in result["missing"]:
         yield {"PPL": f"{name} (not run yet)"}
 

@@ -2,16 +2,13 @@
 
     python -m experiments.memories.books
     python -m experiments.memories.books --window 64 --steps 2000 --run-dir runs/books64
-    python -m experiments.memories.books --window 64 --baselines --reference smollm2 \
-        --run-dir runs/table2
 
 Rows: three small models of equal parameters, trained on the same batches in the same
 order: a Transformer++ with short sliding windows; one with windows of as many bytes as
 the memory; Elastic Memory, which is the first with a compressed history in one of its
-three layers; and an n-gram of the training documents. With `--baselines`, those of
-Elastic Memory's table 2 too, with as many numbers of memory. Columns: perplexity of
-held-out documents, beyond the short window by kind, and on the key tokens of a
-`--reference` (LongPPL); the loss difference of the memory.
+three layers; and an n-gram of the training documents. Columns: perplexity of held-out
+documents, beyond the short window by kind; the loss difference of the memory. Its
+paper's other memories, and LongPPL, are in `experiments.elastic.tables`.
 
 It does not show what larger models do with a memory: on prose, the 3-gram is ahead of
 the models with windows of 64.
@@ -24,9 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import memjax
 from experiments.lab import measure, options, study
-from experiments.lab.backbones import located
 from experiments.lab.baselines import ORDER, NGram
 from experiments.lab.intervals import (
     format_interval,
@@ -65,9 +60,6 @@ class Config(options.Options):
         window: tokens that attention sees, and block of the memory.
         context_length: tokens of a text, some windows; an update reads one.
         test_texts: held-out texts of each document that are scored.
-        baselines: train the other memories of Elastic Memory's table 2 too.
-        reference: model that finds key tokens, "smollm2" or as `memjax.load` takes it.
-            Texts that begin or end inside of a character are left out with it.
         plan: print the missing runs, and stop.
         run_dir: of runs, results and plots.
     """
@@ -78,8 +70,6 @@ class Config(options.Options):
     window: options.Tokens = 8
     context_length: options.Tokens = 1024
     test_texts: options.Count = 32
-    baselines: bool = False
-    reference: str = ""
     plan: bool = False
     run_dir: options.Folder = Path("runs/books")
 
@@ -99,7 +89,8 @@ def models(
     """The rows: windows, the shortest with no fewer bytes than the memory, the memory.
 
     A model has three layers; the memory is in the middle one. It has `times` the
-    numbers of 1, and is read at as many times the points, as far back.
+    numbers of 1, and is read at as many times the points, as far back. `baselines` are
+    the other memories of its paper's table 2.
     """
     check_sizes(times=times)
     read = dict(order=64 * times, memory_tokens=32 * times, decay=0.8 ** (1 / times))
@@ -147,22 +138,22 @@ def run_config(config: Config, model: ModelConfig, seed: int) -> run.RunConfig:
 
 def main(config: options.Flags[Config]) -> None:
     """Trains and scores the missing runs, writes and prints."""
-    made = models(config.window, config.baselines)
+    made = models(config.window)
     wanted = [*itertools.product(made, config.seeds)]
     # Before a plan too: it refuses what the run does.
-    texts, reference = test_texts(config), load_reference(config)
+    texts = test_texts(config)
     if config.plan:
         minutes = config.steps * SECONDS_AN_UPDATE / 60
         study.plan(wanted, config.run_dir, lambda _: minutes)
         return
     study.use_compile_cache(config.run_dir)
-    keys = key_tokens(config, texts, reference)
 
     def measured(name: str, seed: int, folder: Path) -> dict[str, Any]:
         model = trained(run_config(config, made[name], seed), folder)
-        losses = score(model, texts, keys, config.context_length)
-        binned = {k: measure.bin_losses(x, config.edges) for k, x in losses.items()}
-        return binned | {
+        call = config.context_length
+        losses = evaluation.token_losses(model, texts, tokens_per_call=call)
+        return {
+            "texts": measure.bin_losses(losses, config.edges),
             "parameters": measure.num_parameters(model),
             "state_bytes": state_bytes(made[name]),
         }
@@ -177,7 +168,7 @@ def main(config: options.Flags[Config]) -> None:
     result = write_report(output, question, settings(config), found)
     plot.draw(result, Path(f"{output}.png"))
     for name, row in result["models"].items():
-        print(f"{name}: {row['perplexity']:.3f}, LongPPL {row.get('long_perplexity')}")
+        print(f"{name}: {row['perplexity']:.3f}")
     for base, kinds in result["gains"].items():
         print(f"over {base}:", {k: format_interval(x, 4) for k, x in kinds.items()})
     print(f"wrote {output}.json and .png")
@@ -191,22 +182,7 @@ def trained(settings: run.RunConfig, folder: Path) -> LanguageModel:
 
 def identity(config: Config, model: ModelConfig, seed: int) -> list[Any]:
     """The settings that the numbers of a run depend on."""
-    record = to_record(run_config(config, model, seed))
-    return [record, config.test_texts, *filter(None, [config.reference])]
-
-
-def score(
-    model: LanguageModel,
-    texts: list[TokenisedDocument],
-    keys: evaluation.KeyTokens | None,
-    tokens_per_call: int,
-) -> dict[str, TokenLosses]:
-    """Losses of all tokens, "texts", and where `keys` are given of those, "keys"."""
-    found = evaluation.token_losses(model, texts, tokens_per_call=tokens_per_call)
-    if keys is None:
-        return {"texts": found}
-    kept = evaluation.keep_key_tokens(found, keys, texts, tokenizer=TOKENIZER)
-    return {"texts": found, "keys": kept}
+    return [to_record(run_config(config, model, seed)), config.test_texts]
 
 
 def test_texts(config: Config) -> list[TokenisedDocument]:
@@ -226,36 +202,13 @@ def test_texts(config: Config) -> list[TokenisedDocument]:
             f"context_length must be below the {most} tokens of the longest test "
             f"document of source={config.source!r}, got {config.context_length}"
         )
-    texts = cut_texts(documents, config.context_length)
-    cut = "\ufffd" if config.reference else None
-    return [x for x in texts if not cut or cut not in TOKENIZER.decode(x.tokens[:])]
-
-
-def load_reference(config: Config) -> memjax.Loaded | None:
-    """The model that finds key tokens, if there is one."""
-    return memjax.load(located(config.reference)) if config.reference else None
-
-
-def key_tokens(
-    config: Config, texts: list[TokenisedDocument], loaded: memjax.Loaded | None
-) -> evaluation.KeyTokens | None:
-    """Key tokens of the texts, which the reference reads in its own tokens."""
-    if loaded is None:
-        return None
-    read = evaluation.retokenise(texts, TOKENIZER, loaded.tokenizer)
-    # Of two blocks, as Elastic Memory's 4,096 tokens are.
-    keys = evaluation.find_key_tokens(
-        loaded.model, read, tokenizer=loaded.tokenizer, short_context=2 * config.window
-    )
-    given = (read, loaded.tokenizer, texts, TOKENIZER)
-    return evaluation.align_key_tokens(keys, *given)
+    return cut_texts(documents, config.context_length)
 
 
 def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Perplexities, loss differences and losses by position; means over seeds."""
     bins = len(config.edges) - 1
     binned: dict[str, list[TokenLosses]] = {}
-    on_keys: dict[str, list[TokenLosses]] = {}
     models: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = row["name"]
@@ -263,9 +216,6 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
             measure.binned_losses(row["texts"], (0, bins))
         )
         models[name] = {key: row[key] for key in ("parameters", "state_bytes")}
-        if "keys" in row:
-            kept = measure.binned_losses(row["keys"], (0, bins))
-            on_keys.setdefault(name, []).append(kept)
     texts = test_texts(config)
     # The n-gram on the same texts, each counted from its own beginning.
     train = load_tokens(config.source, TOKENIZER, "train")
@@ -283,9 +233,6 @@ def report(config: Config, rows: list[dict[str, Any]]) -> dict[str, Any]:
                 for kind in kinds
             },
         }
-        if name in on_keys:
-            kept = mean_losses(on_keys[name])
-            models[name] |= {"long_perplexity": evaluation.perplexity(kept)}
 
     def beyond(losses: TokenLosses, kind: str) -> TokenLosses:
         """Losses beyond the short window, of one kind or of all."""

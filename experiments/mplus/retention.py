@@ -68,8 +68,9 @@ UPDATES, RATES, FIRST = 240, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
 VALIDATION = 24
 #: Facts, which are queried after these numbers of chunks; text is enough for `MOST`.
 SAMPLES, AFTER, MOST = 96, (0, 4, 8, 16), 1024
-#: Minutes of a training and of asking a row, on a core.
+#: Minutes of a training and of asking a row, on a core; rows that do not read on.
 MINUTES, ASKING = 40.0, 60.0
+SHORT = ("full attention", "re-read, device", "BM25", "closed book")
 #: Facts side by side, and lengths of questions that are drawn.
 BATCH, LENGTHS = 4, 4
 #: Tokens of a chunk, into which contexts must fit, and of an answer.
@@ -166,8 +167,9 @@ def plan(config: Config, names: Sequence[str]) -> dict[str, float]:
         keys = (key_of(name, seed) for seed in seeds_of(name, config.seeds))
         rows = [before.get(key, {}) for key in keys]
         done = [len(row["marks"][0]) if row else 0 for row in rows]
-        left = sum(max(0.0, 1 - x / (config.until or SAMPLES)) for x in done)
-        found[f"asking {name}"] = left * ASKING
+        left = sum(max(0, (config.until or SAMPLES) - x) for x in done) / SAMPLES
+        read = AFTER[-1] if name.startswith(SHORT) else config.after[-1]
+        found[f"asking {name}"] = left * ASKING * max(1.0, read / AFTER[-1])
         if left and (kind := trained(name)):
             # Three rates with the first seed, one with each of the others.
             missing = lacks(kind, first, rates=3) + sum(lacks(kind, x) for x in others)

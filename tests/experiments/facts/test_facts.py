@@ -151,7 +151,7 @@ def test_the_falsifiers_are_printed():
     (both,) = say(cache, row("DeltaNet", 0.4, 0.3))
     assert both == (
         "100 bytes: falsified: the learned cache is ahead of every memory; no memory "
-        "holds half of 32 facts so far"
+        "holds half of 32 facts 262,144 bytes later"
     )
 
 
