@@ -52,7 +52,8 @@ from memjax_kernels import (
 )
 from memjax_kernels import trellis as trellis_op
 from memjax_kernels._src.trellis.functions import apply as phi_of
-from memjax_kernels._src.trellis.functions import bounded_tokens
+from memjax_kernels._src.trellis.functions import as_written
+from memjax_kernels._src.trellis.state import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +209,8 @@ def step(
     # diverge.
     v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
+    if config.normalize_target:
+        target = l2_normalize(target, norm=config.slots**0.5)
     if steps is not None:
         opened, gammas = _opened(slots, steps), _of_each(gamma, k)
         given = zip(opened, (k, v), gammas, strict=True)
@@ -242,12 +245,14 @@ def apply(
     initial = _initial(config, params, x.shape[0])
     slots, steps = initial if memory is None else initialise(memory, initial)
     if steps is not None:
-        slots = _with_steps(slots, steps[0], steps[-1])
+        given = slots.tokens._replace(key_gamma=steps[0], value_gamma=steps[-1])
+        slots = dataclasses.replace(slots, tokens=given)
     # None: all rows are at the start of a chunk, and tokens need no shift.
     before = None if memory is None else slots
-    # Values are normalised, as in `step`.
-    v = l2_normalize(v)
     target, gamma, g = _target_and_gates(config, params, x)
+    # Values are normalised, as in `step`: by the op, with its targets or alone.
+    v = v if config.normalize_target else l2_normalize(v)
+    rule = Rule(config.phi, config.activation, config.bounded, config.normalize_target)
     slots, y = trellis_op(
         q,
         k,
@@ -258,16 +263,14 @@ def apply(
         before,
         empty=initial.slots,
         chunk_size=config.chunk_size,
-        phi=config.phi,
-        activation=config.activation,
-        bound_steps=config.bounded,
+        **rule._asdict(),
         reset=reset,
         implementation=config.implementation,
     )
     if steps is not None:
         steps = (slots.tokens.key_gamma, slots.tokens.value_gamma)[: len(steps)]
-        bounded = bounded_tokens(slots.tokens)
-        slots = _with_steps(slots, bounded.key_gamma, bounded.value_gamma)
+    if slots.tokens is not None:
+        slots = dataclasses.replace(slots, tokens=as_written(slots.tokens, rule))
     return initialised(Memory(slots, steps)), _read(config, y)
 
 
@@ -291,12 +294,6 @@ def _no_steps(config, batch):
     return (jnp.zeros(shape, jnp.float32),) * (1 if config.shared_gates else 2)
 
 
-def _with_steps(slots, keys, values):
-    """The memories, with these steps of the open chunk's tokens in each pass."""
-    tokens = slots.tokens._replace(key_gamma=keys, value_gamma=values)
-    return dataclasses.replace(slots, tokens=tokens)
-
-
 def _opened(slots, steps):
     """The open chunk of each pass: values are the keys of the second."""
     return OpenChunk(slots.tokens.k, steps[0]), OpenChunk(slots.tokens.v, steps[-1])
@@ -318,6 +315,4 @@ def _target_and_gates(config, params, x):
     g = jax.nn.log_sigmoid(forget_logits[0]) if forget_logits else None
     # In the dtype of the tokens, as the product is.
     target = gates.linear_logits(x, params.target).astype(x.dtype)
-    if config.normalize_target:
-        target = l2_normalize(target, norm=config.slots**0.5)
     return target, gamma * (config.step_size or 1.0), g

@@ -15,6 +15,7 @@ from memjax_kernels._src.trellis.state import Rule, TrellisTokens
 from tests.kernels.on_tpu import INTERPRETER
 
 INTERPRETED = functools.partial(trellis_tpu, interpret=INTERPRETER)
+PLAIN = Rule()
 # Faster, for what does not depend on when memory is written.
 PLAINLY_INTERPRETED = functools.partial(trellis_tpu, interpret=True)
 
@@ -90,8 +91,8 @@ def open_state(sizes, place):
     return opened(state, draw(b, c, h, k, v, m), place)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="bound_steps")
-def both(implementation, arguments, reset=None, bound_steps=False):
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def both(implementation, arguments, reset=None, rule=PLAIN):
     """Results, and gradients of everything for random cotangents."""
     tokens, state, empty = arguments
 
@@ -109,7 +110,7 @@ def both(implementation, arguments, reset=None, bound_steps=False):
     def forward(tokens, *found):
         before, fresh = map(with_floats, (state, empty), found)
         given = tokens, before, fresh, reset
-        after, y = in_chunks(implementation, *given, bound_steps=bound_steps)
+        after, y = in_chunks(implementation, *given, **rule._asdict())
         return floats(after), y
 
     values, back = jax.vjp(forward, tokens, floats(state), floats(empty))

@@ -1,4 +1,4 @@
-"""Steps bounded by what the keys of a chunk have in common."""
+"""Steps bounded by what the keys of a chunk have in common, of unit values."""
 
 import dataclasses
 import functools
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels import trellis, trellis_init_state
-from memjax_kernels._src.trellis.functions import bounded, bounded_tokens
+from memjax_kernels import l2_normalize, trellis, trellis_init_state
+from memjax_kernels._src.trellis.functions import as_written, bounded
+from memjax_kernels._src.trellis.state import Rule
 from tests.kernels.distances import close
 from tests.kernels.trellis.against_xla import draw
 
@@ -54,22 +55,23 @@ def test_a_step_of_one_leaves_nothing_and_finite_gradients():
 
 @functools.cache
 def run(implementation) -> Any:
-    options = {"chunk_size": C, "bound_steps": True}
+    options = {"chunk_size": C, "bound_steps": True, "normalize": True}
     return jax.jit(functools.partial(trellis, **options, implementation=implementation))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_segments_continue_a_chunk(implementation):
-    """With the steps of the open chunk not bounded, as the first call had them."""
-    q, k, v, *rest = draw(B, T, H, K, K, K)
-    tokens: Any = (q, k, unit(v), *rest)
+    """With the tokens of the open chunk as the first call had them."""
+    tokens: Any = draw(B, T, H, K, K, K)
     state = trellis_init_state(B, H, K, K, K, C)
     whole = run("xla")(*tokens, state)
     first, y = run(implementation)(*(x[:, :6] for x in tokens), state)
     after, z = run(implementation)(*(x[:, 6:] for x in tokens), first)
     close((after, jnp.concatenate([y, z], axis=1)), whole, 1e-5)
-    # Equal to steps that were bounded before.
+    # Equal to values and targets that were normalised, and steps bounded, before.
+    q, k, v, alpha, *gates = tokens
+    tokens = (q, k, l2_normalize(v), l2_normalize(alpha, norm=K**0.5), *gates)
     chunks = [jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2)) for x in tokens]
     k, v, gamma = (chunks[i].reshape(B, -1, C, *chunks[i].shape[2:]) for i in (1, 2, 4))
     keys, values = (
@@ -79,8 +81,9 @@ def test_segments_continue_a_chunk(implementation):
     gamma = jnp.stack([keys, values], axis=-1).reshape(B, -1, H, 2)[:, :T]
     given: Any = (*tokens[:4], gamma, tokens[5], state)
     expected: Any = trellis(*given, chunk_size=C, implementation="xla")
-    bounded_after = dataclasses.replace(after, tokens=bounded_tokens(after.tokens))
-    close((bounded_after, whole[1]), expected, 1e-5)
+    written = as_written(after.tokens, Rule(bound_steps=True, normalize=True))
+    after = dataclasses.replace(after, tokens=written)
+    close((after, whole[1]), expected, 1e-5)
 
 
 def test_a_step_above_one_cannot_be_bounded():

@@ -19,7 +19,7 @@ from memjax_kernels._src.trellis import (
     packed_functions,
     packed_gradient,
 )
-from memjax_kernels._src.trellis.state import TrellisTokens
+from memjax_kernels._src.trellis.state import Rule, TrellisTokens
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close, distances
 from tests.kernels.trellis.against_xla import (
@@ -80,7 +80,7 @@ def test_packed_chunk_and_gradient_equal_unpacked():
     memory = [normal(slots, sizes[width]) for width in ("K", "V")]
     d_after = normal(slots, sizes["K"]), normal(slots, sizes["V"])
     d_y = normal(size, sizes["V"])
-    options = one_chunk.Options("softmax", "l2_silu", EXACT)
+    options = one_chunk.Options(*Rule("softmax", "l2_silu"), EXACT)
 
     def slots_last(q, k, v, alpha, gamma, g, *memory: Any):
         tokens = TrellisTokens(k, v, alpha, *gamma, *g)
@@ -92,14 +92,14 @@ def test_packed_chunk_and_gradient_equal_unpacked():
         return values, pull((d_after, d_y))
 
     def advance(x, gates, keys, values):
-        new, ready = [], packed.prepare(x, gates, EXACT)
-        given = x, ready, gates, keys, values, options, new.append
+        new, ready = [], (yield from packed.prepare(x, gates, options))
+        given = ready, gates, keys, values, options, new.append
         read = yield from packed.advance(*given)
         return new[0], read
 
     def vjp(x, gates, keys, values, d_after, d_y):
-        before, ready = [], packed.prepare(x, gates, EXACT)
-        given = x, ready, gates, (keys, values), d_y, options
+        before, ready = [], (yield from packed.prepare(x, gates, options))
+        given = ready, gates, (keys, values), d_y, options
         chunk = packed_gradient.write(*given)
         found = yield from packed_gradient.vjp(
             chunk, lambda: d_after, options, before.append
@@ -150,7 +150,7 @@ def test_gradients_of_writes_by_hand_equal_those_of_jax(phi):
         return gamma * functions.error_gradient(phi, z, target, over, sigmoid)
 
     expected, back = jax.vjp(write, *given)
-    options = one_chunk.Options(phi, "ln_silu", EXACT)
+    options = one_chunk.Options(*Rule(phi, "ln_silu"), EXACT)
     u, by_hand = packed_functions.write_vjp(options, *given)
     close((u, by_hand(d_u)), (expected, back(d_u)), 1e-6)
 
@@ -198,8 +198,9 @@ def with_unit_values(tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("gates", [(), (2,)])
-def test_bounded_steps_agree_with_xla(gates):
+def test_bounded_steps_agree_with_xla(gates, normalize):
     b, t, h, d, c = 2, 22, 4, 64, 16
     tokens = with_unit_values(draw(b, t, h, d, d, d, gates=gates))
     empty = perturbed(trellis_init_state(b, h, d, d, d, c), 2)
@@ -209,8 +210,17 @@ def test_bounded_steps_agree_with_xla(gates):
         state = opened(perturbed(empty, 3), before, [3, 5])
         reset = np.arange(t) == np.array([13, t])[:, None]
     arguments = (tokens, state, empty)
-    expected = both(trellis_xla, arguments, reset, bound_steps=True)
-    close(both(INTERPRETED, arguments, reset, bound_steps=True), expected, 3e-6)
+    if normalize:
+        # Of other norms, with a value and a target of zeros.
+        tokens = (
+            *tokens[:2],
+            *(3 * x.at[:, 1].set(0) for x in tokens[2:4]),
+            *tokens[4:],
+        )
+        arguments = (tokens, state, empty)
+    rule = Rule(bound_steps=True, normalize=normalize)
+    expected = both(trellis_xla, arguments, reset, rule)
+    close(both(INTERPRETED, arguments, reset, rule), expected, 3e-6)
 
 
 # Relative errors of the XLA form in bfloat16, in thousandths, for the tokens of the
@@ -218,25 +228,33 @@ def test_bounded_steps_agree_with_xla(gates):
 # are bounded the sums over pairs are in another order.
 XLA_ERRORS = 1.60, 1.97, 2.60, 4.36, 4.99, 4.33, 6.29, 1.63, 2.65, 4.44, 4.43
 XLA_ERRORS_BOUNDED = 1.80, 1.97, 3.34, 4.65, 6.67, 3.62, 5.30, 2.91, 2.83, 5.53, 3.12
+XLA_ERRORS_NORMALIZED = (
+    *(2.41, 2.56, 4.17, 7.25, 7.76, 5.04),
+    *(8.02, 4.17, 3.77, 4.25, 4.61),
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bound_steps", "errors", "most"),
-    [(False, XLA_ERRORS, 1.05e-3), (True, XLA_ERRORS_BOUNDED, 1.25e-3)],
+    ("rule", "errors", "most"),
+    [
+        (Rule(), XLA_ERRORS, 1.05e-3),
+        (Rule(bound_steps=True), XLA_ERRORS_BOUNDED, 1.25e-3),
+        (Rule(bound_steps=True, normalize=True), XLA_ERRORS_NORMALIZED, 1.25e-3),
+    ],
 )
-def test_bfloat16_error_is_no_larger_than_xla(bound_steps, errors, most):
+def test_bfloat16_error_is_no_larger_than_xla(rule, errors, most):
     """From an empty memory, with one gate for both passes.
 
     The last chunk is not complete.
     """
     b, t, h, d, c = 1, 24, 2, 64, 16
     low = draw(b, t, h, d, d, d, jnp.bfloat16, gates=(), seed=11)
-    low = with_unit_values(low) if bound_steps else low
+    low = with_unit_values(low) if rule.bound_steps else low
     empty = trellis_init_state(b, h, d, d, d, c)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    exact = both(trellis_xla, (high, None, empty), bound_steps=bound_steps)
-    kernel = both(INTERPRETED, (low, None, empty), bound_steps=bound_steps)
+    exact = both(trellis_xla, (high, None, empty), rule=rule)
+    kernel = both(INTERPRETED, (low, None, empty), rule=rule)
     # The open tokens are those given, and have no gradient.
     found = {path: x for path, x in distances(kernel, exact).items() if x}
     for (path, distance), xla in zip(found.items(), errors, strict=True):

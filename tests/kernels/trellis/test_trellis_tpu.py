@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import trellis_init_state
-from memjax_kernels._src.trellis import tpu_packed
+from memjax_kernels._src.trellis import pallas_tpu
 from memjax_kernels._src.trellis.pallas_tpu import SAVED, trellis_tpu, unsupported
 from memjax_kernels._src.trellis.xla import trellis_xla
 from tests.kernels.distances import close
@@ -39,9 +39,9 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
         return jax.jit(in_chunks, static_argnums=0)(form, tokens, state, empty, reset)
 
     def in_xla(static, *arguments):
-        return tpu_packed._in_xla(static.options, *arguments)
+        return pallas_tpu._in_xla(static.options, *arguments)
 
-    monkeypatch.setattr(tpu_packed, "_op", in_xla)
+    monkeypatch.setattr(pallas_tpu, "_op", in_xla)
     close(run(trellis_tpu), run(trellis_xla), 1e-6)
 
 

@@ -53,6 +53,7 @@ def trellis(
     phi: TrellisPhi = "l2_silu",
     activation: TrellisActivation = "ln_silu",
     bound_steps: bool = False,
+    normalize: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """Both passes over a segment: a loop of `trellis_step`.
@@ -87,6 +88,9 @@ def trellis(
             values: a key that repeats is written once. They must have unit norm or be
             zeros, which is not checked. The open tokens of the state keep unbounded
             steps; `trellis_step` takes bounded ones.
+        normalize: whether v is divided by its norm, before steps are bounded, and alpha
+            by its root mean square, with 1e-6 added to the sums of squares. The open
+            tokens of the state stay as given; `trellis_step` takes normalised ones.
         implementation: None is the fastest that can run here.
 
     Returns:
@@ -115,7 +119,7 @@ def trellis(
         },
         ("pallas_tpu", "pallas_gpu"),
     )
-    rule = Rule(phi, activation, bound_steps)
+    rule = Rule(phi, activation, bound_steps, normalize)
     given = (q, k, v, alpha, gamma, g, state, reset, empty, rule)
     if implementation == "reference":
         after, y = trellis_reference(*given)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.cpu import exact_product
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL, STEPS, Sums
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.common.steps import open_chunk
@@ -22,12 +23,13 @@ F32 = jnp.float32
 
 
 class Options(NamedTuple):
-    """Static options of a chunk; `bound_steps` is for packed heads."""
+    """Those of `Rule`, two of which packed heads alone take, and how to multiply."""
 
     phi: str
     activation: str
+    bound_steps: bool
+    normalize: bool
     multiply: Multiply
-    bound_steps: bool = False
 
 
 def advance(
@@ -134,20 +136,11 @@ def _minus(a, b):
 
 
 def _sums(g):
-    """As a product: Mosaic has no cumulative sum."""
-    seen = _mask(g.shape[-1]).astype(F32)
-    return jax.lax.dot_general(
-        g,
-        seen,
-        (((g.ndim - 1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=F32,
-    )
+    return exact_product(g, _mask(g.shape[-1]).T.astype(F32))
 
 
 def _decay(total):
     """exp(total_i - total_j) for i >= j, else 0: masked before exp."""
     rows = Sums(*(part[..., :, None] for part in total))
     difference = _minus(rows, Sums(*(part[..., None, :] for part in total)))
-    seen = jnp.broadcast_to(_mask(difference.shape[-1]), difference.shape)
-    return jnp.exp(jnp.where(seen, difference, -1e30))
+    return jnp.exp(jnp.where(_mask(difference.shape[-1]), difference, -1e30))

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from memjax_kernels._src.trellis.state import TrellisTokens
+from memjax_kernels._src.trellis.state import Rule, TrellisTokens
 
 TrellisPhi = Literal["identity", "silu", "l2_silu", "ln_silu", "softmax"]
 TrellisActivation = Literal["ln_silu", "l2_silu", "softmax"]
@@ -149,8 +149,17 @@ def bounded(
     return gamma * jnp.exp(jnp.log(left).sum(axis=-1))
 
 
-def bounded_tokens(x: TrellisTokens) -> TrellisTokens:
-    """The tokens [*B, C, ...] of a chunk, the steps of both passes bounded."""
-    return x._replace(
-        key_gamma=bounded(x.k, x.key_gamma), value_gamma=bounded(x.v, x.value_gamma)
-    )
+def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """Vectors divided by their norms; zeros stay zeros."""
+    return x * jax.lax.rsqrt(keep_axis(jnp.sum, x * x) + EPS)
+
+
+def as_written(x: TrellisTokens, rule: Rule) -> TrellisTokens:
+    """The tokens [*B, C, ...] of a chunk, normalised and their steps bounded."""
+    if rule.normalize:
+        alpha = x.alpha.shape[-1] ** 0.5 * unit(x.alpha)
+        x = x._replace(v=unit(x.v), alpha=alpha)
+    if rule.bound_steps:
+        gammas = bounded(x.k, x.key_gamma), bounded(x.v, x.value_gamma)
+        x = x._replace(key_gamma=gammas[0], value_gamma=gammas[1])
+    return x

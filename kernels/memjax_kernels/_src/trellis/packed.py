@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import block_diagonal
+from memjax_kernels._src.common.packs import block_diagonal, sum_slots
 from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.common.packs.decays import (
     Decays,
@@ -37,8 +37,10 @@ from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.packed_bounds import bounded_vjp
 from memjax_kernels._src.trellis.packed_functions import (
+    Divided,
     Write,
     activate_vjp,
+    unit_vjp,
     write_vjp,
 )
 
@@ -82,26 +84,37 @@ class Prepared(NamedTuple):
     """Values that depend on tokens and gates alone.
 
     Attributes:
-        target: alpha with slots along the sublanes.
+        x: the tokens, with values divided by their norms where that is asked for.
+        target: alpha with slots along the sublanes, divided likewise.
         q: D(q).
         k: D(k).
         v: D(v).
         left: decays of both passes.
         steps: of both passes.
+        norms: VJPs of both divisions, of values and of targets, if there are any.
     """
 
+    x: Chunk
     target: Float[Array, "P M CC"]
     q: Float[Array, "P CC KK"]
     k: Float[Array, "P CC KK"]
     v: Float[Array, "P CC VV"]
     left: tuple[Decays, Decays]
     steps: tuple[Steps, Steps]
+    norms: tuple[Divided, ...]
 
 
-def prepare(x: Chunk, gates: tuple[Gates, Gates], dot: Multiply) -> Prepared:
-    """The part that does not depend on memories."""
+def prepare(
+    x: Chunk, gates: tuple[Gates, Gates], options: Options
+) -> Generator[None, None, Prepared]:
+    """The part that does not depend on memories; yields between its phases."""
     first, second = (gate.total for gate in gates)
-    heads = len(first.end)
+    dot, heads, norms = options.multiply, len(first.end), ()
+    if options.normalize:
+        squares = head_sums(dot, jnp.square(x.v.astype(F32)), heads)
+        yield
+        v, of_v = unit_vjp(x.v, squares)
+        x, norms = x._replace(v=v), (of_v,)
     left = decays(first.row, first.wide, heads)
     # Computed once where both are the same.
     same = second is first
@@ -115,7 +128,17 @@ def prepare(x: Chunk, gates: tuple[Gates, Gates], dot: Multiply) -> Prepared:
 
     of_both = steps(x.k, dk, gates[0]), steps(x.v, dv, gates[1])
     target = packs.turned(x.alpha, heads).astype(F32)
-    return Prepared(target, dq, dk, dv, both, of_both)
+    if options.normalize:
+        squares = sum_slots(target * target)
+        target, of_target = unit_vjp(target, squares, target.shape[1] ** 0.5)
+        norms += (of_target,)
+    return Prepared(x, target, dq, dk, dv, both, of_both, norms)
+
+
+def head_sums(dot, x, heads: int) -> Array:
+    """The sum over a head's channels, in all of them."""
+    ones = jnp.ones((len(x), x.shape[-1] // heads, x.shape[-1]), F32)
+    return by_tiles(dot, x, ones, heads)
 
 
 def by_tiles(dot, x, y, heads: int) -> Array:
@@ -144,7 +167,6 @@ def after(
 
 
 def advance(
-    x: Chunk,
     ready: Prepared,
     gates: tuple[Gates, Gates],
     keys: Float[Array, "P M KK"],
@@ -157,7 +179,7 @@ def advance(
     Yields between its phases; see `common.packs.staggered`.
     """
     dot, heads = options.multiply, len(gates[0].total.end)
-    target, dq, dk, dv, (first, second), steps = ready
+    x, target, dq, dk, dv, (first, second), steps, _ = ready
     spread = functools.partial(block_diagonal, heads=heads)
 
     products = dot(jnp.concatenate([x.q.astype(F32), keys], axis=1), dk, "nt")

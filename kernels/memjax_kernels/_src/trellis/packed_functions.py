@@ -21,6 +21,16 @@ Slots = Float[Array, "P M CC"]
 Row = Float[Array, "P 1 CC"]
 #: u of a pass, and of d_u the gradients of its prediction, target and gamma.
 Write = tuple[Slots, Callable[[Slots], tuple[Slots, Slots, Row]]]
+#: Of a cotangent, and the sums of its products with what was divided.
+Divided = Callable[[Array, Array], Array]
+
+
+def unit_vjp(x: Array, squares: Array, norm: float = 1.0) -> tuple[Array, Divided]:
+    """y, vectors x scaled to a norm, in its dtype, and its VJP of d and sums of d y."""
+    scale = norm * jax.lax.rsqrt(squares + functions.EPS)
+    # Matrix by matrix, as `pack_products` rounds.
+    y = jnp.stack([each.astype(x.dtype) for each in x.astype(jnp.float32) * scale])
+    return y, lambda d, along: (d - y * (along * norm**-2)) * scale
 
 
 def activate_vjp(

@@ -24,21 +24,17 @@ from memjax_kernels._src.trellis.packed import (
     Gates,
     Prepared,
     decay_at_end,
+    head_sums,
     until_end,
 )
-from memjax_kernels._src.trellis.packed_functions import (
-    Write,
-    activate_vjp,
-    write_vjp,
-)
+from memjax_kernels._src.trellis.packed_functions import Write, activate_vjp, write_vjp
 
 
 class Written(NamedTuple):
     """A chunk computed again up to its writes.
 
     Attributes:
-        x: the tokens.
-        ready: what `packed.prepare` makes of them.
+        ready: what `packed.prepare` makes of the tokens.
         gates: of both passes.
         memories: at the chunk's start.
         d_y: cotangents of the reads.
@@ -46,7 +42,6 @@ class Written(NamedTuple):
         writes: of both passes.
     """
 
-    x: Chunk
     ready: Prepared
     gates: tuple[Gates, Gates]
     memories: tuple[Float[Array, "P M KK"], Float[Array, "P M VV"]]
@@ -64,7 +59,6 @@ class Cotangents(NamedTuple):
 
 
 def write(
-    x: Chunk,
     ready: Prepared,
     gates: tuple[Gates, Gates],
     memories: tuple[Float[Array, "P M KK"], Float[Array, "P M VV"]],
@@ -74,17 +68,17 @@ def write(
     """The writes of a chunk, whose reads have the cotangents `d_y`."""
 
     def of_pass(index, rows, memory, keys):
+        size, gamma = rows.shape[1], ready.steps[index].bounded
         # One product for what the same operand multiplies.
         rows = jnp.concatenate([rows.astype(jnp.float32), memory], axis=1)
         products = options.multiply(rows, keys, "nt")
-        size, gamma = x.q.shape[1], ready.steps[index].bounded
         write = write_vjp(options, products[:, size:], ready.target, gamma)
         return products[:, :size], write
 
-    first, u = of_pass(0, x.q, memories[0], ready.k)
+    first, u = of_pass(0, ready.x.q, memories[0], ready.k)
     second, u_values = of_pass(1, d_y, memories[1], ready.v)
     scores, writes = (first, second), (u, u_values)
-    return Written(x, ready, gates, memories, d_y, scores, writes)
+    return Written(ready, gates, memories, d_y, scores, writes)
 
 
 def vjp(
@@ -98,11 +92,11 @@ def vjp(
     `d_after` gives those of the memories after the chunk, `keep` gets those before.
     Yields between its phases; see `common.packs.staggered`.
     """
-    x, ready, gates, (keys, values), d_y, (scores, d_scores), writes = chunk
+    ready, gates, (keys, values), d_y, (scores, d_scores), writes = chunk
     dot, slots = options.multiply, keys.shape[1]
     heads = len(gates[0].total.end)
     spread = functools.partial(block_diagonal, heads=heads)
-    _, dq, dk, dv, left, steps = ready
+    x, target, dq, dk, dv, left, steps, norms = ready
     (first, of_first), (second, of_second) = writes
     until = until_end(gates[0].total), until_end(gates[1].total)
     blocks = functools.partial(diagonal_blocks, heads=heads)
@@ -185,7 +179,13 @@ def vjp(
     d_k = sum((dot(d, dk, "nn") for d in alike_1), d_k)
     yield
     d_q = products[:, slots:] + of_tokens(d_past, keys)
-    d_alpha = packs.turned(d_target_1 + d_target_2, heads)
+    d_target = d_target_1 + d_target_2
+    if norms:
+        along = head_sums(dot, d_v * x.v, heads)
+        yield
+        d_v = norms[0](d_v, along)
+        d_target = norms[1](d_target, sum_slots(d_target * target))
+    d_alpha = packs.turned(d_target, heads)
     yield
     return Cotangents(
         Chunk(d_q, d_k, d_v, d_alpha),

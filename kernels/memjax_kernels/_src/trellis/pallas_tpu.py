@@ -1,5 +1,7 @@
 """Trellis on a TPU: one kernel forward, one backward, memories in fast memory (VMEM).
 
+`packed` has the equations of a chunk, `tpu_packed_kernels` the kernels.
+
 Where a gradient is taken, the memories that the forward kernel saves and the reads have
 the names `SAVED`: with a rematerialisation policy that saves both, the forward kernel
 runs once. The saved memories take 2 M (K + V) / C bytes a token and head in bfloat16;
@@ -7,17 +9,36 @@ of chunks of fewer than 64 tokens those before a block of chunks alone are saved
 is the tokens of a block.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.chunks import Chunks
-from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes
-from memjax_kernels._src.trellis import tpu_packed
+from memjax_kernels._src.common.gate_sums import FORGETS_ALL
+from memjax_kernels._src.common.packs.blocks import (
+    LANES,
+    ROWS,
+    divisor,
+    group_size,
+    other_dtypes,
+    packings,
+)
+from memjax_kernels._src.common.packs.chunkwise import Layout, Op, Static, kernels_of
+from memjax_kernels._src.trellis import tpu_packed_kernels
+from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 SAVED = "trellis_tpu_chunk_states", "trellis_tpu_reads"
+# Chunks of fewer tokens save the memories before a block alone: those before each would
+# be more than its tokens.
+SAVED_TOKENS = 64
+# Limits up to which a program takes further chunks, and batch elements: tokens, bytes
+# by the estimate, of which Mosaic takes about half, and chunks. One hides the latency
+# of another.
+TOKENS, ROWS_BYTES, CHUNKS = 1536, 96 << 20, 8
 
 
 def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> str:
@@ -32,7 +53,7 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
     if chunk_size % ROWS:
         return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
     heads, widths = q.shape[2], (q.shape[-1], v.shape[-1], alpha.shape[-1])
-    if not tpu_packed.heads_of_pack(chunk_size, heads, widths):
+    if not heads_of_pack(chunk_size, heads, widths):
         key_dim, value_dim, slots = widths
         return (
             f"no number of {heads} heads, from 2 on, of {slots} slots and {key_dim} "
@@ -53,8 +74,88 @@ def trellis_tpu(
 
     `interpret` is that of `pallas_call`: False, or `pltpu.InterpretParams`.
     """
-    size, heads = x.tokens[0].shape[2:4]
-    if not tpu_packed.heads_of_pack(size, heads, tpu_packed.widths_of(x)):
+    b, of_all, size, number = x.tokens[0].shape[:4]
+    _, *widths = (tokens.shape[4] for tokens in x.tokens)
+    heads = heads_of_pack(size, number, widths)
+    if not heads:
         # A device's share of the heads may fill no register.
         return trellis_xla(x, memory, empty, rule)
-    return tpu_packed.in_chunks(x, memory, empty, rule, interpret=interpret)
+    each = heads * _block_bytes(size, *widths)
+    group = group_size(number // heads, each)
+    # Chunks first: of one behind another all but the memories is computed meanwhile.
+    number = min(ROWS_BYTES // (group * each), TOKENS // (group * heads * size))
+    chunks = divisor(of_all, min(CHUNKS, number))
+    rows = divisor(b, number // chunks)
+    # Four packs at a time go through a chunk's phases.
+    phased = rows * group // divisor(rows * group, 4)
+    layout = Layout(
+        rows,
+        group,
+        heads,
+        size,
+        passes=tuple(gate.shape[-1] for gate in x.gates),
+        opens=x.full is not None,
+        resets=x.reset is not None,
+        phased=phased,
+        chunks=chunks,
+        saved=chunks if size >= SAVED_TOKENS else 1,
+    )
+    return _op(Static(rule, layout, interpret), x, memory, empty)
+
+
+def heads_of_pack(size: int, heads: int, widths: Sequence[int]) -> int:
+    """Heads of a pack: the most whose chunks fit in 128 lanes; 0 is none.
+
+    Widths are those of keys and values, K and V, and the slots M.
+    """
+    # Two heads at least: nothing here is written for one.
+    most = max(2, LANES // size)
+    fitting = packings(heads, widths, _block_bytes(size, *widths))
+    return max((number for number in fitting if 2 <= number <= most), default=0)
+
+
+def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
+    """Estimate of the backward kernel's VMEM for one head, in bytes."""
+    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
+    # 16 of a memory; and the values in between: 40 arrays of a token's slots, 8 of a
+    # memory, 10 of its tokens.
+    channels = key_dim + value_dim
+    tokens = size * (2 * key_dim + 2 * value_dim + slots) * 4
+    memories = slots * channels * (16 + 4)
+    between = size * (40 * slots + 10 * channels)
+    return 4 * (tokens + memories + between)
+
+
+def _with_options(kernel):
+    def run(*refs, layout, options, multiply):
+        kernel(*refs, layout=layout, options=Options(*options, multiply=multiply))
+
+    return run
+
+
+def _of_gates(d: Float[Array, "B n C H _"], x: Chunks) -> tuple[Array, Array]:
+    """Of gamma in its passes, then of g, as gradients of both gates."""
+    gamma, g = x.gates
+    d_gamma, d_g = jnp.split(d, [gamma.shape[-1]], axis=-1)
+    # Gates clamped to the lowest have no gradient.
+    return d_gamma, jnp.where(g > FORGETS_ALL, d_g, 0.0)
+
+
+def _in_xla(rule: Rule, x: Chunks, memory, empty):
+    """The function of the kernels."""
+    return trellis_xla(x, memory, empty, rule)
+
+
+_op = kernels_of(
+    Op(
+        "trellis",
+        _with_options(tpu_packed_kernels.forward_kernel),
+        _with_options(tpu_packed_kernels.backward_kernel),
+        _in_xla,
+        # Memories are saved in the tokens' dtype, to which operands of products are
+        # rounded.
+        residuals=lambda dtype: (dtype, dtype),
+        gate_rows=True,
+        of_gates=_of_gates,
+    )
+)

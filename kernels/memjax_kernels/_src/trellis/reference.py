@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.steps import open_chunk, segment
 from memjax_kernels._src.trellis import checks, chunk
-from memjax_kernels._src.trellis.functions import bounded_tokens
+from memjax_kernels._src.trellis.functions import as_written
 from memjax_kernels._src.trellis.state import Rule, TrellisState, TrellisTokens
 
 
@@ -49,15 +49,14 @@ def trellis_step(
 
 def _step(q, k, v, alpha, gamma, g, state, *, rule):
     def options(multiply):
-        return chunk.Options(rule.phi, rule.activation, multiply)
+        return chunk.Options(*rule, multiply=multiply)
 
     def read(multiply, q, tokens, memory):
-        tokens = bounded_tokens(tokens) if rule.bound_steps else tokens
+        tokens = as_written(tokens, rule)
         return chunk.read(q, tokens, memory, options(multiply))
 
     def write(multiply, tokens, memory):
-        tokens = bounded_tokens(tokens) if rule.bound_steps else tokens
-        return chunk.write(tokens, memory, options(multiply))
+        return chunk.write(as_written(tokens, rule), memory, options(multiply))
 
     gates: Any = (
         *_per_pass(gamma),

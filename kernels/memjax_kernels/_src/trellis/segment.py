@@ -2,10 +2,10 @@
 
 They take chunks of q, k, v and alpha, gates gamma and g, float32 [B, n, C, H, 2] for
 each pass or [B, n, C, H, 1] for both, and key and value memories, `empty` None where no
-chunk is reset. With `bound_steps`, gamma of each pass is bounded by the chunk's keys
-first (`functions`). For both passes, with x = k, then v, M the memory and N the one
-after, and cs the inclusive sum of g over the chunk, g no lower than -104, where exp is
-0 already (g may be -inf):
+chunk is reset. With `normalize` v and alpha are divided by their norms first, and with
+`bound_steps` gamma of each pass is bounded by the chunk's keys (`functions`). For both
+passes, with x = k, then v, M the memory and N the one after, and cs the inclusive sum
+of g over the chunk, g no lower than -104, where exp is 0 already (g may be -inf):
 
     U = gamma error_gradient(phi, x M^T, alpha)
     W_ij = exp(cs_i - cs_j) for i >= j, else 0
@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.steps import segment
+from memjax_kernels._src.recurrent_block.norms import l2_normalize
 from memjax_kernels._src.trellis.functions import bounded
 from memjax_kernels._src.trellis.state import Rule, TrellisState, TrellisTokens
 
@@ -70,8 +71,14 @@ def of_each_pass(k, v, alpha, gamma, g) -> TrellisTokens:
     return TrellisTokens(k, v, alpha, *gates)
 
 
-def with_bounded_steps(x: Chunks) -> Chunks:
-    """The chunks with the steps of both passes bounded."""
+def as_written(x: Chunks, rule: Rule) -> Chunks:
+    """The chunks with tokens normalised and steps bounded, as the rule asks."""
+    if rule.normalize:
+        q, k, v, alpha = x.tokens
+        alpha = l2_normalize(alpha, alpha.shape[-1] ** 0.5)
+        x = x._replace(tokens=(q, k, l2_normalize(v), alpha))
+    if not rule.bound_steps:
+        return x
 
     def of_pass(k, gamma):
         return bounded(k.swapaxes(2, 3), gamma.swapaxes(2, 3)).swapaxes(2, 3)

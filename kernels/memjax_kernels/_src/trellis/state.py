@@ -22,6 +22,7 @@ class Rule(NamedTuple):
     phi: str = "l2_silu"
     activation: str = "ln_silu"
     bound_steps: bool = False
+    normalize: bool = False
 
 
 # Fields are Any: jax also builds these classes around shapes, shardings and axes.
@@ -99,13 +100,12 @@ def trellis_init_state(
     Raises:
         ValueError: on a size below 1.
     """
-    keys = _rows(batch=batch, heads=heads, slots=slots, width=key_dim)
-    values = _rows(batch=batch, heads=heads, slots=slots, width=value_dim)
-    return trellis_state(keys, values, chunk_size)
+    widths = {"key_dim": key_dim, "value_dim": value_dim}
+    check_sizes(batch=batch, heads=heads, slots=slots, **widths)
 
+    def memory(width):
+        return jnp.broadcast_to(
+            empty_memory(slots, width), (batch, heads, slots, width)
+        )
 
-def _rows(**sizes: int) -> Float[Array, "B H M D"]:
-    check_sizes(**sizes)
-    batch, heads, slots, width = sizes.values()
-    matrix = empty_memory(slots, width)[None, None]
-    return jnp.broadcast_to(matrix, (batch, heads, slots, width))
+    return trellis_state(memory(key_dim), memory(value_dim), chunk_size)

@@ -40,7 +40,7 @@ def forward_kernel(
     def advance(of: blocks.Packs):
         tokens = packed.Chunk(*map(of.tokens, x.tokens))
         given = of.gates(gates)
-        ready = packed.prepare(tokens, given, options.multiply)
+        ready = yield from packed.prepare(tokens, given, options)
         yield
         start = of.memories(after)
         if reset is not None:
@@ -53,9 +53,7 @@ def forward_kernel(
             of.store_memories(after, choose(of.of(full), new, start))
 
         keys, values = start
-        read = yield from packed.advance(
-            tokens, ready, given, keys, values, options, keep
-        )
+        read = yield from packed.advance(ready, given, keys, values, options, keep)
         of.store_tokens(y, read)
 
     in_turn([advance(of) for of in blocks.each_group(layout)], FORWARD_LAG)
@@ -91,13 +89,13 @@ def backward_kernel(
     def write(of: blocks.Packs):
         tokens = packed.Chunk(*map(of.tokens, x.tokens))
         given = of.gates(gates)
-        ready = packed.prepare(tokens, given, options.multiply)
+        ready = yield from packed.prepare(tokens, given, options)
         yield
         start = of.saved(residuals) if of.is_saved else running[of.start]
         if reset is not None:
             start = choose(of.of(reset), of.memories(empty), start)
         d = of.tokens(d_y)
-        chunk = packed_gradient.write(tokens, ready, given, start, d, options)
+        chunk = packed_gradient.write(ready, given, start, d, options)
         yield
         if not of.next_is_saved:
             new = packed.after(ready, given, start, chunk.writes, options.multiply)
@@ -110,6 +108,8 @@ def backward_kernel(
             # In step with the others: it takes what a later chunk kept.
             yield
             yield
+            if options.normalize:
+                yield
         else:
             chunk = yield from write(of)
         zeros = jax.tree.map(jnp.zeros_like, chunk.memories)

@@ -28,7 +28,7 @@ from memjax_kernels._src.trellis.pallas_gpu.inputs import (
     Inputs,
     prepare,
 )
-from memjax_kernels._src.trellis.segment import with_bounded_steps
+from memjax_kernels._src.trellis.segment import as_written
 from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
 
@@ -42,8 +42,7 @@ def trellis_gpu(
     interpret: Any = None,
 ) -> tuple[tuple[Array, Array], Array]:
     """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
-    if rule.bound_steps:
-        x, rule = with_bounded_steps(x), rule._replace(bound_steps=False)
+    x, rule = as_written(x, rule), Rule(rule.phi, rule.activation)
     arguments = chunks.float_flags(x), memory, empty
     results: Any = _chunks(Static(rule, interpret), *varying.vary_alike(arguments))
     return results
