@@ -1,6 +1,7 @@
 """Elastic Memory's tables run whole at a tiny size, and noise spares the memory."""
 
 import dataclasses
+import functools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,7 @@ from experiments.elastic import probes, tables
 from experiments.lab.intervals import against_paper
 from experiments.lab.results import arranged
 from experiments.memories import books
-from memjax import evaluation
-from memjax.data import load_tokenizer
+from memjax import data, evaluation
 from memjax.models import LanguageModel
 from memjax.models.language_model.presets import TINY
 from tests.training.idle import idle_updates
@@ -29,16 +29,12 @@ def test_tables_share_the_models_of_books_and_have_all_cells(tmp_path, monkeypat
     monkeypatch.setattr(tables, "RATES", (0.5,))
     monkeypatch.setattr(tables, "ROWS", (books.MEMORY,))
     monkeypatch.setattr(tables, "ALONE", ("windows of {}",))
-    model = LanguageModel(
-        SMALL.with_memory("elastic_memory", 256), key=jax.random.key(0)
-    )
-    reference = SimpleNamespace(model=model, tokenizer=load_tokenizer("bytes"))
+    model = LanguageModel(SMALL.with_memory("melodi", 256), key=jax.random.key(0))
+    reference = SimpleNamespace(model=model, tokenizer=data.load_tokenizer("bytes"))
     monkeypatch.setattr(memjax, "load", lambda path: reference)
     # Every token behind the first contexts is a key, of a reference that knows nothing.
-    find, every = evaluation.find_key_tokens, dict(alpha=-1e9, beta=-1e9)
-    monkeypatch.setattr(
-        evaluation, "find_key_tokens", lambda *x, **y: find(*x, **y, **every)
-    )
+    find = functools.partial(evaluation.find_key_tokens, alpha=-1e9, beta=-1e9)
+    monkeypatch.setattr(evaluation, "find_key_tokens", find)
     toy: dict[str, Any] = dict(steps=2, window=16, context_length=64, test_texts=2)
     toy |= dict(source="embedded", run_dir=tmp_path, output=tmp_path)
     with idle_updates():
@@ -46,7 +42,7 @@ def test_tables_share_the_models_of_books_and_have_all_cells(tmp_path, monkeypat
     assert (tmp_path / "Elastic_Memory" / "seed44" / "spent.json").is_file()
     result = json.loads((tmp_path / "tables.json").read_text())
     for at, (*others, (_, second)) in result["cells"].items():
-        assert len(others) == 2 and (1000 < second < 9000 or "table13" in at), at
+        assert len(others) == 2 and (second > 1000 or "table13" in at), at
     assert {*result["added"].values()} == {0}
     known = [at for at in tables.PAPER if "| 1x" in at or "proofs" in at or "50%" in at]
     known = [at for at in known if "Elastic Memory" in at and ", uniform" not in at]

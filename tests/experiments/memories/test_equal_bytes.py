@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from experiments.gpu import fifteen_minutes
@@ -16,6 +17,7 @@ from experiments.lab.measure import state_bytes
 from experiments.memories import equal_bytes, equal_bytes_report
 from experiments.memories import equal_bytes_rows as rows
 from experiments.memories.equal_bytes_rows import ROWS, Setup
+from memjax.training import LoopConfig, pretrain
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from tests import tiny
@@ -193,6 +195,28 @@ def test_more_training_is_falsified_by_either_window(tmp_path):
         _store(changed, _result(name, nats))
     config = dataclasses.replace(config, output=changed.parent)
     assert list(fifteen_minutes.verdict(config))[-1] == "falsified"
+
+
+@pytest.fixture(name="small")
+def _small(tmp_path):
+    """Source of the corpus, five documents a kind, and folder of the backbone."""
+    words = np.array(["memory", "window", "block", "state", "It rained."])
+    rng = np.random.default_rng(0)
+    for split in ("train", "validation", "test"):
+        for kind in ("proofs", "code", "prose"):
+            for i in range(5):
+                file = tmp_path / "corpus" / split / kind / f"{i}.txt"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(" ".join(rng.choice(words, 60)))
+    source, backbone = f"folder:{tmp_path}/corpus", tmp_path / "backbone"
+    run = pretrain.RunConfig(
+        model=tiny.make_config(4096, capacity=1024),
+        data=pretrain.DataConfig(source, "bpe4k", context_length=16, batch_size=2),
+        loop=LoopConfig(steps=1, save_every=1),
+    )
+    with idle_updates():
+        pretrain.train(run, backbone)
+    return source, backbone
 
 
 @pytest.mark.slow
