@@ -265,13 +265,16 @@ def test_invalid_sizes_are_refused(wrong, message):
 def test_keys_in_parts_are_one_softmax(monkeypatch, at_once, joined):
     """Values and all gradients; 11 keys in parts of 4 overlap by one.
 
-    Heads that take one product together get the same from it.
+    Heads that take one product together get the same from it, and products with keys
+    first.
     """
     monkeypatch.setattr(attend, "MOST_JOINED", 0)
+    monkeypatch.setattr(attend, "FEW_ROWS", 0)
     whole, gradients = in_one_part()
+    monkeypatch.undo()
     monkeypatch.setattr(attend, "CACHED_SCORES", 0)
     monkeypatch.setattr(attend, "LEAST_KEYS", at_once)
-    monkeypatch.setattr(attend, "MOST_JOINED", 3 * H if joined else 0)
+    monkeypatch.setattr(attend, "MOST_JOINED", 3 * H * G if joined else 0)
     tokens = drawn_cache()[:3]
     # Or the comparison would be of one program with itself.
     program = str(jax.make_jaxpr(lambda *x: read_cache(*x))(*tokens))

@@ -19,9 +19,12 @@ MAX_SCORES = 2**26
 # Scores that stay in a CPU's cache, in elements, and the fewest keys at a time: more
 # go to memory and back between every two steps of the softmax.
 CACHED_SCORES, LEAST_KEYS = 2**21, 256
-# Rows of queries of all heads, up to which one product over all channels of a key takes
-# less time than a product for each head, although most channels of a row are zeros.
-MOST_JOINED = 32
+# Key heads x rows of queries of all heads, up to which one product over all channels of
+# a key takes less time than a product for each head, although all channels of a row but
+# those of one head are zeros.
+MOST_JOINED = 128
+# Rows of a head, up to which keys come first in its product, as XLA is faster.
+FEW_ROWS = 32
 # Slots of a cache that are read or left out together on a CPU, at least.
 LEAST_BLOCK = 1024
 # A causal sequence of at least so many tokens is read in parts, each with what is
@@ -239,7 +242,7 @@ def _masked_on_cpu(query, key, value, shows, filled):
     rows = query.reshape(b, t, g, r, d).transpose(0, 2, 3, 1, 4).reshape(b, g, r * t, d)
     # Scaled before the product: a query has fewer numbers than it has scores.
     rows = rows * d**-0.5
-    joined = h * t <= MOST_JOINED
+    joined = g * h * t <= MOST_JOINED
     if joined:
         own = jnp.eye(g, dtype=rows.dtype)[None, :, None, :, None]
         rows = (rows[:, :, :, None] * own).reshape(b, 1, h * t, g * d)
@@ -275,6 +278,8 @@ def _some_keys(rows, key, value, mask):
         # copies them first, head by head.
         key, value = (x.reshape(*x.shape[:2], -1) for x in (key, value))
         scores = product("bqd,bsd->bqs", rows[:, 0], key)
+    elif count <= FEW_ROWS:
+        scores = product("bsgd,bgqd->bgsq", key, rows).swapaxes(-1, -2)
     else:
         scores = product("bgqd,bsgd->bgqs", rows, key)
     scores = scores.reshape(b, g, -1, *mask.shape[1:])
