@@ -85,7 +85,7 @@ ROWS: dict[str, Row] = {
     "Gated DeltaNet, slow gates": Row("gated_deltanet"),
     GRU: Row("gru"),
 }
-#: Three memories and the strongest rival.
+#: Three memories and a rival.
 QUICK = ("DeltaNet", "TTT", "Lattice", CACHE)
 Facts = Annotated[int, options.within(1, len(task.NAMES))]
 Distances = Annotated[tuple[options.Natural, ...], options.ascending]
