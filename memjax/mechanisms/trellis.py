@@ -52,8 +52,7 @@ from memjax_kernels import (
 )
 from memjax_kernels import trellis as trellis_op
 from memjax_kernels._src.trellis.functions import apply as phi_of
-from memjax_kernels._src.trellis.functions import as_written
-from memjax_kernels._src.trellis.state import Rule
+from memjax_kernels._src.trellis.functions import Rule, as_written
 
 
 @dataclasses.dataclass(frozen=True)
