@@ -51,8 +51,8 @@ from memjax_kernels import (
     trellis_step,
 )
 from memjax_kernels import trellis as trellis_op
-from memjax_kernels._src.trellis.functions import apply as phi_of
 from memjax_kernels._src.trellis.functions import Rule, as_written
+from memjax_kernels._src.trellis.functions import apply as phi_of
 
 
 @dataclasses.dataclass(frozen=True)
