@@ -12,7 +12,7 @@ import pytest
 
 from experiments.gpu import fifteen_minutes
 from experiments.gpu.fifteen_minutes import LONGER, MEMORIES, WINDOW
-from experiments.lab import study
+from experiments.lab import results, study
 from experiments.lab.measure import state_bytes
 from experiments.memories import equal_bytes, equal_bytes_report
 from experiments.memories import equal_bytes_rows as rows
@@ -145,8 +145,8 @@ def test_rows_are_put_together(tmp_path):
     assert "saved" not in by_row["wide-tuned", 1]
     assert by_row["wide", 0]["perplexity"]["proofs"] == pytest.approx(math.exp(3.2))
     for one in ("perplexity", "saved"):
-        table = list(getattr(equal_bytes_report, one).rows(found))
-        assert all(row.keys() == table[0].keys() for row in table)
+        made = getattr(equal_bytes_report, one).rows(found)
+        assert all(row[-1] for row in results.arranged(made, one).rows)
     _store(folder, _result("infini", 1.0, 0, {"texts_digest": "b"}))
     with pytest.raises(ValueError, match="cannot be compared: texts_digest must"):
         equal_bytes_report.write(folder)
@@ -154,8 +154,8 @@ def test_rows_are_put_together(tmp_path):
 
 def test_rows_are_compared_with_the_window_of_their_bytes():
     sizes = {"window": 8, "wide-shared": 10, "infini": 10, "wide": 20, "full": 90}
-    results = [_result(name, 20.0, 0, {"bytes": size}) for name, size in sizes.items()]
-    found = {row["row"]: row for row in equal_bytes_report.summary(results)["rows"]}
+    given = [_result(name, 20.0, 0, {"bytes": size}) for name, size in sizes.items()]
+    found = {row["row"]: row for row in equal_bytes_report.summary(given)["rows"]}
     # Infini-attention is tuned, and no tuned window is there.
     with_base = {name: row.get("saved_over") for name, row in found.items()}
     assert with_base == {
