@@ -6,7 +6,7 @@ Schlag, Irie & Schmidhuber (2021), https://arxiv.org/abs/2102.11174, eq. 24; Yan
 al. (2024), https://arxiv.org/abs/2406.06484, whose layer this is: unit q and k, no
 scale, β = sigmoid(w x), here times `max_rate`.
 
-Shapes: B batch, T time, D model, H heads, K key, V value.
+Shapes: B batch, T time, D model, H heads, G of keys, K key, V value.
 """
 
 import dataclasses
@@ -66,6 +66,7 @@ class DeltaNetConfig(DeltaRuleConfig):
             apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
+            shares_keys=True,
         )
 
     def cell_axes(self) -> PyTree:
@@ -114,8 +115,8 @@ def apply(
     config: DeltaNetConfig,
     params: DeltaNetParams,
     memory: Float[Array, "B H K V"] | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,

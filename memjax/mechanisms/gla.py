@@ -13,7 +13,7 @@ HGRN2 ties keys to gates: what a channel forgets is what it writes.
 Qin et al. (2024), https://arxiv.org/abs/2404.07904, section 3: f is the projection that
 keys have elsewhere, l a bound of each channel that grows with the layers.
 
-Shapes: B batch, T time, D model, H heads, K key, V value, R rank.
+Shapes: B batch, T time, D model, H heads, G of keys, K key, V value, R rank.
 """
 
 import dataclasses
@@ -71,6 +71,8 @@ class GLAConfig(RecurrentConfig):
             apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
+            # Tied keys are gates, of which every head has its own.
+            shares_keys=not self.tied_keys,
         )
 
     def with_half_lives(
@@ -152,8 +154,8 @@ def apply(
     config: GLAConfig,
     params: GLAParams,
     memory: Float[Array, "B H K V"] | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,

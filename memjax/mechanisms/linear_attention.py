@@ -13,7 +13,7 @@ Sun et al. (2023), https://arxiv.org/abs/2307.08621, sections 2.1 and 2.2; R is 
 Reads depend on differences of positions alone, so positions are counted from the next
 token: the memory is turned back after a segment, and needs no count of tokens.
 
-Shapes: B batch, T time, D model, H heads, K key, V value.
+Shapes: B batch, T time, D model, H heads, G of keys, K key, V value.
 """
 
 import dataclasses
@@ -65,6 +65,7 @@ class LinearAttentionConfig(RecurrentConfig):
             apply,
             reset_chunk=1,
             apply_share=linear_share(apply),
+            shares_keys=True,
         )
 
     def cell_axes(self) -> PyTree:
@@ -119,8 +120,8 @@ def apply(
     config: LinearAttentionConfig,
     params: LinearAttentionParams,
     memory: Float[Array, "B H K V"] | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,

@@ -279,7 +279,7 @@ def test_bad_input_is_refused_by_name(op):
     run = functools.partial(inspect.unwrap(getattr(memjax_kernels, op)))
     bad: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         (r"k must have shape", (q, k[:, :2], v, *gates), {}),
-        (r"v must have shape", (q, k, v[:, :, :1], *gates), {}),
+        (r"H a multiple of the 2 heads of q", (q, k, v[:, :, :1], *gates), {}),
         (r"state must have shape", (q, k, v, *gates, state[:, :, :2]), {}),
         (r"state must be float32", (q, k, v, *gates, state.astype("f2")), {}),
         (r"must lie in \[0.0, 2.0\]", (q, k, v, gates[0] * 9, *gates[1:]), {}),

@@ -39,6 +39,13 @@ def hippo(**options):
     return ops.hippo(BLOCKS, BASIS, jnp.ones((B, 5, D)), **options)
 
 
+def test_rates_up_to_two_are_taken_where_they_are_known():
+    two = jnp.full((B, T, H), 2.0)
+    _, reads = ops.delta_rule(X, X, X, two, implementation="reference")
+    _, y = ops.delta_rule_step(TOKEN, TOKEN, TOKEN, two[:, 0], MATRIX)
+    np.testing.assert_array_equal(reads[:, 0], y)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

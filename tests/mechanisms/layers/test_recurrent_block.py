@@ -12,14 +12,17 @@ import pytest
 from memjax.mechanisms import (
     ABCConfig,
     DeltaNetConfig,
+    GLAConfig,
     GSAConfig,
     LatticeConfig,
+    LinearAttentionConfig,
     TrellisConfig,
     TTTLinearConfig,
 )
 from memjax.mechanisms.cells.base import bind
 from memjax.mechanisms.layers.recurrent import block as recurrent_block
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
+from memjax.mechanisms.layers.recurrent.style import RecurrentStyle
 from memjax.models.language_model.presets import RECURRENT, TINY
 
 B, T, D, H, K, V = 2, 7, 6, 2, 3, 4
@@ -231,6 +234,31 @@ def test_config_selects_the_implementation(name):
         return str(jax.make_jaxpr(mechanism.apply)(params, mechanism.init_state(1), x))
 
     assert program("reference") != program("xla")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LinearAttentionConfig(**SIZES),
+        DeltaNetConfig(**SIZES),
+        GLAConfig(**SIZES),
+    ],
+)
+def test_heads_that_share_keys_read_them_without_copies(config, monkeypatch):
+    style = RecurrentStyle(num_key_heads=1)
+    mechanism = dataclasses.replace(config, style=style).build()
+    params = mechanism.init_params(jax.random.key(0))
+    x = np.random.default_rng(2).standard_normal((B, 3, D), np.float32)
+    before = mechanism.init_state(B)
+    step = jax.jit(mechanism.step)
+    state, reads = before, []
+    for t in range(3):
+        state, y = step(params, state, x[:, t])
+        reads.append(y)
+    monkeypatch.setattr(recurrent_block, "for_each_value", None)
+    after, y = jax.jit(mechanism.apply)(params, before, x)
+    np.testing.assert_allclose(y, np.stack(reads, axis=1), atol=2e-5)
+    np.testing.assert_allclose(after.memory, state.memory, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, g: Array | None) -> 
 
 
 def gated_slots_tpu(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     alpha: Float[Array, "B T H M"],
     g: Float[Array, "B T H M"] | None,
@@ -35,7 +35,7 @@ def gated_slots_tpu(
     *,
     interpret: Any = False,
 ) -> tuple[GatedSlotsState, Float[Array, "B T H V"]]:
-    """The recurrence of `gated_slots_reference` in kernels for a TPU."""
+    """The recurrence of `gated_slots` in kernels for a TPU."""
     g = jnp.zeros(alpha.shape, jnp.float32) if g is None else g
     keys = state.keys.swapaxes(2, 3)
     keys, weights = recurrence.recur(

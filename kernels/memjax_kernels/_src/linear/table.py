@@ -79,7 +79,7 @@ def run(
     arguments.check_gates(**{n: x for n, x in gates.items() if n in arguments.RANGES})
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     ways = sizes["H"] // sizes["G"]
-    share = by_copies if "B T H K" in op.gates.values() else by_groups
+    share = by_groups if {*op.gates.values()} <= {"B T H"} else by_copies
     reason, other_chunks = op.unsupported(*tokens), ""
     if chunk_size is not None:
         _check_power_of_two(chunk_size)
