@@ -4,6 +4,8 @@ import functools
 import types
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +169,25 @@ def test_values_and_gradients_agree_with_the_reference(name, draw_wide):
     if name != "gated_slots":
         gradient = np.asarray(found[1][place])
         assert not gradient[0, 20].any() and gradient[0, 21].any()
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.sampled_from(["gated_delta_rule", "kda", "gdn2", "gated_slots"]),
+    st.integers(64, 140),
+    st.sampled_from([(2, 1), (2, 2), (4, 2)]),
+    st.sampled_from([64, 128]),
+    st.lists(st.integers(0, 139), max_size=3),
+)
+@hypothesis.example("gated_slots", 70, (2, 2), 64, [3])
+def test_kernels_of_any_shape_agree_with_the_reference(name, time, heads, width, at):
+    number, ways = heads
+    given = draw(name, time, 1, time, number, width, width, ways=ways)
+    kernels, reference, _ = OPS[name]
+    kernels = functools.partial(kernels, interpret=True)
+    reset = np.isin(np.arange(time), at)[None]
+    close(both(kernels, reset, *given), both(reference, reset, *given), 3e-6)
 
 
 # Relative errors of the chunk form of XLA in bfloat16, in thousandths, for the tokens
