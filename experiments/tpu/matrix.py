@@ -50,7 +50,7 @@ def compiled(op: str, file: str) -> set[str]:
     """Chips that an op's tests compile for."""
     text = (TESTS / f"{file}.py").read_text()
     # The tests of recurrences have a line for each op.
-    of = f"({op}, " if file == RECURRENCES else ""
+    of = f'("{op}", ' if file == RECURRENCES else ""
     return {chip for chip in CHIPS if f'{of}"{chip}:' in text}
 
 
