@@ -20,8 +20,9 @@ from memjax_kernels._src.trellis import tpu_packed_blocks as blocks
 from memjax_kernels._src.trellis.chunk import Options
 
 F32 = jnp.float32
-# Phases by which a group of packs is behind the one before it, counted for a v5e.
-FORWARD_LAG, BACKWARD_LAG = 1, 2
+# Phases by which a group of packs is behind the one before it, counted for a v5e; the
+# last where chunks of a block are written again before.
+FORWARD_LAG, BACKWARD_LAG, AGAIN_LAG = 1, 2, 1
 
 
 def forward_kernel(
@@ -142,9 +143,10 @@ def backward_kernel(
     # Memories that are not saved follow from the writes of the chunk before.
     groups = blocks.each_group(layout)
     first = [of for of in groups if not of.next_is_saved]
-    written = in_turn([write(of) for of in first], FORWARD_LAG)
+    written = in_turn([write(of) for of in first], BACKWARD_LAG)
     known = dict(zip(first, written, strict=True))
-    in_turn([vjp(of) for of in reversed(groups)], BACKWARD_LAG)
+    lag = AGAIN_LAG if first else BACKWARD_LAG
+    in_turn([vjp(of) for of in reversed(groups)], lag)
 
 
 def _from_sums(d: tuple[Array, ...], heads: int) -> list[Array]:
