@@ -10,12 +10,7 @@ from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import (
-    arguments,
-    chunks,
-    implementations,
-    partition,
-)
+from memjax_kernels._src.common import arguments, chunks, implementations, partition
 from memjax_kernels._src.lattice import checks, pallas_gpu, pallas_tpu
 from memjax_kernels._src.lattice.memory import LATTICE_VARIANTS as LATTICE_VARIANTS
 from memjax_kernels._src.lattice.memory import LatticeForget as LatticeForget

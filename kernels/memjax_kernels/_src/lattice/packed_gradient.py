@@ -17,12 +17,7 @@ from memjax_kernels._src.common.packs import (
 )
 from memjax_kernels._src.common.packs.chunk_kernels import Chunk, Cotangents
 from memjax_kernels._src.lattice import packed
-from memjax_kernels._src.lattice.packed import (
-    Options,
-    sum_rounded,
-    sum_tokens,
-    weigh,
-)
+from memjax_kernels._src.lattice.packed import Options, sum_rounded, sum_tokens, weigh
 
 F32 = jnp.float32
 

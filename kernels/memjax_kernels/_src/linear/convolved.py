@@ -20,10 +20,7 @@ from memjax_kernels._src.common.token_scan import zeros_where
 from memjax_kernels._src.linear import convolved_tpu
 from memjax_kernels._src.linear.convolved_tpu import Segment
 from memjax_kernels._src.linear.delta_rules import gated_delta_rule
-from memjax_kernels._src.linear.steps import (
-    MatrixState,
-    linear_attention_init_state,
-)
+from memjax_kernels._src.linear.steps import MatrixState, linear_attention_init_state
 from memjax_kernels._src.linear.table import check_heads
 from memjax_kernels._src.recurrent_block import short_convolution
 from memjax_kernels._src.recurrent_block.xla import last_inputs

@@ -19,11 +19,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
 from memjax_kernels._src.common.packs.pack_products import multiply
-from memjax_kernels._src.common.packs.recurrence_chunk import (
-    Chunk,
-    Gates,
-    at_end,
-)
+from memjax_kernels._src.common.packs.recurrence_chunk import Chunk, Gates, at_end
 from memjax_kernels._src.common.products import Multiply, operand_dtype
 
 F32 = jnp.float32

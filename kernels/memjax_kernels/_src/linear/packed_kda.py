@@ -43,12 +43,7 @@ from memjax_kernels._src.common.packs.channels import (
 from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
 from memjax_kernels._src.common.packs.recurrence_chunk import Channels, Gates
 from memjax_kernels._src.common.products import operand_dtype
-from memjax_kernels._src.linear.packed_delta import (
-    inverse_of,
-    parts_of,
-    products,
-    rows,
-)
+from memjax_kernels._src.linear.packed_delta import inverse_of, parts_of, products, rows
 
 F32 = jnp.float32
 

@@ -17,10 +17,7 @@ from memjax_kernels._src.common.arguments import check_mask, check_sizes
 from memjax_kernels._src.common.implementations import choose
 from memjax_kernels._src.common.steps.segment import check_states
 from memjax_kernels._src.ttt_linear import pallas_tpu
-from memjax_kernels._src.ttt_linear.reference import (
-    check_tokens,
-    ttt_linear_reference,
-)
+from memjax_kernels._src.ttt_linear.reference import check_tokens, ttt_linear_reference
 from memjax_kernels._src.ttt_linear.reference import ttt_linear_step as ttt_linear_step
 from memjax_kernels._src.ttt_linear.segment import in_chunks
 from memjax_kernels._src.ttt_linear.state import TTTLinearState as TTTLinearState

@@ -24,11 +24,7 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import block_diagonal, diagonal_blocks, lower
-from memjax_kernels._src.common.packs.chunk_kernels import (
-    Chunk,
-    Cotangents,
-    Equations,
-)
+from memjax_kernels._src.common.packs.chunk_kernels import Chunk, Cotangents, Equations
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.ttt_linear.mini_batch import EPSILON
 
