@@ -172,6 +172,9 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if speed := result.get("speed"):
         cycles, seconds = span(*speed["cycles"]), span(*speed["seconds"], digits=3)
         yield "counted cycles", f"{cycles}: {seconds} s"
+        for row in speed["dearest"]:
+            source = row["source"] or "no name"
+            yield f"  {row['operation']}", f"{span(*row['cycles'])}, {source}"
         yield "tokens a second, at most", span(*speed["tokens_per_second"])
         if speed["utilisation"] is not None:
             share = span(*(100 * end for end in speed["utilisation"]), digits=1)

@@ -187,3 +187,22 @@ def test_a_compiled_step_above_the_capacity_does_not_fit(temporaries, fits):
     rows = dict(lines(found))
     assert rows.get("does not fit") == (None if fits else "the largest are temporaries")
     assert rows["operations a device"].startswith("5,")
+
+
+def test_the_dearest_operations_are_printed():
+    speed = {"cycles": [10.0, 30.0], "seconds": [0.25, 0.5], "utilisation": None}
+    speed |= {"tokens_per_second": [2.0, 6.0], "loops_of_unknown_length": []}
+    dearest = [("dot.1", "layer/dot", 20.0), ("copy.2", "", 5.0)]
+    speed["dearest"] = [
+        {"operation": name, "source": source, "cycles": [5.0, most]}
+        for name, source, most in dearest
+    ]
+    sizes = {"total": GIB, "capacity": 2 * GIB, "parts": {}, "host": 0}
+    found = {"devices": 1, "mesh": {}, "tokens": 8, "fits": True, "memory": sizes}
+    found |= {"compiler": {"flops": None}, "collectives": [], "links_seconds": 0.0}
+    rows = [*lines(found | {"speed": speed})]
+    at = rows.index(("counted cycles", "10 to 30: 0.250 to 0.500 s"))
+    assert rows[at + 1 : at + 3] == [
+        ("  dot.1", "5 to 20, layer/dot"),
+        ("  copy.2", "5, no name"),
+    ]
