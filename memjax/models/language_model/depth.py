@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from memjax.mechanisms import Mechanism
 from memjax.models.language_model.config import BlockStyle
+from memjax_kernels._src.common.partition import devices_of
 
 
 class Layer(NamedTuple):
@@ -70,20 +71,20 @@ def _in_turn(run, layers, h):
         kind = _kind(layer)
         if kind not in kinds:
             kinds.append(kind)
-            functions.append(_function(run, layer))
+            functions.append(_function(run, layer, h))
         memory, h = functions[kinds.index(kind)](_arrays(layer), h)
         after.append(memory)
     return after, h
 
 
-def _function(run, layer):
+def _function(run, layer, h):
     """`run` of the arrays of any layer of this kind, traced once on one device."""
 
     def of_arrays(arrays, h):
         return run(_with_arrays(layer, arrays), h)
 
     # Among several devices what a function takes and returns may be sent at its edge.
-    return jax.jit(of_arrays) if jax.device_count() == 1 else of_arrays
+    return of_arrays if devices_of(h) > 1 else jax.jit(of_arrays)
 
 
 def _scan(run, layers, period, h):

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
-from memjax_kernels._src.common import implementations, partition
+from memjax_kernels._src.common import cpu, implementations, partition
 from memjax_kernels._src.lattice import _CHUNKWISE as lattice_forms
 from memjax_kernels._src.lattice.pallas_tpu import lattice_tpu
 from memjax_kernels._src.trellis import _CHUNKWISE as trellis_forms
@@ -135,6 +135,19 @@ def _sizes(kernels):
     """Numbers in the results of the one kernel."""
     (outputs,) = kernels
     return [math.prod(shape) for shape in outputs]
+
+
+def test_rows_are_one_axis_but_where_a_mesh_divides_them():
+    def are_joined(place):
+        x = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32, sharding=place)
+        return "f32[24,8]" in str(jax.make_jaxpr(cpu.weigh)(x, jnp.ones((8, 2))))
+
+    def on(devices):
+        mesh = AbstractMesh((devices,), ("data",), (AxisType.Auto,))
+        return NamedSharding(mesh, P("data"))
+
+    # Whatever this process has: a program may be for other devices.
+    assert are_joined(None) and are_joined(on(1)) and not are_joined(on(4))
 
 
 def test_axes_that_do_not_divide_are_left_out():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
 
 from memjax.mechanisms import (
     AttentionConfig,
@@ -109,6 +110,15 @@ def test_lowered_program_has_products_of_one_layer(scan):
         return lowered.as_text().count("dot_general")
 
     assert products(2) == products(6) > 0
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_layers_are_one_function_but_where_a_mesh_divides_them(devices):
+    model = tiny.drawn(lambda: build((FULL,) * 2, False))
+    mesh = AbstractMesh((devices,), ("data",), (AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = jax.make_jaxpr(model)(model.init_state(B), tiny.tokens(0, B, T))
+    assert ("name=of_arrays" in str(program)) == (devices == 1)
 
 
 def test_single_token_is_not_scanned():

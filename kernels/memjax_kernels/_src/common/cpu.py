@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
+from memjax_kernels._src.common import partition
 from memjax_kernels._src.common.varying import vary_alike
 
 # Between memories of 1 MB, with which the token loop takes less than half as long as
@@ -53,7 +54,7 @@ def weigh(
 def _rows(x: Float[Array, "*B D"]) -> tuple[int, ...]:
     """All axes but the last, as one where no other device has a part of them."""
     rows = x.shape[:-1]
-    return rows if jax.device_count() > 1 else (math.prod(rows),)
+    return rows if partition.devices_of(x) > 1 else (math.prod(rows),)
 
 
 def scale_channels(

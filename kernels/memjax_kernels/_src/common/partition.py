@@ -187,6 +187,12 @@ def _undivided(mesh: AbstractMesh) -> list[str]:
     return [name for name, kind in kinds if kind != AxisType.Manual]
 
 
+def devices_of(*arrays: Any) -> int:
+    """Devices among which XLA, or a `shard_map` still to come, divides arrays."""
+    mesh = mesh_of(*arrays)
+    return int(np.prod([mesh.shape[axis] for axis in _undivided(mesh)]))
+
+
 def divides(*arrays: Any) -> bool:
     """True on a mesh, but not inside of a `shard_map` over all of its axes."""
     return bool(_undivided(mesh_of(*arrays)))
