@@ -140,6 +140,20 @@ def _ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@contextmanager
+def flushed() -> Iterator[None]:
+    """Writes out at the end what was printed, and ends silently without a reader."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # As `head` does after its lines. Python flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
 def end_with_parent() -> None:
     """On Linux, a parent that is killed takes this process with it."""
     if sys.platform == "linux":

@@ -24,6 +24,7 @@ from typing import get_type_hints as hints_of
 import tyro
 
 from memjax.checks import LARGEST, LARGEST_SIZE, require_known
+from memjax.leaving import flushed
 from memjax.training.locks.lock import LockedError
 
 #: Of an interval over seeds.
@@ -131,9 +132,10 @@ def run(main: Callable[..., int | None]) -> NoReturn:
             _check(name, value, hints[name])
         return main(**given)
 
-    try:
-        code = tyro.cli(checked, description=sys.modules[main.__module__].__doc__)
-    except (ValueError, LockedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+    with flushed():
+        try:
+            code = tyro.cli(checked, description=sys.modules[main.__module__].__doc__)
+        except (ValueError, LockedError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+        sys.exit(code)

@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     quiet.hide_reported()
     leaving.ignore_at_end()
-    try:
+    with leaving.flushed():
         try:
             if answer := quick_answer(argv):
                 print(answer)
@@ -41,12 +41,6 @@ def main(argv: list[str] | None = None) -> None:
             if isinstance(ended.code, int) and ended.code > 128:
                 _leave(ended.code)
             raise
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of the output, as `head`, has ended. Python flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,6 +1,7 @@
 """Bad input of all commands: one line that names the option, before any work."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, get_args, get_origin
@@ -58,6 +59,16 @@ def test_bad_input_is_refused_before_any_work(case, monkeypatch, capsys):
     said = capsys.readouterr()
     assert ended.value.code == 2 and not said.out
     assert said.err.removeprefix("error: ").strip().startswith(message)
+
+
+def test_a_reader_that_ends_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tpu.cycles", "--list"])
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", out)
+        options.run(PROGRAMS["tpu.cycles"].main)
+    assert ended.value.code == 1
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
