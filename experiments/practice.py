@@ -19,7 +19,6 @@ from experiments.lab.results import (
     figure,
     load,
     number,
-    percent,
     table,
     written,
 )
@@ -100,8 +99,8 @@ def _evidence(*results: Result) -> dict[str, Any]:
         return f"{few} ({many})"
 
     def logged(name: str) -> str:
-        few, many = (percent(by_distance(log, name, n)[-2]) for n in (16, 64))
-        return f"{few} ({many})"
+        few, many = (by_distance(log, name, n)[-2] for n in (16, 64))
+        return f"{few:.0%} ({many:.0%})"
 
     def counted(name: str) -> str:
         return cycles_of(cycles["cases"][f"{SUMMARY[name]}/both"], 1)

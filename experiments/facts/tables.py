@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.facts import task
 from experiments.lab.intervals import median_and_range
-from experiments.lab.results import Rows, figure, load, number, percent, show, table
+from experiments.lab.results import Rows, figure, load, number, show, table
 from memjax.evaluation.drawing import drawing, log_ticks, source_of
 
 CACHE, RIVALS = "learned cache", ("sliding window", "learned cache", "GRU")
@@ -129,9 +129,8 @@ def print_all(result: Mapping[str, Any], streams: Mapping[int, task.Stream]) -> 
         print(f"\n{n} facts, asked {distances[i]:,} bytes later:")
         for row in rows:
             share = float(np.median(shares(row, n, i)))
-            print(
-                f"  {row['name']:16}{'█' * round(BAR * share):{BAR}} {percent(share)}"
-            )
+            bar = "█" * round(BAR * share)
+            print(f"  {row['name']:16}{bar:{BAR}} {share:.0%}")
     stream = streams[n]
     print(f"\nOf one log, {distances[-1]:,} bytes later:")
     for k in range(min(SHOWN, n)):

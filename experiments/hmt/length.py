@@ -301,9 +301,8 @@ class Study:
             key = digest([to_record(stage), str(start or self.path)])
             folder = self.config.run_dir / f"model-{key}"
             given = stage, None if start else self.path, folder, start
-            what = f"{row.name}, {stage.loop.steps} steps"
             run = functools.partial(finetune.finetune, *given)
-            seconds += train_once(folder, run, what).seconds
+            seconds += train_once(folder, run).seconds
         assert folder is not None  # Trained rows have stages.
         return folder, seconds
 

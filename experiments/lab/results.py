@@ -141,11 +141,6 @@ def times(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}x"
 
 
-def percent(share: float) -> str:
-    """A share in percent."""
-    return f"{share:.0%}"
-
-
 def settings(config: Any, *but: str) -> dict[str, Any]:
     """The fields of a config that change its result, as JSON; paths by their last part.
 

@@ -80,15 +80,15 @@ def spent(folder: Path) -> Spent:
     return Spent(**read_object(file)) if file.is_file() else Spent()
 
 
-def train_once(folder: Path, train: Callable[[], Outcome], what: str = "") -> Spent:
+def train_once(folder: Path, train: Callable[[], Outcome]) -> Spent:
     """Trains in a folder, unless that training has finished before.
 
-    `train` continues from the folder's checkpoints; `what` names it in progress.
+    `train` continues from the folder's checkpoints.
     """
     before = spent(folder)
     if before.finished:
         return before
-    say(f"training {what or folder.name}, in {folder}")
+    say(f"training in {folder}")
     began = time.monotonic()
     outcome = train()
     found = Spent(

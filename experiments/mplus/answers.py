@@ -152,7 +152,7 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         name: {
             "label": variant(rows[0]["label"], rows[0]),
             "seeds": [row["seed"] for row in rows if row["seed"] is not None],
-            "recipes": [row["recipe"] for row in rows if row["recipe"]],
+            "recipes": [stage for row in rows for stage in row["recipe"]],
             "kept_bytes": rows[0]["kept_bytes"],
             "after": [accuracy(x) for x in shares_of[name]],
             "gain": [ahead(name, i) for i in range(len(result["distances"]))],

@@ -1,7 +1,6 @@
 """Trained models of M+ and MemoryLLM, their recipes, and facts and text to inject."""
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,14 +142,11 @@ def described(
     ]
 
 
-def recipe_text(stages: Sequence[dict[str, Any]]) -> str:
-    """A recipe for a caption: model, updates, learning rate and seed."""
-    found = []
-    for stage in stages:
-        name = " ".join(filter(None, (stage["trained"], stage["stage"])))
-        found.append(
-            f"{name} {stage['updates']} updates of {stage['texts_an_update']} texts, "
-            f"learning rate {stage['learning_rate']:g}, "
-            f"LoRA rank {stage['lora_rank']}, seed {stage['seed']}"
-        )
-    return "; ".join(found)
+def recipe_text(stage: dict[str, Any]) -> str:
+    """A stage of a recipe for a caption: model, updates, learning rate and seed."""
+    name = " ".join(filter(None, (stage["trained"], stage["stage"])))
+    return (
+        f"{name} {stage['updates']} updates of {stage['texts_an_update']} texts, "
+        f"learning rate {stage['learning_rate']:g}, "
+        f"LoRA rank {stage['lora_rank']}, seed {stage['seed']}"
+    )

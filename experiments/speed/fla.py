@@ -33,18 +33,13 @@ class Peer(NamedTuple):
     both: Callable[[], Any]
 
 
-def available() -> bool:
-    """Whether flash-linear-attention is installed and PyTorch sees a GPU."""
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "fla")):
-        return False
-    return importlib.import_module("torch").cuda.is_available()
-
-
 def peers(op: str, arrays: dict[str, Any]) -> dict[str, Peer]:
     """The kernels for an op that run here, on arrays named as our op names them."""
-    if not available():
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "fla")):
         return {}
     torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return {}
 
     def tensor(array: Any) -> Any:
         """A leaf on the GPU with the values and the type of a JAX array."""

@@ -92,5 +92,5 @@ def test_adapters_are_trained_and_loaded(monkeypatch, tmp_path):
     read = jax.jit(lambda model, tokens: model(model.init_state(2), tokens)[1])
     own, tuned = (read(m, text.tokens) for m in (plain, model))
     assert np.abs(own - tuned).max() > 1e-3
-    said = models.recipe_text(adapters.recipe(tmp_path / "run"))
+    said = models.recipe_text(*adapters.recipe(tmp_path / "run"))
     assert "6 updates of 2 texts, learning rate 0.01, LoRA rank 2, seed 7" in said

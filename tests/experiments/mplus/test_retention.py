@@ -13,9 +13,11 @@ from tests.experiments.mplus.tiny import (
     ANSWER,
     BYTES,
     CHUNK,
+    FACTS,
     MEMORY,
+    PASSAGES,
     backbone,
-    use_tiny,
+    memory_model,
 )
 
 
@@ -59,9 +61,15 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
     stage = models.stage(3)
     tasks = dataclasses.replace(stage.tasks, shortest_chunk=8)
     stage = dataclasses.replace(stage, memory=MEMORY, tasks=tasks)
-    sizes = {"LENGTHS": 0, "ANSWER": ANSWER, "VALIDATION": 2}
-    use_tiny(monkeypatch, retention, **sizes)
+    sizes = {"SAMPLES": 4, "BATCH": 2, "CHUNK": CHUNK, "LENGTHS": 0, "ANSWER": ANSWER}
+    sizes["VALIDATION"] = 2
     for module, name, value in (
+        *((retention, name, value) for name, value in sizes.items()),
+        (models, "load_trained", lambda _: (memory_model(), BYTES)),
+        (models, "load_facts", lambda: FACTS),
+        (models, "recipe", lambda _: []),
+        (models, "with_fitted_retriever", lambda *_: memory_model(1)),
+        (models, "passages", lambda: PASSAGES),
         (retention.backbones, "smollm2", lambda: Path("tiny")),
         (retention.finetune, "load_backbone", lambda path: found),
         (retention, "train_once", lambda folder, train: None),

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from experiments.mplus import models
 from experiments.mplus.samples import choose_facts, make_samples
 from memjax.data import Passage, Question, load_tokenizer, pick_facts
 from memjax.models import LanguageModel
@@ -47,26 +46,15 @@ def backbone() -> LanguageModel:
 
 
 @functools.cache
-def memory_model(seed: int = 0, **changes: Any):
-    """M+ around the backbone, with these changes of its config."""
-    config, plain = MPlusConfig(**vars(MEMORY) | changes), backbone()
-    return drawn(lambda: add_mplus(plain, config, key=jax.random.key(1)), seed)
+def memory_model(seed: int = 0):
+    """M+ around the backbone."""
+    plain = backbone()
+    return drawn(lambda: add_mplus(plain, MEMORY, key=jax.random.key(1)), seed)
 
 
-def samples(samples=4, num_chunks=3, chunk=CHUNK, facts=(), **changes: Any):
-    """Of facts in random order, or of these."""
-    chosen = facts or choose_facts(
-        pick_facts(FACTS, seed=0), BYTES, samples=samples, batch=2, **changes
-    )
-    sizes = {"batch": 2, "num_chunks": num_chunks, "chunk": chunk}
+def samples(samples=4, num_chunks=3, **options: Any):
+    """Of facts in random order."""
+    sizes, facts = {"batch": 2}, pick_facts(FACTS, seed=0)
+    chosen = choose_facts(facts, BYTES, samples=samples, **sizes, **options)
+    sizes |= {"num_chunks": num_chunks, "chunk": CHUNK}
     return make_samples(chosen, PASSAGES, BYTES, **sizes)
-
-
-def use_tiny(monkeypatch, study, **sizes: Any) -> None:
-    """The tiny models and facts in a study of these sizes."""
-    found = {"load_trained": (memory_model(), BYTES), "load_facts": FACTS, "recipe": []}
-    found |= {"with_fitted_retriever": memory_model(1), "passages": PASSAGES}
-    for name, value in found.items():
-        monkeypatch.setattr(models, name, lambda *_, value=value: value)
-    for name, value in ({"SAMPLES": 4, "BATCH": 2, "CHUNK": CHUNK} | sizes).items():
-        monkeypatch.setattr(study, name, value)
