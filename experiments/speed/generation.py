@@ -43,6 +43,7 @@ from experiments.lab.results import (
 )
 from memjax.data import open_documents
 from memjax.models import Sampling, generate
+from memjax.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
 
 NAMES = {
     "memjax": "memjax",
@@ -71,7 +72,8 @@ class Prompts(NamedTuple):
 
 def passages(file: Path, batch: int) -> Prompts:
     """Prompts from a book, the first the longest."""
-    tokenizer = memjax.load(file).tokenizer
+    tokenizer = GGUFCheckpoint(file).text_interface().tokenizer
+    assert tokenizer is not None
     documents = {d.name: d for d in open_documents("embedded")}
     text = documents[DOCUMENT].text[100_000:]
     ids = tokenizer.encode(text[: 8 * PROMPT * batch])[: PROMPT * batch]
