@@ -207,9 +207,9 @@ def main(config: options.Flags[Config]) -> None:
             return measure(*given, start and start(seed))
 
         runs = _trainings(config, of_row, start is not None).run(measured)
-        before = dict(rows_before(output, config, "only", "rates"))
-        results["rows"] = before | {f"{name}, {budget}": about | runs}
-        result = write_report(output, QUESTION, settings(config), results)
+        with rows_before(output, config, "only", "rates") as before:
+            results["rows"] = dict(before) | {f"{name}, {budget}": about | runs}
+            result = write_report(output, QUESTION, settings(config), results)
     tables.plot.draw(result, Path(f"{output}.png"))
     tables.print_all(result, streams)
     print(f"wrote {output}.json and .png")

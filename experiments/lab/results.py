@@ -9,8 +9,11 @@ tables and plots of that result, which `experiments.lab.render` writes:
             yield {"": name, "seconds": number(row["seconds"], 1)}
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,13 +46,23 @@ def read_object(file: Path, *fields: str) -> dict[str, Any]:
     return found
 
 
-def rows_before(output: Path, config: Any, *but: str) -> Any:
-    """Rows of `output`.json, or () unless its settings but these are `config`'s."""
-    if not (file := Path(f"{output}.json")).is_file():
-        return ()
-    before = read_object(file, "config", "rows")
-    same = settings(config, *but).items() <= before["config"].items()
-    return before["rows"] if same else ()
+@contextlib.contextmanager
+def rows_before(output: Path, config: Any, *but: str) -> Iterator[Any]:
+    """Rows of `output`.json, or () unless its settings but these are `config`'s.
+
+    Other processes wait here until the block, which adds to them, has ended.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder, rows = os.open(output.parent, os.O_RDONLY), ()
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if (file := Path(f"{output}.json")).is_file():
+            before = read_object(file, "config", "rows")
+            if settings(config, *but).items() <= before["config"].items():
+                rows = before["rows"]
+        yield rows
+    finally:
+        os.close(folder)
 
 
 class Content(NamedTuple):

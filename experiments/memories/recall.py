@@ -341,10 +341,11 @@ def main(config: Flags[Config]) -> None:
         new = train_row(config, case)
         # Rows that other calls trained stay in the file, in the study's order.
         rows: dict[Any, list[dict[str, Any]]] = {x.place: [] for x in known}
-        for old in rows_before(output, config, "only", "columns"):
-            rows.get(tuple(map(old.get, PLACE)), []).append(old)
-        results["rows"] = [*itertools.chain(*(rows | {case.place: new}).values())]
-        report = write_report(output, question, settings(config), results)
+        with rows_before(output, config, "only", "columns") as before:
+            for old in before:
+                rows.get(tuple(map(old.get, PLACE)), []).append(old)
+            results["rows"] = [*itertools.chain(*(rows | {case.place: new}).values())]
+            report = write_report(output, question, settings(config), results)
     length, counts = task.scale.context_length, task.pairs
     if config.of == "recall":
         length, counts = task.lengths[1], task.tested[-3:]

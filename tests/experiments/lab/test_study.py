@@ -1,6 +1,8 @@
 """The protocol of studies: stored runs, chosen rates, costs."""
 
+import concurrent.futures
 import math
+import time
 
 import pytest
 
@@ -46,11 +48,18 @@ def test_a_plan_counts_the_trainings_that_are_missing(tmp_path):
             given.left()
 
 
-def test_rows_of_a_report_are_those_of_equal_settings(tmp_path):
-    written = results.settings(Config())
-    results.write_report(tmp_path / "a", "?", written, {"rows": [1]})
-    assert results.rows_before(tmp_path / "a", Config()) == [1]
-    assert results.rows_before(tmp_path / "a", Config(test_rows=3)) == ()
+def test_rows_are_added_to_those_of_equal_settings_by_one_process(tmp_path):
+    def add(row, config=None):
+        given = results.settings(config or Config())
+        # A lock is of an open file: threads are as processes.
+        with results.rows_before(tmp_path / "a", config or Config()) as before:
+            time.sleep(0.1)
+            found = {"rows": [*before, row]}
+            return results.write_report(tmp_path / "a", "?", given, found)["rows"]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert sorted(map(len, pool.map(add, range(3)))) == [1, 2, 3]
+    assert add(3, Config(test_rows=3)) == [3]
 
 
 def test_rows_continue_with_the_missing_runs(tmp_path):
