@@ -7,7 +7,7 @@ longer than a GPU was lent to us, and its TTT does not compile.
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,15 +26,8 @@ PEERS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Peer(NamedTuple):
-    """A kernel of fla: its call, and that with gradients."""
-
-    forward: Callable[[], Any]
-    both: Callable[[], Any]
-
-
-def peers(op: str, arrays: dict[str, Any]) -> dict[str, Peer]:
-    """The kernels for an op that run here, on arrays named as our op names them."""
+def peers(op: str, arrays: dict[str, Any]) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Passes of the kernels for an op that run here, on arrays by our op's names."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "fla")):
         return {}
     torch = importlib.import_module("torch")
@@ -49,7 +42,7 @@ def peers(op: str, arrays: dict[str, Any]) -> dict[str, Peer]:
     tensors = {name: tensor(array) for name, array in arrays.items()}
     options = {"normalize": False} if op == "linear_attention" else {}
 
-    def peer(path: str) -> Peer:
+    def peer(path: str) -> dict[str, Callable[[], Any]]:
         module, name = path.rsplit(".", 1)
         function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
@@ -64,6 +57,6 @@ def peers(op: str, arrays: dict[str, Any]) -> dict[str, Peer]:
             torch.autograd.grad(y.sum(), list(tensors.values()), allow_unused=True)
             torch.cuda.synchronize()
 
-        return Peer(forward, both)
+        return {"forward": forward, "both": both}
 
     return {f"fla.ops.{path}": peer(path) for path in PEERS.get(op, ())}

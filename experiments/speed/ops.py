@@ -127,7 +127,7 @@ def agreement(op: str, shape: Shape, config: Config) -> dict[str, float | str]:
         name: lambda name=name: outputs(name) for name in runnable(op, short, config)
     }
     for name, peer in fla.peers(op, arrays).items():
-        functions[name] = lambda run=peer.forward: run().float().cpu().numpy()
+        functions[name] = lambda run=peer["forward"]: run().float().cpu().numpy()
     for name, function in functions.items():
         try:
             y = function()
@@ -166,7 +166,7 @@ def compiled_calls(
             add(name, "both", ops.with_gradients(function), cotangent, *given)
     for name, peer in fla.peers(op, arrays).items():
         if not isinstance(agreed.get(name), str):
-            calls |= {(name, "forward"): peer.forward, (name, "both"): peer.both}
+            calls |= {(name, direction): run for direction, run in peer.items()}
     return calls
 
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from memjax.aot.chips import CHIPS, Chip
 from memjax.aot.cycles.bundles import Shares
 
 
@@ -38,11 +37,6 @@ class Case(NamedTuple):
     units: float
     unit: str = "token and head"
     chip: str = "v5e"
-
-    @property
-    def peaks(self) -> Chip:
-        """Peaks of the chip."""
-        return CHIPS[self.chip]
 
 
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:

@@ -15,6 +15,7 @@ import jax
 from experiments.lab.measure import tree_bytes
 from experiments.tpu.case import Case
 from memjax.aot import libtpu
+from memjax.aot.chips import CHIPS
 from memjax.aot.cycles.bundles import Shares
 from memjax.aot.cycles.count import PROGRAM, Count, Part
 
@@ -45,7 +46,7 @@ def compile_case(module: str, name: str, folder: Path) -> Facts:
 
 def compile_here(case: Case, folder: Path) -> None:
     """In the child: compiles, and writes the program and the facts."""
-    device = libtpu.devices_of(case.peaks.smallest)[0]
+    device = libtpu.devices_of(CHIPS[case.chip].smallest)[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
@@ -69,7 +70,7 @@ def entry(case: Case, counted: Count, facts: Facts) -> dict[str, Any]:
 
     Ranges are lists of their two ends.
     """
-    peaks, units = case.peaks, case.units
+    peaks, units = CHIPS[case.chip], case.units
     kinds: dict[str, list[Part]] = {"kernels": [], "copies": [], "other": []}
     for part in counted.parts:
         does = part.operation

@@ -28,6 +28,7 @@ from experiments.lab.options import Output, folder, run
 from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
 from experiments.tpu.compile import compile_case, entry
+from memjax.aot.chips import CHIPS
 from memjax.aot.cycles.count import count, span
 from memjax.checks import require_known
 from memjax.evaluation.provenance import version
@@ -65,7 +66,7 @@ def count_in(folder: Path, module: types.ModuleType, name: str) -> dict[str, Any
     """Compiles a case of a module into an empty folder, and counts it."""
     begin, case = time.perf_counter(), module.table()[name]
     facts = compile_case(module.__name__, name, folder)
-    counted = count(folder, facts.shares, case.peaks.bytes_per_cycle)
+    counted = count(folder, facts.shares, CHIPS[case.chip].bytes_per_cycle)
     seconds = round(time.perf_counter() - begin, 1)
     return entry(case, counted, facts) | version()._asdict() | {"seconds": seconds}
 
