@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
+from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.steps import head_kernel, one_pass, open_chunk
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
@@ -122,7 +123,7 @@ def test_kernels_of_open_chunks_equal_the_step(name, options, monkeypatch):
     # Three tokens are a chunk and one that is open.
     other, _ = run((*tokens, state))
     assert np.all(other.position == 1)
-    given = *tokens, open_chunk.replace(jnp.array([False, True]), other, state)
+    given = *tokens, chunks.replace(jnp.array([False, True]), other, state)
     expected = run(given)
     # The kernel is the same for all: one shows that memory is written.
     by = INTERPRETER if name == "trellis" else True

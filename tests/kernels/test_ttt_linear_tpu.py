@@ -123,12 +123,12 @@ def test_bfloat16_error_is_about_that_of_rounded_tokens():
 def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
 
-    def in_xla(x, memory, empty, options, *_):
-        return pallas_tpu._in_xla(options, x, memory, empty)
+    def in_xla(*given):
+        return pallas_tpu._in_xla(*given[:-1])
 
     given = draw(2, 20, 2, 64), layer(1, 2, 2, 64), layer(2, 2, 2, 64), None, None, None
     expected = both(ttt_linear_xla, *given)
-    monkeypatch.setattr(pallas_tpu, "_run", in_xla)
+    monkeypatch.setattr(pallas_tpu, "_op", in_xla)
     close(both(ttt_linear_tpu, *given), expected, 1e-6)
 
 
@@ -168,5 +168,5 @@ def test_unsupported_reasons():
     assert why("float32", 2, 64) == "" and why("float32", 1, 128) == ""
     assert "all be float32 or all bfloat16" in why("bfloat16", 2, 64)
     assert "a multiple of 16, got 24" in why("float32", 2, 64, 24)
-    assert "no number of 3 heads of 64 channels" in why("float32", 3, 64)
+    assert "no number of 3 heads, 64 wide in q" in why("float32", 3, 64)
     assert "fits in VMEM" in why("float32", 2, 1024)

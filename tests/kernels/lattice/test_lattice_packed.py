@@ -173,7 +173,7 @@ def test_bfloat16_error_is_no_larger_than_xla():
     ],
 )
 def test_heads_of_a_pack_fill_the_lanes(size, heads, slots, width, fitting):
-    assert pallas_tpu.heads_of_pack(size, heads, slots, width) == fitting
+    assert pallas_tpu._op.heads(heads, size, slots, width) == fitting
 
 
 def test_channels_are_summed_in_all_lanes_of_their_head():

@@ -29,10 +29,10 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     reset = np.arange(t) == np.array([16, t])[:, None]
     given = (*draw(b, t, h, d, d), None, before, reset, blank)
 
-    def in_xla(x, start, empty, rule, *_):
-        return pallas_tpu._in_xla(rule, x, start, empty)
+    def in_xla(*given):
+        return pallas_tpu._in_xla(*given[:-1])
 
-    monkeypatch.setattr(pallas_tpu, "_run", in_xla)
+    monkeypatch.setattr(pallas_tpu, "_op", in_xla)
 
     def run(form):
         last: Any = jax.jit(functools.partial(in_chunks, form, rule=Rule("dec")))
@@ -56,7 +56,9 @@ def test_unsupported_reasons():
         why = unsupported(high, high, high, size, Rule())
         assert f"must be a multiple of 16, got {size}" in why
     one = high[:, :, :1]
-    assert "no number of 1 heads of 64 slots" in unsupported(one, one, one, 16, Rule())
+    assert "no number of 1 heads, 64 wide in q" in unsupported(
+        one, one, one, 16, Rule()
+    )
 
 
 @pytest.mark.parametrize(("size", "fits"), [(512, True), (768, False)])

@@ -207,7 +207,16 @@ def mask_with_nan(
         # Positions count tokens, whatever became of the memory.
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        elements = wrong[:, -1].reshape(-1, *[1] * (leaf.ndim - 1))
-        return jnp.where(elements, jnp.nan, leaf)
+        return where(wrong[:, -1], jnp.nan, leaf)
 
     return jax.tree.map(masked, state), jnp.where(wrong[..., None, None], jnp.nan, y)
+
+
+def where(rows: Bool[Array, " B"], new: Array | float, old: Array) -> Array:
+    """`new` in the batch elements `rows`, `old` in the others."""
+    return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+
+def replace(rows: Bool[Array, " B"], new: PyTree, old: PyTree) -> PyTree:
+    """`where` of every leaf."""
+    return jax.tree.map(lambda a, b: where(rows, a, b), new, old)

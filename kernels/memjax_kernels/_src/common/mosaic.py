@@ -21,9 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import PyTree
 
 from memjax_kernels._src.common import jaxprs
-from memjax_kernels._src.common.chunks import Chunks, count_full
-from memjax_kernels._src.common.products import Form
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.chunks import Chunks, count_full, replace
+from memjax_kernels._src.common.products import Form, multiply
 
 # Rows of a tensor-core instruction.
 ROWS = 64
@@ -58,7 +57,7 @@ def memories(x: Chunks, start: PyTree, empty: PyTree) -> dict[str, Any]:
     """
     reset, empty = x.reset, None if x.reset is None else empty
     if reset is not None:
-        start = open_chunk.replace(reset[:, 0], empty, start)
+        start = replace(reset[:, 0], empty, start)
         reset = reset.astype(jnp.int32)
     return {"start": start, "empty": empty, "reset": reset, "whole": count_full(x)}
 
@@ -160,18 +159,21 @@ def _integer_power(x, exponent):
     return product if exponent > 0 else 1.0 / product
 
 
-def accumulate(*products: Callable[[Any], None], shapes) -> tuple[jax.Array, ...]:
-    """Computes products, each in an accumulator of its own, and waits for all."""
+def accumulate(*sums: Sequence[tuple[Any, Any, Form]]) -> tuple[jax.Array, ...]:
+    """Sums of products of tiles, each in an accumulator of its own; waits for all."""
 
     def in_accumulators(*accumulators):
         # All are issued before the first is read, because reading waits.
-        for product, accumulator in zip(products, accumulators, strict=True):
-            product(accumulator)
+        for triples, accumulator in zip(sums, accumulators, strict=True):
+            for x, y, form in triples:
+                x = x.T if form == "tn" else x
+                plgpu.wgmma(accumulator, x, y.T if form == "nt" else y)
         return tuple(accumulator[...] for accumulator in accumulators)
 
-    return pl.run_scoped(
-        in_accumulators, *(plgpu.WGMMAAccumulatorRef(shape, F32) for shape in shapes)
-    )
+    first = (triples[0] for triples in sums)
+    shapes = ((x.shape[form == "tn"], y.shape[form != "nt"]) for x, y, form in first)
+    accumulators = (plgpu.WGMMAAccumulatorRef(shape, F32) for shape in shapes)
+    return pl.run_scoped(in_accumulators, *accumulators)
 
 
 class TileOps:
@@ -187,14 +189,10 @@ class TileOps:
     def products(self, *triples: tuple[Any, Any, Form]) -> tuple[jax.Array, ...]:
         """x y^T, x y or x^T y for tiles (x, y, form), side by side."""
         if self.interpreted:
-            return tuple(_product_of_values(*triple) for triple in triples)
-        products, shapes = [], []
-        for x, y, form in triples:
-            x = x.T if form == "tn" else x
-            y = y.T if form == "nt" else y
-            products.append(functools.partial(_multiply, x=x, y=y))
-            shapes.append((x.shape[0], y.shape[1]))
-        return accumulate(*products, shapes=shapes)
+            # The interpreter is held against the token loop, which is float32.
+            of_values = functools.partial(multiply, dtype=jnp.dtype(F32))
+            return tuple(of_values(x[...], y[...], form) for x, y, form in triples)
+        return accumulate(*([triple] for triple in triples))
 
     def product(self, x: Any, y: Any, form: Form) -> jax.Array:
         return self.products((x, y, form))[0]
@@ -203,16 +201,7 @@ class TileOps:
         """The sum of products, in one accumulator."""
         if self.interpreted:
             return functools.reduce(jnp.add, self.products(*triples))
-        (x, y, form), *_ = triples
-        shape = (x.shape[form == "tn"], y.shape[form != "nt"])
-
-        def in_accumulator(accumulator):
-            for x, y, form in triples:
-                x = x.T if form == "tn" else x
-                plgpu.wgmma(accumulator, x, y.T if form == "nt" else y)
-            return accumulator[...]
-
-        return pl.run_scoped(in_accumulator, plgpu.WGMMAAccumulatorRef(shape, F32))
+        return accumulate(triples)[0]
 
     def matrix(self, ref: Any) -> jax.Array:
         """A tile in float32, laid out as products are."""
@@ -256,19 +245,3 @@ class TileOps:
         if self.interpreted:
             return ref[index] if index else ref[...]
         return plgpu.load(ref.at[index or ...], *_NO_INDEX, layout=layout)
-
-
-def _multiply(accumulator, x, y):
-    plgpu.wgmma(accumulator, x, y)
-
-
-def _product_of_values(x, y, form: Form):
-    contracted = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}[form]
-    return lax.dot_general(
-        x[...],
-        y[...],
-        (((contracted[0],), (contracted[1],)), ((), ())),
-        # The interpreter is held against the token loop, which is float32.
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=F32,
-    )

@@ -36,7 +36,7 @@ def scan_tokens(
         token, is_reset = item
         # The reset comes before the token, which is the first of its document.
         if is_reset is not None:
-            state = jax.tree.map(lambda s: zeros_where(is_reset, s), state)
+            state = jax.tree.map(lambda x: chunks.where(is_reset, 0.0, x), state)
         return step(*token, state)
 
     time_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (tokens, reset))
@@ -45,8 +45,3 @@ def scan_tokens(
         scan = functools.partial(chunks.scan, remat_every=remat_every)
     state, y = scan(reset_and_step, state, time_first)
     return state, jnp.moveaxis(y, 0, 1)
-
-
-def zeros_where(elements, state):
-    """Zeros for the batch elements that are named, [B]."""
-    return jnp.where(elements.reshape(-1, *(1,) * (state.ndim - 1)), 0.0, state)

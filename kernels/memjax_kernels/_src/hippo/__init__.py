@@ -81,10 +81,10 @@ def hippo(
     if implementation == "reference":
         return hippo_reference(features, state, start, count, reconstruction)
 
-    separate = functools.partial(_absorb_blocks, implementation, bank)
-    shared = functools.partial(separate, matrices_for=1)
+    separate = functools.partial(_absorb, implementation, None, None)
+    shared = functools.partial(_absorb, implementation, 1, None)
     if bank is not None and implementation != "direct":
-        shared = functools.partial(_look_up_or_compute, separate, bank.kernel.shape[0])
+        shared = functools.partial(_look_up_or_compute, implementation, bank)
     inputs = (features, state, start, count, reconstruction)
     if in_step is not None:
         return (shared if in_step else separate)(*inputs)
@@ -172,46 +172,27 @@ def cheapest(
     return min(costs, key=lambda name: (costs[name], name != "scan"))
 
 
-def _absorb_blocks(
-    implementation,
-    bank,
-    features,
-    state,
-    start,
-    count,
-    reconstruction,
-    matrices_for=None,
-    look_up=False,
-):
-    """Runs one form; `matrices_for` 1 is one set of matrices, None one an element."""
-    length, order = features.shape[2], state.shape[1]
+def _absorb(implementation, rows, bank, features, state, start, count, reconstruction):
+    """Runs one form; `rows` 1 is one set of matrices, None one an element."""
+    order, length = state.shape[1], features.shape[2]
     if implementation == "direct":
-        return xla.direct(
-            features, state, start[:matrices_for], count[:matrices_for], reconstruction
-        )
-    matrices = (
-        xla.banked(bank, start, length)
-        if look_up
-        else xla.computed(order, start[:matrices_for], length)
-    )
+        return xla.direct(features, state, start[:rows], count[:rows], reconstruction)
+    if bank is None:
+        matrices = xla.computed(order, start[:rows], length)
+    else:
+        matrices = xla.banked(bank, start, length)
     form = xla.scan if implementation == "scan" else xla.associative
     return form(features, state, count, reconstruction, matrices)
 
 
-def _look_up_or_compute(absorb, covered, features, state, start, *rest):
-    """With the bank's matrices while the stream is within its `covered` blocks."""
+def _look_up_or_compute(implementation, bank, features, state, start, *rest):
+    """With the bank's matrices while the stream is within the blocks that it covers."""
     blocks, length = features.shape[1:3]
     first, offset = start[0] // length, start[0] % length
-    return jax.lax.cond(
-        # The bank is of whole blocks from the history's start.
-        (offset == 0) & (first + blocks <= covered),
-        functools.partial(absorb, matrices_for=1, look_up=True),
-        functools.partial(absorb, matrices_for=1),
-        features,
-        state,
-        start,
-        *rest,
-    )
+    # The bank is of whole blocks from the history's start.
+    covered = (offset == 0) & (first + blocks <= bank.kernel.shape[0])
+    forms = (functools.partial(_absorb, implementation, 1, x) for x in (bank, None))
+    return jax.lax.cond(covered, *forms, features, state, start, *rest)
 
 
 def check_counts(name: str, count: Array | None, batch: int, most: float | int) -> None:

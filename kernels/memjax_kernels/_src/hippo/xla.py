@@ -165,12 +165,16 @@ def direct(
     past = on_demand.to_nodes(coefficients)
     einsum = functools.partial(jnp.einsum, precision=on_demand.HIGHEST)
 
+    def maps(number):
+        """Of the past and the history to the coefficients after some blocks."""
+        stop = start + number * length
+        kernel = on_demand.kernel(order, start, stop, blocks * length)
+        return on_demand.from_nodes(order, jnp.zeros_like(start), start, stop), kernel
+
     # The maps are cheap to compute again and large to save for the backward pass.
     @jax.checkpoint
     def tokens_of(block, past, history):
-        stop = start + jnp.minimum(block, count) * length
-        kernel = on_demand.kernel(order, start, stop, blocks * length)
-        moved = on_demand.from_nodes(order, jnp.zeros_like(start), start, stop)
+        moved, kernel = maps(jnp.minimum(block, count))
         from_history = einsum("mn,rnt->rmt", reconstruction, kernel)
         from_past = einsum("mn,rnq->rmq", reconstruction, moved)
         new = on_demand.product(from_history, history)
@@ -178,11 +182,8 @@ def direct(
 
     @jax.checkpoint
     def coefficients_after(past, history):
-        stop = start + count * length
-        kernel = on_demand.kernel(order, start, stop, blocks * length)
-        moved = on_demand.from_nodes(order, jnp.zeros_like(start), start, stop)
-        moved = on_demand.product(moved, past)
-        return moved + on_demand.product(kernel, history)
+        moved, kernel = maps(count)
+        return on_demand.product(moved, past) + on_demand.product(kernel, history)
 
     memory = jax.lax.map(
         lambda block: tokens_of(block, past, history),

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import arguments, implementations
-from memjax_kernels._src.common.token_scan import zeros_where
+from memjax_kernels._src.common import arguments, chunks, implementations
 from memjax_kernels._src.linear import convolved_tpu
 from memjax_kernels._src.linear.convolved_tpu import Segment
 from memjax_kernels._src.linear.delta_rules import gated_delta_rule
@@ -118,7 +117,7 @@ def convolved_gated_delta_rule(
         state = linear_attention_init_state(*(sizes[letter] for letter in "BHKV"))
     elif reset is not None:
         # A decay of 0 would leave NaN of a memory that is not finite.
-        state = zeros_where(reset[:, 0], state)
+        state = chunks.where(reset[:, 0], 0.0, state)
     seen = None if reset is None else _since_reset(reset, sizes["W"])
     gates = rates, paces, log_rate, pace_bias
     x = Segment(inputs, filters, biases, before, *gates, state, seen)

@@ -12,15 +12,12 @@ The gradient of a gate's sum at token i is the read of q_i less the write of k_i
 decay factors out of both. At the chunk's end the gradient of S' is added.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.packs.chunk_kernels import Cotangents
-from memjax_kernels._src.common.packs.pack_products import multiply
 from memjax_kernels._src.common.packs.recurrence_chunk import Chunk, Gates, at_end
-from memjax_kernels._src.common.products import Multiply, operand_dtype
+from memjax_kernels._src.linear.packed_delta import products
 
 F32 = jnp.float32
 
@@ -29,7 +26,7 @@ def advance(
     x: Chunk, start: Float[Array, "P K VV"]
 ) -> tuple[Float[Array, "P K VV"], Float[Array, "P C VV"]]:
     """The memory after a chunk, and its reads."""
-    dot = _products(x)
+    dot, _ = products(x)
     since, until = x.since(x.q.shape[-1]), x.until(x.k.shape[-1])
     scores = dot(x.q, x.k, "nt") * x.between()
     y = dot(scores, x.v, "nn") + dot(x.q * since, start, "nn")
@@ -43,7 +40,7 @@ def vjp(
     d_y: Float[Array, "P C VV"],
 ) -> Cotangents:
     """The cotangents of a chunk, which is computed again from its memory."""
-    dot = _products(x)
+    dot, _ = products(x)
     since, until = x.since(x.q.shape[-1]), x.until(x.k.shape[-1])
     between = x.between()
     scores = dot(x.q, x.k, "nt") * between
@@ -60,8 +57,3 @@ def vjp(
     sums = q * d_q - k * d_k + at_end(k * d_written, x.q.shape[1])
     end = at_end(decay * start, x.q.shape[1])
     return Cotangents((d_q, d_k, d_v), Gates((sums, end)), d_start)
-
-
-def _products(x: Chunk) -> Multiply:
-    """Products of each head, with operands in the tokens' dtype."""
-    return functools.partial(multiply, dtype=operand_dtype(x.q), heads=x.heads)

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jaxtyping import Array, PyTree
 
-from memjax_kernels._src.common import arguments, implementations
+from memjax_kernels._src.common import arguments, chunks, implementations
 from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import recurrence
-from memjax_kernels._src.common.token_scan import scan_tokens, zeros_where
+from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.linear import jla
 from memjax_kernels._src.linear.chunks import channel_chunk_size, scan_groups
 
@@ -84,13 +84,14 @@ def run(
     if chunk_size is not None:
         _check_power_of_two(chunk_size)
         if chunk_size != recurrence.CHUNK_SIZE:
-            chunks = recurrence.CHUNK_SIZE
-            other_chunks = f"its chunks have {chunks} tokens, not {chunk_size}"
+            own = recurrence.CHUNK_SIZE
+            other_chunks = f"its chunks have {own} tokens, not {chunk_size}"
     if state is None:
         state = op.init_state(*(sizes[letter] for letter in op.sizes))
     elif reset is not None:
         # A decay of 0 would leave NaN of a memory that is not finite.
-        state = jax.tree.map(functools.partial(zeros_where, reset[:, 0]), state)
+        emptied = functools.partial(chunks.where, reset[:, 0], 0.0)
+        state = jax.tree.map(emptied, state)
     size = chunk_size or op.chunk_size or channel_chunk_size()
     in_chunks = functools.partial(chunked, op, size)
     forms = {

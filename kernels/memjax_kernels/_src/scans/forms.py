@@ -187,8 +187,7 @@ def _scan_chunks(step, passing, size, tokens, reset, state):
     scan = functools.partial(scan_tokens, remat_every=CHUNK_GROUP)
     decay = passing(*tokens)
     if reset is not None:
-        forgets = reset.any(axis=1).reshape(-1, *[1] * (decay.ndim - 1))
-        decay = jnp.where(forgets, 0.0, decay)
+        decay = chunks.where(reset.any(axis=1), 0.0, decay)
     ends, _ = scan(write, tokens, jnp.zeros_like(decay), reset)
     between = (x.reshape(batch, -1, *x.shape[1:]) for x in (decay, ends))
 

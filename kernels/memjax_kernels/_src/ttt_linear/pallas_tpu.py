@@ -11,27 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.chunks import Chunks
-from memjax_kernels._src.common.packs.blocks import ROWS, other_dtypes, packings
-from memjax_kernels._src.common.packs.chunk_kernels import op_of
+from memjax_kernels._src.common.packs.chunk_kernels import PackedOp
 from memjax_kernels._src.ttt_linear import packed
 from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
 
 F32 = jnp.float32
-
-
-def unsupported(q: Array, k: Array, v: Array, chunk_size: int) -> str:
-    """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    if reason := other_dtypes(q, k, v):
-        return reason
-    if chunk_size % ROWS:
-        return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
-    heads, width = v.shape[2:]
-    if not _heads(heads, width, chunk_size):
-        return (
-            f"no number of {heads} heads of {width} channels fills rows of 128 and "
-            "fits in VMEM"
-        )
-    return ""
 
 
 def ttt_linear_tpu(
@@ -43,11 +27,6 @@ def ttt_linear_tpu(
     interpret: Any = False,
 ) -> tuple[tuple[Array, Array], Float[Array, "B n C H V"]]:
     """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
-    size, number, width = x.tokens[2].shape[2:]
-    heads = _heads(number, width, size)
-    if not heads:
-        # A device's share of the heads may fill no register.
-        return ttt_linear_xla(x, layer, empty, norm)
 
     # The norm is part of the memory that nothing writes.
     def memory(layer):
@@ -55,17 +34,11 @@ def ttt_linear_tpu(
         rows = [jnp.broadcast_to(x, layer[1].shape) for x in rows]
         return packed.Memory(weights, jnp.stack(rows, axis=2))
 
-    memories, each = map(memory, (layer, empty)), _head_bytes(size, width)
-    after, y = _run(x, *memories, None, heads, each, interpret)
+    after, y = _op(None, x, memory(layer), memory(empty), interpret)
     return (after.weights, after.rows[:, :, 0]), y
 
 
-def _heads(number: int, width: int, size: int) -> int:
-    """Heads of a pack, as few as fill the lanes; 0 is none."""
-    return min(packings(number, (width,), _head_bytes(size, width)), default=0)
-
-
-def _head_bytes(size: int, width: int) -> int:
+def _head_bytes(size: int, width: int, _: int) -> int:
     """Estimate of the backward kernel's VMEM for one head, in bytes."""
     # In float32. Two buffers of each block in and out: tokens and their cotangents, and
     # 10 of the weights; and the values in between: 8 arrays of the weights, 24 of a
@@ -86,9 +59,11 @@ def _in_xla(_, x: Chunks, memory: packed.Memory, empty: packed.Memory):
     return packed.Memory(weights, rows), y
 
 
-_run = op_of(
+_op = PackedOp(
     "ttt_linear",
+    _head_bytes,
     packed.equations,
     _in_xla,
-    residuals=lambda dtype: packed.Memory(dtype, F32),
+    lambda dtype: packed.Memory(dtype, F32),
 )
+unsupported = _op.unsupported

@@ -116,54 +116,45 @@ def lower(pairs: Float[Array, "P C CC"], heads: int) -> Float[Array, "P C CC"]:
     return jnp.where(sublane(pairs.shape) >= column, pairs, 0.0)
 
 
-def load(ref: Any, group: int) -> Float[Array, "P C DD"]:
-    """A block [C, P DD] of P = group packs."""
-    width = ref.shape[1] // group
-    return jnp.stack([ref[:, i * width : (i + 1) * width] for i in range(group)])
-
-
-def store(ref: Any, x: Float[Array, "P C DD"]) -> None:
-    """Writes a block [C, P DD]."""
-    width = x.shape[-1]
-    for i in range(x.shape[0]):
-        ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
-
-
-def load_shared(ref: Any, group: int, heads: int, ways: int) -> Float[Array, "P C KK"]:
-    """`load` of a block [C, G K], each of whose heads `ways` neighbours have."""
-    if ways == 1:
-        return load(ref, group)
-    given = jnp.split(ref[...], max(1, group * heads // ways), axis=1)
-    each = [given[i // ways] for i in range(group * heads)]
-    packs = [each[i : i + heads] for i in range(0, len(each), heads)]
-    return jnp.stack([jnp.concatenate(pack, axis=1) for pack in packs])
-
-
-def store_shared(ref: Any, x: Float[Array, "P C KK"], heads: int, ways: int) -> None:
-    """Writes the sums over those that share a head: the transpose of `load_shared`."""
-    if ways == 1:
-        store(ref, x)
-        return
-    each = [part for pack in x for part in jnp.split(pack, heads, axis=1)]
-    parts = [each[i : i + ways] for i in range(0, len(each), ways)]
-    sums = [functools.reduce(jnp.add, part) for part in parts]
-    ref[...] = jnp.concatenate(sums, axis=1).astype(ref.dtype)
-
-
 def load_rows(
     ref: Any, group: int, heads: int = 1, ways: int = 1
 ) -> Float[Array, "P C DD"]:
-    """A block [rows, C, group DD] of P = rows * group packs; see `load_shared`."""
-    rows = range(ref.shape[0])
-    return jnp.concatenate([load_shared(ref.at[i], group, heads, ways) for i in rows])
+    """A block [rows, C, group DD] of P = rows * group packs.
+
+    Each of its heads is that of `ways` neighbours.
+    """
+
+    def of_row(ref):
+        if ways == 1:
+            width = ref.shape[1] // group
+            ends = [(i * width, (i + 1) * width) for i in range(group)]
+            return jnp.stack([ref[:, begin:end] for begin, end in ends])
+        given = jnp.split(ref[...], max(1, group * heads // ways), axis=1)
+        each = [given[i // ways] for i in range(group * heads)]
+        packs = [each[i : i + heads] for i in range(0, len(each), heads)]
+        return jnp.stack([jnp.concatenate(pack, axis=1) for pack in packs])
+
+    return jnp.concatenate([of_row(ref.at[i]) for i in range(ref.shape[0])])
 
 
 def store_rows(
     ref: Any, x: Float[Array, "P C DD"], heads: int = 1, ways: int = 1
 ) -> None:
-    """Writes a block [rows, C, group DD]; see `store_shared`."""
+    """Writes the transpose of `load_rows`: the sum over those that share a head."""
+
+    def of_row(ref, x):
+        if ways == 1:
+            width = x.shape[-1]
+            for i in range(x.shape[0]):
+                ref[:, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
+            return
+        each = [part for pack in x for part in jnp.split(pack, heads, axis=1)]
+        parts = [each[i : i + ways] for i in range(0, len(each), ways)]
+        sums = [functools.reduce(jnp.add, part) for part in parts]
+        ref[...] = jnp.concatenate(sums, axis=1).astype(ref.dtype)
+
     for i, row in enumerate(jnp.split(x, ref.shape[0])):
-        store_shared(ref.at[i], row, heads, ways)
+        of_row(ref.at[i], row)
 
 
 def each_pack(x: Float[Array, "rows group ..."]) -> Float[Array, "P ..."]:

@@ -156,16 +156,16 @@ def flag_columns(flag: Array, like: Array) -> Array:
 
 
 class Specs(NamedTuple):
-    """Blocks of a program: of a group of packs of `rows` batch elements.
+    """Blocks of a program.
 
     Attributes:
-        rows: None is one, whose blocks have no axis for it.
+        rows: batch elements.
         group: packs of a batch element.
         groups: of all of its packs.
         order: of the chunks.
     """
 
-    rows: int | None
+    rows: int
     group: int
     groups: int
     order: Callable[[Any], Any]
@@ -244,7 +244,7 @@ class Specs(NamedTuple):
         batch, number = x.tokens[0].shape[:2]
         return pl.pallas_call(
             kernel,
-            grid=(batch // (self.rows or 1), self.groups, number),
+            grid=(batch // self.rows, self.groups, number),
             in_specs=specs,
             out_specs=out_specs,
             out_shape=outputs,

@@ -15,7 +15,14 @@ from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import columns
-from memjax_kernels._src.common.packs.blocks import divisor, group_size
+from memjax_kernels._src.common.packs.blocks import (
+    LANES,
+    ROWS,
+    divisor,
+    group_size,
+    other_dtypes,
+    packings,
+)
 from memjax_kernels._src.common.packs.chunkwise import (
     Chunks,
     Layout,
@@ -124,27 +131,54 @@ def kernels_by(
     )
 
 
-def op_of(name: str, *brought: Any, **also: Any) -> Callable[..., Any]:
-    """An op of single gates by its equations; arguments as of `kernels_by`.
+class PackedOp:
+    """An op of q, k, v and one gate by its equations; arguments as of `kernels_by`.
 
-    Returns:
-        (chunks with q, k, v and a gate, memory, empty, options, heads of a pack, bytes
-        of VMEM that a head takes, interpret) -> (memory, y).
+    `head_bytes` estimates the VMEM that a head takes by the tokens of a chunk and the
+    channels of keys and values.
     """
-    kernels = kernels_by(name, *brought, **also)
 
-    def run(x: Chunks, memory, empty, options, heads, head_bytes, interpret):
-        b, _, size, number = x.tokens[0].shape[:4]
-        each = heads * head_bytes
+    def __init__(self, name: str, head_bytes: Callable[..., int], *brought: Any):
+        self.kernels, self.head_bytes = kernels_by(name, *brought), head_bytes
+        self.form = brought[1]
+
+    def heads(self, number: int, size: int, key_dim: int, value_dim: int) -> int:
+        """Heads of a pack, as few as fill the lanes; 0 is none."""
+        each, widths = self.head_bytes(size, key_dim, value_dim), (key_dim, value_dim)
+        return min(packings(number, widths, each), default=0)
+
+    def unsupported(self, q: Array, k: Array, v: Array, chunk_size: int) -> str:
+        """Why the kernels cannot take these arguments on any TPU; "" if they can."""
+        if reason := other_dtypes(q, k, v):
+            return reason
+        if chunk_size % ROWS:
+            return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
+        (number, key_dim), value_dim = q.shape[2:], v.shape[-1]
+        if not self.heads(number, chunk_size, key_dim, value_dim):
+            return (
+                f"no number of {number} heads, {key_dim} wide in q and k and "
+                f"{value_dim} in v, fills rows of {LANES} each and fits in VMEM"
+            )
+        return ""
+
+    def __call__(
+        self, options: Any, x: Chunks, memory: PyTree, empty: PyTree, interpret: Any
+    ) -> tuple[PyTree, Array]:
+        """The memory after the chunks, and their reads."""
+        b, _, size, number, key_dim = x.tokens[0].shape
+        widths = key_dim, x.tokens[2].shape[-1]
+        heads = self.heads(number, size, *widths)
+        if not heads:
+            # A device's share of the heads may fill no register.
+            return self.form(options, x, memory, empty)
+        each = heads * self.head_bytes(size, *widths)
         group = group_size(number // heads, each)
         # Batch elements of a program, each with its tokens in all packs.
         rows = divisor(b, min(BATCH, ROWS_BYTES // (group * each)))
         phased = rows // divisor(rows, max(1, TOKENS // (group * size)))
         flags = x.full is not None, x.reset is not None
         layout = Layout(rows, group, heads, size, (1,), *flags, phased)
-        return kernels(Static(options, layout, interpret), x, memory, empty)
-
-    return run
+        return self.kernels(Static(options, layout, interpret), x, memory, empty)
 
 
 def forward_kernel(

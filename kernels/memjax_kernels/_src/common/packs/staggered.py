@@ -28,7 +28,7 @@ def staggered(
         lag: phases by which each group is behind the one before it, at least 1.
     """
     if groups == 1:
-        return _result(function(*arrays))
+        return in_turn([function(*arrays)], lag)[0]
 
     def begin(i):
         part = jax.tree.map(lambda x: jnp.split(x, groups)[i], arrays)
@@ -52,11 +52,3 @@ def in_turn(computations: Sequence[Phases], lag: int) -> list[Any]:
             next(phases, None)
         phase += 1
     return [found[i] for i in range(len(waiting))]
-
-
-def _result(phases: Phases) -> Any:
-    while True:
-        try:
-            next(phases)
-        except StopIteration as end:
-            return end.value

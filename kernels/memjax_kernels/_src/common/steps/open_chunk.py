@@ -16,8 +16,9 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from memjax_kernels._src.common.chunks import where
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.common.steps.head_kernel import EXACT, by_heads
 from memjax_kernels._src.common.steps.in_place import change_if
@@ -163,13 +164,3 @@ def decays(
     )
     until, over = (jnp.exp(x.sum(axis=-1, keepdims=True)) for x in (behind, g))
     return until, over
-
-
-def where(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
-    """`new` in the batch elements `rows`, `old` in the others."""
-    return jnp.where(rows.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
-
-def replace(rows: Bool[Array, " B"], new: PyTree, old: PyTree) -> PyTree:
-    """`where` of every leaf."""
-    return jax.tree.map(lambda a, b: where(rows, a, b), new, old)

@@ -90,7 +90,7 @@ def by_tokens(
     def one_token(*given):
         *token, clear, state = given
         if clear is not None:
-            state = open_chunk.replace(clear & (state.position == 0), empty, state)
+            state = chunks.replace(clear & (state.position == 0), empty, state)
         return step(*token, state)
 
     return scan_tokens(one_token, (*tokens, reset), empty if state is None else state)
@@ -116,11 +116,11 @@ def scan_chunks(
     def one_chunk(memory, item):
         given, full, reset = item
         if reset is not None:
-            memory = open_chunk.replace(reset, empty, memory)
+            memory = chunks.replace(reset, empty, memory)
         after, y = advance(memory, *given)
         y = y.astype(x.tokens[2].dtype)
         # A chunk that stays open leaves the memory at its start.
-        return after if full is None else open_chunk.replace(full, after, memory), y
+        return after if full is None else chunks.replace(full, after, memory), y
 
     # [B, n, C, H, ...] -> [n, B, H, C, ...]
     items = jax.tree.map(lambda x: jnp.moveaxis(x, (1, 3), (0, 2)), x[:2])

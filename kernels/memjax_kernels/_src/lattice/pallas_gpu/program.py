@@ -156,6 +156,5 @@ def l2_normalize(rows):
     return rows * scale, scale
 
 
-def across_width(x):
-    """Sums over the width, spread over it."""
-    return mosaic.along_rows(jnp.sum(x, axis=1), x.shape[1])
+#: Sums over the width, spread over it.
+across_width = functools.partial(mosaic.over_slots, jnp.sum)
