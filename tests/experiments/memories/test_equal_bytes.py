@@ -197,9 +197,8 @@ def test_more_training_is_falsified_by_either_window(tmp_path):
     assert list(fifteen_minutes.verdict(config))[-1] == "falsified"
 
 
-@pytest.fixture(name="small")
-def _small(tmp_path):
-    """Source of the corpus, five documents a kind, and folder of the backbone."""
+def make_small(tmp_path):
+    """A corpus of five documents a kind and split, and the folder of a backbone."""
     words = np.array(["memory", "window", "block", "state", "It rained."])
     rng = np.random.default_rng(0)
     for split in ("train", "validation", "test"):
@@ -216,17 +215,16 @@ def _small(tmp_path):
     )
     with idle_updates():
         pretrain.train(run, backbone)
-    return source, backbone
+    return {"corpus": source, "backbone": str(backbone)}
 
 
 @pytest.mark.slow
-def test_rows_are_trained_scored_and_not_run_again(small, tmp_path, capsys):
-    source, backbone = small
+def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
     given: Any = dict(window=5, layers=(1,), more=4, context=20, tokens=20, first=5)
     given |= dict(least=5, long=1, longest=40, budgets=(4 * 20 + 1,), dtype="float32")
     given |= dict(run_dir=tmp_path / "runs", output=tmp_path / "results")
-    given |= dict(corpus=source, rows=("window", WINDOW, MEMORIES[0]))
-    config = fifteen_minutes.Config(backbone=str(backbone), **given)
+    given |= dict(rows=("window", WINDOW, MEMORIES[0])) | make_small(tmp_path)
+    config = fifteen_minutes.Config(**given)
     fifteen_minutes.main(dataclasses.replace(config, plan=True))
     assert "3 missing" in capsys.readouterr().out
     for changes in ({"layers": (99,)}, {"sinks": 6}, {"corpus": "folder:/lost"}):

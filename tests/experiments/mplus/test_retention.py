@@ -9,16 +9,7 @@ import pytest
 
 from experiments.lab import options
 from experiments.mplus import adapters, methods, models, retention
-from tests.experiments.mplus.tiny import (
-    ANSWER,
-    BYTES,
-    CHUNK,
-    FACTS,
-    MEMORY,
-    PASSAGES,
-    backbone,
-    memory_model,
-)
+from tests.experiments.mplus import tiny
 
 
 def test_stages_share_the_updates_and_revisit_at_the_papers_distances():
@@ -57,19 +48,19 @@ def test_the_plan_has_each_missing_training_once(tmp_path):
 @pytest.mark.slow
 def test_study_continues_a_row(monkeypatch, tmp_path):
     """Trainings do nothing; the models are tiny and facts are few."""
-    found = SimpleNamespace(model=backbone(), tokenizer=BYTES)
+    found = SimpleNamespace(model=tiny.backbone(), tokenizer=tiny.BYTES)
     stage = models.stage(3)
     tasks = dataclasses.replace(stage.tasks, shortest_chunk=8)
-    stage = dataclasses.replace(stage, memory=MEMORY, tasks=tasks)
-    sizes = {"SAMPLES": 4, "BATCH": 2, "CHUNK": CHUNK, "LENGTHS": 0, "ANSWER": ANSWER}
-    sizes["VALIDATION"] = 2
+    stage = dataclasses.replace(stage, memory=tiny.MEMORY, tasks=tasks)
+    sizes = {"SAMPLES": 4, "BATCH": 2, "LENGTHS": 0, "VALIDATION": 2}
+    sizes |= {"CHUNK": tiny.CHUNK, "ANSWER": tiny.ANSWER}
     for module, name, value in (
         *((retention, name, value) for name, value in sizes.items()),
-        (models, "load_trained", lambda _: (memory_model(), BYTES)),
-        (models, "load_facts", lambda: FACTS),
+        (models, "load_trained", lambda _: (tiny.memory_model(), tiny.BYTES)),
+        (models, "load_facts", lambda: tiny.FACTS),
         (models, "recipe", lambda _: []),
-        (models, "with_fitted_retriever", lambda *_: memory_model(1)),
-        (models, "passages", lambda: PASSAGES),
+        (models, "with_fitted_retriever", lambda *_: tiny.memory_model(1)),
+        (models, "passages", lambda: tiny.PASSAGES),
         (retention.backbones, "smollm2", lambda: Path("tiny")),
         (retention.finetune, "load_backbone", lambda path: found),
         (retention, "train_once", lambda folder, train: None),
@@ -90,7 +81,7 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
 
     retention.main(config)
     first = read()
-    assert first["distances"] == [0, 2 * CHUNK] and len(first["facts"]) == 4
+    assert first["distances"] == [0, 2 * tiny.CHUNK] and len(first["facts"]) == 4
     names = [f"M+, {x}seed 3" for x in ("", "retriever fitted afterwards, ")]
     assert [*first["rows"]] == [*names, "closed book", "closed book, tuned, seed 3"]
     assert all(len(row["marks"][1]) == 2 for row in first["rows"].values())
