@@ -299,13 +299,9 @@ class Study:
                 "device": made["device"],
             }
             rows = self.result["rows"] | {key: row | facts}
-            self.result = results.write_report(
-                self.config.file,
-                QUESTION,
-                results.settings(self.config),
-                {part: self.result[part] for part in ("facts", "distances")}
-                | {"rows": rows},
-            )
+            kept = {part: self.result[part] for part in ("facts", "distances")}
+            given = QUESTION, results.settings(self.config), kept | {"rows": rows}
+            self.result = results.write_report(self.config.file, *given)
             shares = " ".join(f"{accuracy(right(x))['accuracy']:.2f}" for x in marks)
             say(f"{key}: {shares} of {len(marks[0])}")
 
