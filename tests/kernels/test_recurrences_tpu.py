@@ -181,6 +181,7 @@ def test_values_and_gradients_agree_with_the_reference(name, draw_wide):
     st.lists(st.integers(0, 139), max_size=3),
 )
 @hypothesis.example("gated_slots", 70, (2, 2), 64, [3])
+@hypothesis.example("kda", 64, (2, 2), 192, [])
 def test_kernels_of_any_shape_agree_with_the_reference(name, time, heads, width, at):
     number, ways = heads
     given = draw(name, time, 1, time, number, width, width, ways=ways)
