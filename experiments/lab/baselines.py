@@ -62,14 +62,13 @@ class NGram:
     ):
         """Counts; `order` is n, at least 1."""
         self.order, self.vocab_size = order, vocab_size
-        self._pairs: collections.Counter = collections.Counter()
+        counters = (collections.Counter() for _ in range(3))
+        self._pairs, self._totals, self._different = counters
         for document in documents:
             tokens = np.asarray(document.tokens).tolist()
             for length in range(order):
                 ends = range(length, len(tokens))
                 self._pairs.update(tuple(tokens[i - length : i + 1]) for i in ends)
-        self._totals: collections.Counter = collections.Counter()
-        self._different: collections.Counter = collections.Counter()
         for pair, count in self._pairs.items():
             self._totals[pair[:-1]] += count
             self._different[pair[:-1]] += 1

@@ -8,12 +8,15 @@ it, "0" where it does not, "-" where the method could not be asked.
 
 import functools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
+from experiments.lab import results
+from experiments.mplus import models
 from experiments.mplus.methods import Method
 from experiments.mplus.samples import Samples
 from memjax.data import Tokenizer
@@ -32,11 +35,12 @@ def query_batches(
     *,
     after: Sequence[int],
     answer: int,
+    took: list[float],
 ) -> Iterator[list[str]]:
     """Injects each batch of samples chunk by chunk and yields marks of its answers.
 
     Of a batch one string for each number of chunks of `after`, in rising order, with a
-    mark for each fact.
+    mark for each fact. `took` gets each query's seconds a fact.
     """
     for batch in batches:
         memory = method.start(len(batch.facts))
@@ -44,7 +48,9 @@ def query_batches(
         for count, chunk in enumerate([batch.context, *batch.chunks][: after[-1] + 1]):
             memory = method.inject(memory, chunk)
             if count in after:
+                began = time.monotonic()
                 found = method.query(memory, batch.prompts, answer)
+                took.append((time.monotonic() - began) / len(batch.facts))
                 if found is None:
                     marks.append(NOT_ASKED * len(batch.facts))
                     continue
@@ -154,6 +160,7 @@ def by_method(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "seeds": [row["seed"] for row in rows if row["seed"] is not None],
             "recipes": [stage for row in rows for stage in row["recipe"]],
             "kept_bytes": rows[0]["kept_bytes"],
+            "took": [x for row in rows for x in row.get("query_seconds", ())],
             "after": [accuracy(x) for x in shares_of[name]],
             "gain": [ahead(name, i) for i in range(len(result["distances"]))],
         }
@@ -165,3 +172,46 @@ def _mean(marks: Sequence[str]) -> np.ndarray:
     """Share of right answers of each fact, over the seeds that were asked it."""
     count = min(map(len, marks))
     return np.mean([right(row[:count]) for row in marks], axis=0)
+
+
+@results.table("mplus/retention")
+def retention(result: Mapping[str, Any]) -> results.Rows:
+    """Right answers by distance, with the size of the state."""
+    asked = len(result["facts"])
+    after = [results.number(distance, 0) for distance in result["distances"]]
+    measured = {
+        f"{row['date']} in {commit}"
+        for row in result["rows"].values()
+        for commit in row["commits"]
+    }
+    yield f"rows measured {', '.join(sorted(measured))}"
+    methods = by_method(result).values()
+    timed = any(method["took"] for method in methods)
+    for method in methods:
+        count = max(row["questions"] for row in method["after"])
+        seeds = len(method["seeds"])
+        # Where a method could not be asked, it has no state to answer from.
+        pairs = zip(method["kept_bytes"], method["after"], strict=True)
+        sizes = [size for size, row in pairs if row["questions"]]
+        most = max(sizes, key=lambda size: sum(size.values()))
+        cells = {
+            "right answers (95% interval)": method["label"]
+            + (f", {seeds} seeds" if seeds > 1 else ""),
+            "facts": str(count) if count == asked else f"{count} of {asked}",
+        }
+        of_all = {"state, MB": sum(most.values()), "on the device": most["device"]}
+        for part, size in of_all.items():
+            cells[part] = results.number(size / 1e6, 2 if size < 1e6 else 0)
+        if timed:
+            took = float(np.median(method["took"] or np.nan))
+            cells["s a question"] = results.number(took, 2)
+        for distance, row in zip(after, method["after"], strict=True):
+            share = "{accuracy:.2f} ({low:.2f} to {high:.2f})".format(**row)
+            share = share if row["questions"] else "beyond its positions"
+            cells[f"after {distance} tokens"] = share
+        for distance, row in zip(after, method["gain"], strict=True):
+            interval = "{mean:+.2f} ({low:+.2f} to {high:+.2f})"
+            words = interval.format(**row) if row else ""
+            cells[f"M+ ahead by, after {distance}"] = words
+        yield cells
+        yield from map(models.recipe_text, method["recipes"])

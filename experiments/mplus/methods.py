@@ -10,6 +10,7 @@ Shapes: B batch, C tokens of a chunk, P tokens of a question, N tokens of an ans
 import functools
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,10 +22,12 @@ from jaxtyping import Int32
 
 from experiments.lab.baselines import equal_window
 from experiments.lab.measure import state_bytes, tree_bytes
+from experiments.mplus import models
 from memjax.data import Tokenizer
 from memjax.models import LanguageModel, Sampling, generate
 from memjax.models.language_model.snapkv import SnapKVConfig, add_snapkv
 from memjax.models.language_model.windowed import limit_attention, set_capacity
+from memjax.models.mplus.build import add_mplus
 from memjax.models.mplus.model import MPlus
 
 #: Methods with M+'s parameters, and methods of the backbone alone.
@@ -34,6 +37,7 @@ Baseline = Literal[
     "window, device",
     "window, all",
     "re-read, device",
+    "re-read, seconds",
     "SnapKV, device",
     "BM25",
     "dense search",
@@ -50,11 +54,6 @@ class StateBytes(NamedTuple):
 
     device: int
     host: int
-
-    @property
-    def total(self) -> int:
-        """On both: memory on the host is not free."""
-        return self.device + self.host
 
 
 class Method(Protocol):
@@ -236,9 +235,33 @@ def sizes_for(model: MPlus, *, chunk: int, question: int, longest: int) -> Sizes
     size, backbone = LatentMemory(model).state_bytes(), model.backbone
     positions = backbone.config.capacity or longest + question
     device, all_ = (
-        min(equal_window(backbone, x), positions) for x in (size.device, size.total)
+        min(equal_window(backbone, x), positions) for x in (size.device, sum(size))
     )
     return Sizes(device, all_, chunk, question, longest)
+
+
+def read_as_long(backbone: LanguageModel, sizes: Sizes) -> int:
+    """Tokens that take the backbone the seconds of a question to M+."""
+    tokens = np.zeros((1, sizes.chunk), np.int32)
+    half, few, many = sizes.question // 2, sizes.chunk // 8, sizes.chunk
+
+    def seconds(method: Method, injected: int = sizes.chunk) -> float:
+        state, began = method.start(1), 0.0
+        for _ in range(injected // sizes.chunk):
+            state = method.inject(state, tokens)
+        # The first compiles.
+        for _ in range(3):
+            began = time.monotonic()
+            method.query(state, tokens[:, :half], half)
+        return time.monotonic() - began
+
+    memory = add_mplus(backbone, models.stage(3).memory, key=jax.random.key(0))
+    left = seconds(LatentMemory(memory), sizes.longest)
+    least, most = (
+        seconds(ReRead(backbone, many, x, sizes.question)) for x in (few, many)
+    )
+    read = few + (left - least) * (many - few) / max(most - least, 1e-6)
+    return int(min(max(read, 0), sizes.longest))
 
 
 def baseline(
@@ -256,9 +279,10 @@ def baseline(
             size = sizes.device if name == "window, device" else sizes.all
             label = f"window of {size - SINKS:,} tokens and {SINKS} sinks"
             return label, Reader(limit_attention(backbone, size - SINKS, SINKS), chunk)
-        case "re-read, device":
-            last = sizes.device - question
-            label = f"last {last:,} tokens read again"
+        case "re-read, device" | "re-read, seconds":
+            timed, last = name == "re-read, seconds", sizes.device - question
+            last = read_as_long(backbone, sizes) if timed else last
+            label = f"last {last:,} tokens read again" + ", in M+'s time" * timed
             return label, ReRead(backbone, chunk, last, question)
         case "SnapKV, device":
             label = f"SnapKV, a cache of {sizes.device:,} tokens"

@@ -10,11 +10,12 @@ Rows: M+ with its retriever, with a retriever fitted afterwards, and with attent
 three stages trained, and after fewer and more updates; MemoryLLM, the first two stages;
 the backbone with full attention, windows, re-read text, SnapKV, BM25, dense search, and
 the question alone, as it came and with adapters trained on M+'s tasks (`adapters.py`).
-Columns: share of right answers by distance in tokens; size of the state; M+'s share
-minus the row's, paired by fact. An answer is right if it occurs in ten tokens of greedy
-decoding. `--asked` asks in other words, of two facts joined, or of superseded facts
-(`asked.py`). The other text names neither answer nor country. Facts that the backbone
-answers closed book are left out. All trainings have as many updates, and each the rate
+Columns: share of right answers by distance in tokens; size of the state; seconds a
+question; M+'s share minus the row's, paired by fact. An answer is right if it occurs in
+ten tokens of greedy decoding. `--asked` asks in other words, of two facts joined, or of
+superseded facts (`asked.py`). The other text names neither answer nor country. Facts
+that the backbone answers closed book are left out.
+All trainings have as many updates, and each the rate
 of the most right answers to other facts, whose neighbours were tried.
 Not shown: other facts than those of templates. Reading fails at this size if right
 answers at distance 0 do not rise with updates.
@@ -35,7 +36,7 @@ import numpy as np
 
 from experiments.lab import backbones, options, results
 from experiments.lab.study import climb_rate, digest, once, show_plan, spent, train_once
-from experiments.mplus import adapters, answers, models
+from experiments.mplus import adapters, models
 from experiments.mplus.answers import FITTED, TUNED, accuracy, query_batches, right
 from experiments.mplus.asked import Asked, ask_otherwise
 from experiments.mplus.methods import (
@@ -70,7 +71,7 @@ VALIDATION = 24
 SAMPLES, AFTER, MOST = 96, (0, 4, 8, 16), 1024
 #: Minutes of a training and of asking a row, on a core; rows that do not read on.
 MINUTES, ASKING = 40.0, 60.0
-SHORT = ("full attention", "re-read, device", "BM25", "closed book")
+SHORT = ("full attention", "re-read", "BM25", "closed book")
 #: Facts side by side, and lengths of questions that are drawn.
 BATCH, LENGTHS = 4, 4
 #: Tokens of a chunk, into which contexts must fit, and of an answer.
@@ -251,10 +252,8 @@ class Study:
                 _, method = baseline(name, model, self.tokenizer, self.sizes)
             else:
                 method = LatentMemory(models.load_trained(folder)[0])
-            texts, tokenizer = self.validation, self.tokenizer
-            parts = query_batches(
-                method, texts, tokenizer, after=self.config.after[:2], answer=ANSWER
-            )
+            given = {"after": self.config.after[:2], "answer": ANSWER, "took": []}
+            parts = query_batches(method, self.validation, self.tokenizer, **given)
             marks = "".join(mark for batch in parts for mark in batch)
             return 1 - accuracy(right(marks))["accuracy"]
 
@@ -277,7 +276,7 @@ class Study:
         """Asks a row the facts that it was not asked yet, and writes its answers."""
         key = key_of(name, seed)
         before = self.result["rows"].get(key, {})
-        after = self.config.after
+        after, took = self.config.after, before.get("query_seconds", [])
         marks = before.get("marks", [""] * len(after))
         done = len(marks[0]) // BATCH
         batches = self.batches[done : self.config.until // BATCH or None]
@@ -287,13 +286,14 @@ class Study:
         commits = before.get("commits", [])
         began = time.monotonic() - before.get("seconds", 0.0)
         for more in query_batches(
-            method, batches, self.tokenizer, after=after, answer=ANSWER
+            method, batches, self.tokenizer, after=after, answer=ANSWER, took=took
         ):
             marks = [old + new for old, new in zip(marks, more, strict=True)]
             made = provenance(QUESTION, {})
             facts = {
                 "marks": marks,
                 "seconds": time.monotonic() - began,
+                "query_seconds": took,
                 "date": made["date"],
                 "commits": [*dict.fromkeys([*commits, commit_of(made)])],
                 "device": made["device"],
@@ -349,47 +349,6 @@ class Study:
         stages = models.stages(updates, rate, seed, store=kind == "mplus")
         train_once(folder, lambda: finetune.finetune_stages(stages, self.path, folder))
         return folder / stages[-1][0]
-
-
-@results.table("mplus/retention")
-def retention(result: dict[str, Any]) -> results.Rows:
-    """Right answers by distance, with the size of the state."""
-    asked = len(result["facts"])
-    after = [results.number(distance, 0) for distance in result["distances"]]
-    measured = {
-        f"{row['date']} in {commit}"
-        for row in result["rows"].values()
-        for commit in row["commits"]
-    }
-    yield f"rows measured {', '.join(sorted(measured))}"
-    for method in answers.by_method(result).values():
-        count = max(row["questions"] for row in method["after"])
-        seeds = len(method["seeds"])
-        # Where a method could not be asked, it has no state to answer from.
-        pairs = zip(method["kept_bytes"], method["after"], strict=True)
-        sizes = [size for size, row in pairs if row["questions"]]
-        most = max(sizes, key=lambda size: size["device"] + size["host"])
-        cells = {
-            "right answers (95% interval)": method["label"]
-            + (f", {seeds} seeds" if seeds > 1 else ""),
-            "facts": str(count) if count == asked else f"{count} of {asked}",
-            "state, MB": _megabytes(most["device"] + most["host"]),
-            "on the device": _megabytes(most["device"]),
-        }
-        for distance, row in zip(after, method["after"], strict=True):
-            share = "{accuracy:.2f} ({low:.2f} to {high:.2f})".format(**row)
-            share = share if row["questions"] else "beyond its positions"
-            cells[f"after {distance} tokens"] = share
-        for distance, row in zip(after, method["gain"], strict=True):
-            interval = "{mean:+.2f} ({low:+.2f} to {high:+.2f})"
-            words = interval.format(**row) if row else ""
-            cells[f"M+ ahead by, after {distance}"] = words
-        yield cells
-        yield from map(models.recipe_text, method["recipes"])
-
-
-def _megabytes(size: int) -> str:
-    return results.number(size / 1e6, 2 if size < 1e6 else 0)
 
 
 if __name__ == "__main__":

@@ -143,18 +143,23 @@ def _facts(request: Request, folder: Path) -> dict[str, Any]:
         "arguments": {name: device_bytes(part) for name, part in step.parts.items()},
         "host_arguments": device_bytes(step.parts, host=True),
     }
-    begin = time.perf_counter()
+    seconds = facts["seconds"] = {}
+
+    def timed(name: str, stage: Any, *given: Any) -> Any:
+        begin = time.perf_counter()
+        made = stage(*given)
+        seconds[name] = round(time.perf_counter() - begin, 1)
+        return made
+
     with jax.set_mesh(mesh):
-        lowered = step.function.lower(*step.arguments)
-    facts["lower_seconds"] = round(time.perf_counter() - begin, 1)
-    begin = time.perf_counter()
+        traced = timed("trace", step.function.trace, *step.arguments)
+        lowered = timed("lower", traced.lower)
     try:
-        program = lowered.compile()
+        program = timed("compile", lowered.compile)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return facts | {"exhausted": str(error)}
-    facts["compile_seconds"] = round(time.perf_counter() - begin, 1)
     (folder / PROGRAM).write_text(program.as_text() or "")
     memory = program.memory_analysis()
     for name in ("argument", "output", "alias", "temp", "generated_code"):

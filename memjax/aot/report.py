@@ -49,7 +49,7 @@ def report(request: Request, found: Compiled) -> dict[str, Any]:
     sent = [row._asdict() for row in collectives(found.text)]
     inside = [row["bytes"] for row in sent if row["kind"] != KINDS[-1]]
     result |= {
-        "seconds": {name: facts[f"{name}_seconds"] for name in ("lower", "compile")},
+        "seconds": facts["seconds"],
         "compiler": {
             # Of XLA's own operations, without kernels.
             "flops": facts["flops"],
@@ -163,6 +163,8 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"  {_readable(buffer['bytes'])}", buffer["operation"] or "no name"
     if "compiler" not in result:
         return
+    parts = ", ".join(f"{name} {x:,.1f} s" for name, x in result["seconds"].items())
+    yield "compiling took", parts
     if (flops := result["compiler"]["flops"]) is not None:
         yield "operations a device", f"{flops:,.0f}, without kernels"
     for row in result["collectives"]:

@@ -180,7 +180,7 @@ def test_a_compiled_step_above_the_capacity_does_not_fit(temporaries, fits):
     facts |= {"temp_bytes": temporaries * GIB, "arguments": {"parameters": GIB}}
     facts |= {"devices": 4, "mesh": {"fsdp": 4}, "tokens": 8, "host_arguments": 0}
     facts |= {"flops": 5.0, "bytes_accessed": 1.0}
-    facts |= {"lower_seconds": 0.1, "compile_seconds": 0.1}
+    facts |= {"seconds": {"trace": 0.1, "lower": 0.1, "compile": 0.1}}
     request = Request(presets()["transformer-tiny"], "train", "v5e:2x2")
     found = report(request, Compiled(facts, "", None))
     assert found["fits"] == fits
@@ -200,7 +200,9 @@ def test_the_dearest_operations_are_printed():
     sizes = {"total": GIB, "capacity": 2 * GIB, "parts": {}, "host": 0}
     found = {"devices": 1, "mesh": {}, "tokens": 8, "fits": True, "memory": sizes}
     found |= {"compiler": {"flops": None}, "collectives": [], "links_seconds": 0.0}
+    found["seconds"] = {"trace": 5.37, "lower": 1.0}
     rows = [*lines(found | {"speed": speed})]
+    assert ("compiling took", "trace 5.4 s, lower 1.0 s") in rows
     at = rows.index(("counted cycles", "10 to 30: 0.250 to 0.500 s"))
     assert rows[at + 1 : at + 3] == [
         ("  dot.1", "5 to 20, layer/dot"),

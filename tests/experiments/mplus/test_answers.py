@@ -39,7 +39,8 @@ class Transcript:
 
 def marks(method, after=(0, 1, 3)):
     """Of each of `after` a string, with a mark for each fact."""
-    found = answers.query_batches(method, samples(), BYTES, after=after, answer=ANSWER)
+    given = {"after": after, "answer": ANSWER, "took": []}
+    found = answers.query_batches(method, samples(), BYTES, **given)
     return ["".join(parts) for parts in zip(*found, strict=True)]
 
 

@@ -49,9 +49,8 @@ def test_the_plan_has_each_missing_training_once(tmp_path):
 def test_study_continues_a_row(monkeypatch, tmp_path):
     """Trainings do nothing; the models are tiny and facts are few."""
     found = SimpleNamespace(model=tiny.backbone(), tokenizer=tiny.BYTES)
-    stage = models.stage(3)
-    tasks = dataclasses.replace(stage.tasks, shortest_chunk=8)
-    stage = dataclasses.replace(stage, memory=tiny.MEMORY, tasks=tasks)
+    tasks = dataclasses.replace(models.stage(3).tasks, shortest_chunk=8)
+    stage = dataclasses.replace(models.stage(3), memory=tiny.MEMORY, tasks=tasks)
     sizes = {"SAMPLES": 4, "BATCH": 2, "LENGTHS": 0, "VALIDATION": 2}
     sizes |= {"CHUNK": tiny.CHUNK, "ANSWER": tiny.ANSWER}
     for module, name, value in (
@@ -72,7 +71,7 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
         (retention.jax, "clear_caches", lambda: None),
     ):
         monkeypatch.setattr(module, name, value)
-    only = ("M+", f"M+, {retention.FITTED}", "closed book", "closed book, tuned")
+    only = ("M+", f"M+, {retention.FITTED}", "closed book", "re-read, seconds, tuned")
     given = {"run_dir": tmp_path, "output": tmp_path / "result", "after": (0, 2)}
     config = retention.Config(only, seeds=(3,), until=2, **given)
 
@@ -83,8 +82,9 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
     first = read()
     assert first["distances"] == [0, 2 * tiny.CHUNK] and len(first["facts"]) == 4
     names = [f"M+, {x}seed 3" for x in ("", "retriever fitted afterwards, ")]
-    assert [*first["rows"]] == [*names, "closed book", "closed book, tuned, seed 3"]
-    assert all(len(row["marks"][1]) == 2 for row in first["rows"].values())
+    assert [*first["rows"]] == [*names, "closed book", f"{only[-1]}, seed 3"]
+    for row in first["rows"].values():
+        assert len(row["marks"][1]) == len(row["query_seconds"]) == 2
     queried = []
     query = methods.LatentMemory.query
 
