@@ -95,17 +95,16 @@ def test_reread_text_is_the_last_or_all():
         assert method.state_bytes(6) == (0, 4 * expected)
 
 
-def test_baselines_have_the_bytes_of_the_memory():
+def test_baselines_have_the_bytes_of_the_memory(monkeypatch):
+    monkeypatch.setattr(methods, "read_as_long", lambda *_: 7)
     model = memory_model()
     size = methods.LatentMemory(model).state_bytes()
     # Rows of the store are on the host, in float32.
     assert size.host == MEMORY.store_size * 16 * 4
     sizes = methods.sizes_for(model, chunk=CHUNK, question=60, longest=3 * CHUNK)
     assert sizes.device < sizes.all <= 400
-    built = {
-        name: methods.baseline(name, backbone(), BYTES, sizes)
-        for name in get_args(methods.Baseline)
-    }
+    given = backbone(), BYTES, sizes
+    built = {x: methods.baseline(x, *given) for x in get_args(methods.Baseline)}
     assert len({label for label, _ in built.values()}) == len(built)
     for name, wanted in (("window, device", size.device), ("window, all", sum(size))):
         label, method = built[name]
