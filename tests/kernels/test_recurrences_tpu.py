@@ -345,6 +345,9 @@ def test_unsupported_reasons():
         ("gla", "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
         ("kda", "v6e:2x2", (2, 64, 4, 128, 128), jnp.bfloat16, (2, 2)),
         ("gdn2", "v5e:2x2", (2, 64, 8, 64, 128), jnp.bfloat16, (2, 2)),
+        # The widest, as many heads as a program may take.
+        ("kda", "v5e:2x2", (1, 64, 16, 256, 256), jnp.bfloat16, (1, 1)),
+        ("gdn2", "v5e:2x2", (1, 64, 16, 256, 256), jnp.bfloat16, (1, 1)),
         ("gated_slots", "v5e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         ("delta_rule", "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
     ],
