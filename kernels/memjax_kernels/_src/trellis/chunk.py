@@ -23,7 +23,7 @@ F32 = jnp.float32
 
 
 class Options(NamedTuple):
-    """Those of `Rule`, two of which packed heads alone take, and how to multiply."""
+    """The options of `Rule`, and the product; both flags are read by packed heads."""
 
     phi: str
     activation: str

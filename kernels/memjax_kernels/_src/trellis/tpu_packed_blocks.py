@@ -59,12 +59,12 @@ class Packs(NamedTuple):
 
     @property
     def is_saved(self) -> bool:
-        """Whether the forward kernel saves the memories at the chunk's start."""
+        """Are the memories at the chunk's start saved by the forward kernel?"""
         return self.chunk % (self.layout.chunks // self.layout.saved) == 0
 
     @property
     def next_is_saved(self) -> bool:
-        """Whether it saves those at the next chunk's start, as at every block's."""
+        """Are those at the next chunk's start saved? Those at a block's start are."""
         return self._replace(chunk=self.chunk + 1).is_saved
 
     def saved(self, refs):
