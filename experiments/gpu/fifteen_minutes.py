@@ -55,8 +55,6 @@ class Config(equal_bytes.Config):
     dtype: Dtype = "bfloat16"
     least: equal_bytes.Least = 40
     tokens: options.Tokens = 8192
-    long: options.Natural = 0
-    longest: options.Tokens = 8192
     run_dir: options.Folder = Path("runs/fifteen_minutes")
     output: options.Folder = RESULTS / "gpu" / "fifteen_minutes"
     budgets: options.Counts = (3_000_000, 10_000_000)

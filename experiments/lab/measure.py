@@ -153,31 +153,19 @@ def binned_losses(
 
 
 def documents_of_kinds(
-    source: str,
-    tokenizer: Tokenizer,
-    split: Split,
-    tokens: int,
-    *,
-    least: int,
-    long: int = 0,
-    longest: int = 0,
+    source: str, tokenizer: Tokenizer, split: Split, tokens: int, least: int
 ) -> list[TokenisedDocument]:
     """Documents of all kinds, in order of kind, cut to `tokens` targets each.
 
-    Shorter documents are left out; each kind must have `least`. The first `long` of
-    each kind, by name, are cut to `longest` targets.
+    Shorter documents are left out; each kind must have `least`.
     """
     read, found = load_tokens(source, tokenizer, split), []
     for kind in KINDS:
         some = [x for x in read if x.kind == kind and len(x.tokens) > tokens]
-        more = [x.name for x in some if len(x.tokens) > longest][:long]
-        if len(some) < least or len(more) < long:
+        if len(some) < least:
             raise ValueError(
                 f"source={source!r} must have at least {least} documents of {kind!r} "
-                f"with more than {tokens} tokens in its {split} split, and {long} with "
-                f"more than {longest}, got {len(some)} and {len(more)}"
+                f"with more than {tokens} tokens in its {split} split, got {len(some)}"
             )
-        for x in some:
-            size = 1 + (longest if x.name in more else tokens)
-            found.append(x._replace(tokens=np.asarray(x.tokens[:size])))
+        found += [x._replace(tokens=np.asarray(x.tokens[: tokens + 1])) for x in some]
     return found

@@ -5,7 +5,7 @@
     python -m experiments.memories.equal_bytes --rows lattice wide-tuned --seeds 0 1
 
 Rows (`equal_bytes_rows`): every memory beside the windows of a few layers of SmolLM2,
-HMT, RMT, M+, MemoryLLM, and baselines. Columns (`equal_bytes_report`): perplexity of
+HMT, RMT, and baselines. Columns (`equal_bytes_report`): perplexity of
 held-out documents by kind and by position, bytes of the state. A
 row has a result of its own, `results/memories/equal_layers/ROW/seedN/score.json`, and
 is skipped once that exists; a stopped one continues.
@@ -52,10 +52,7 @@ class Config(Sizes):
         plan: print the missing rows with their cost, and stop.
         backbone: as `memjax finetune` takes it; "smollm2" is the PyPI package's.
         least: documents that each kind must have to be scored, 5 or more.
-        tokens: of each test document, over which perplexities are compared; `first`
-            times a power of 2.
-        long: documents of each kind that are read further, for perplexity by position.
-        longest: tokens of those.
+        tokens: of each test document that are read.
         first: position of the first target that counts in perplexities.
         run_dir: of models and parts of results.
         output: folder of the results.
@@ -67,24 +64,15 @@ class Config(Sizes):
     backbone: str = "smollm2"
     least: Least = 8
     tokens: options.Tokens = 4096
-    long: options.Natural = 3
-    longest: options.Tokens = 16_384
     first: options.Tokens = 512
     run_dir: options.Folder = Path("runs/equal_layers")
     output: options.Folder = RESULTS / "memories" / "equal_layers"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.tokens not in self.edges[2:]:
-            raise ValueError(
-                f"tokens must be first={self.first} times 2, 4, ... up to "
-                f"longest={self.longest}, got {self.tokens}"
-            )
-
-    @property
-    def edges(self) -> list[int]:
-        """Of the bins of positions: 0, `first`, 2 `first`, ..., `longest`."""
-        return evaluation.log2_bins(self.longest, self.first)
+        if self.tokens <= self.first:
+            why = f"tokens must be above first={self.first}, got {self.tokens}"
+            raise ValueError(why)
 
     def runs(self) -> list[study.Run]:
         """Rows and seeds, seed by seed; without training every seed is the same."""
@@ -131,12 +119,10 @@ def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]
         "test",
         config.tokens,
         least=config.least,
-        long=config.long,
-        longest=config.longest,
     )
     sizes = {x.name: getattr(config, x.name) for x in dataclasses.fields(Sizes)}
     # Texts are read in whole segments.
-    tokens = -(-config.longest // SEGMENT) * SEGMENT
+    tokens = -(-config.tokens // SEGMENT) * SEGMENT
     setup = Setup(**sizes, backbone=loaded.model, tokens=tokens)
     # Sizes that a row would refuse are refused before the first.
     wide_window(setup.backbone, setup)
@@ -170,8 +156,8 @@ def run_row(
         }
     if row.scored is not None:
         model = row.scored(model, setup)
-    size = measure.state_bytes(model, config.longest)
-    wide = measure.state_bytes(wide_window(setup.backbone, setup), config.longest)
+    size = measure.state_bytes(model, config.tokens)
+    wide = measure.state_bytes(wide_window(setup.backbone, setup), config.tokens)
     say(f"{name}: {size:,} bytes of state, the wide window {wide:,}")
     scored = measure.score_once(
         lambda: measure.score_text(model, SEGMENT), test, folder / "scores"
@@ -179,6 +165,7 @@ def run_row(
     digest = hashlib.sha256()
     for text in test:
         digest.update(text.name.encode() + np.asarray(text.tokens).tobytes())
+    edges = evaluation.log2_bins(config.tokens, config.first)
     return {
         "label": row.label,
         "layers": setup.layers,
@@ -186,9 +173,9 @@ def run_row(
         "bytes_of_wide_window": wide,
         "texts_digest": digest.hexdigest(),
         "training": trained,
-        "edges": config.edges,
-        "bins": (1, config.edges.index(config.tokens)),
-        "documents": measure.bin_losses(scored.losses, config.edges),
+        "edges": edges,
+        "bins": (1, len(edges) - 1),
+        "documents": measure.bin_losses(scored.losses, edges),
     }
 
 

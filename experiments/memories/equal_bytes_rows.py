@@ -7,18 +7,14 @@ window has as many bytes in the chosen layers as the longer windows of
 "wide", as near as its sizes come; one that the query heads of a group share has a
 third, as "wide-shared"; rows of equal width have 64 slots, as many as a head is wide.
 A memory is aligned before it is tuned; "wide-shared-longer" has as many updates in
-all. M+ and MemoryLLM have no more than "wide" in all layers, HMT
-and RMT a segment and the memories of the longest text.
+all. HMT and RMT have a segment and the memories of the longest text.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax
-
 from experiments.lab import baselines, options
-from experiments.lab.measure import state_bytes
 from memjax.models import LanguageModel
 from memjax.models.hmt.config import HMTConfig
 from memjax.models.language_model.config import Dtype
@@ -30,11 +26,8 @@ from memjax.models.language_model.windowed import (
     set_capacity,
     widen_windows,
 )
-from memjax.models.mplus.build import add_mplus
-from memjax.models.mplus.config import MPlusConfig
 from memjax.training import LoopConfig, OptimizerConfig
-from memjax.training.finetune.curricula import HMTStages, MPlusStages
-from memjax.training.finetune.mplus_presets import presets as mplus_presets
+from memjax.training.finetune.curricula import HMTStages
 from memjax.training.finetune.retrofit_stages import PartConfig, RetrofitStages
 from memjax.training.finetune.run import AnyStage
 from memjax.training.finetune.segment_stage import SegmentStage
@@ -46,8 +39,6 @@ Stages = tuple[tuple[str, AnyStage], ...]
 DISTILLATION_RATE = 5e-3
 #: With which every stage of a row has one.
 LEAST_UPDATES = 4
-#: Memory tokens that a chunk of M+ becomes.
-MPLUS_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,72 +214,6 @@ def tune_hybrid(
     return (*before, (folder, dataclasses.replace(tune, seed=setup.seed)))
 
 
-def tune_mplus(setup: Setup, store: bool) -> Stages:
-    """All stages of M+, or the first two, which are MemoryLLM's, on the documents."""
-    curriculum = mplus_presets()["mplus-smollm2-135m"]
-    assert isinstance(curriculum, MPlusStages)
-    chosen = curriculum.stages()[: 3 if store else 2]
-    memory = mplus_memory(setup, store)
-    found = []
-    for name, stage in chosen:
-        own, counts = memory, stage.tasks.chunks
-        if not stage.memory.num_retrieved:
-            # Reads see as many rows with the store and without.
-            pool = memory.pool_size + memory.num_retrieved
-            own = dataclasses.replace(memory, num_retrieved=0, pool_size=pool)
-            # A pool must have a row that is not of the document.
-            counts = tuple(n for n in counts if n * own.num_memory_tokens < pool)
-        tasks = dataclasses.replace(
-            stage.tasks,
-            ask=0.0,
-            chunks=counts,
-            shortest_chunk=3 * memory.chunk_size // 4,
-        )
-        # Two texts an update, each of some chunks and a target.
-        chunks = sum(counts) / len(counts)
-        read = 2 * (chunks * memory.chunk_size + stage.tasks.target)
-        steps = setup.updates * setup.context / read / len(chosen)
-        changed = dataclasses.replace(
-            stage,
-            memory=own,
-            tasks=tasks,
-            data=dataclasses.replace(setup.data(), batch_size=2),
-            optimizer=setup.optimizer(),
-            loop=setup.loop(round(steps)),
-            seed=setup.seed,
-        )
-        found.append((name, changed))
-    return tuple(found)
-
-
-def mplus_memory(setup: Setup, store: bool) -> MPlusConfig:
-    """Sizes whose bytes come nearest to those of the wide window, and not above."""
-
-    def memory(rows: int) -> MPlusConfig:
-        size = MPLUS_TOKENS * rows
-        return MPlusConfig(
-            num_memory_tokens=MPLUS_TOKENS,
-            pool_size=size,
-            # An open chunk is stored in all layers, and counts: half a window would
-            # leave room for the rows of a single chunk.
-            chunk_size=setup.window // 4,
-            stored="input",
-            key_dim=64,
-            num_retrieved=size if store else 0,
-            store_size=size if store else MPlusConfig.store_size,
-        )
-
-    def size(rows: int) -> int:
-        model = add_mplus(setup.backbone, memory(rows), key=jax.random.key(0))
-        return state_bytes(model, setup.tokens)
-
-    target = state_bytes(wide_window(setup.backbone, setup), setup.tokens)
-    # Without a store a document is read beside a row of another.
-    least = 1 if store else 2
-    smallest, next_size = size(least), size(least + 1)
-    return memory(least + (target - smallest) // (next_size - smallest))
-
-
 class Row(NamedTuple):
     """One row.
 
@@ -360,6 +285,4 @@ ROWS: dict[str, Row] = {
     **_BESIDE,
     "hmt": Row("HMT", stages=_tune_hmt, cost=1.6),
     "rmt": Row("RMT", stages=_tune_rmt, cost=1.4),
-    "mplus": Row("M+", stages=lambda s: tune_mplus(s, True), cost=2.0),
-    "memoryllm": Row("MemoryLLM", stages=lambda s: tune_mplus(s, False), cost=2.0),
 }

@@ -72,14 +72,11 @@ def test_documents_are_long_enough_and_enough_of_each_kind(tmp_path):
         file.parent.mkdir(parents=True)
         file.write_text("a" * size)
 
-    def read(tokens, **options):
-        return measure.documents_of_kinds(
-            f"folder:{tmp_path}/corpus", tiny.tokenizer(), "test", tokens, **options
-        )
+    def read(tokens, least, folder="corpus"):
+        given = f"folder:{tmp_path}/{folder}", tiny.tokenizer(), "test", tokens, least
+        return measure.documents_of_kinds(*given)
 
-    assert [(x.kind, len(x.tokens)) for x in read(9, least=1, long=1, longest=11)] == [
-        (kind, 12) for kind in measure.KINDS
-    ]
-    assert [len(x.tokens) for x in read(9, least=1)] == [10, 10, 10]
+    found = [(x.kind, len(x.tokens)) for x in read(9, least=1)]
+    assert found == [(kind, 10) for kind in measure.KINDS]
     with pytest.raises(ValueError, match="at least 2 documents of 'proofs' .* got 1"):
         read(9, least=2)

@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,7 +17,6 @@ from experiments.memories import equal_bytes, equal_bytes_report
 from experiments.memories import equal_bytes_rows as rows
 from experiments.memories.equal_bytes_rows import ROWS, Setup
 from memjax.training import LoopConfig, pretrain
-from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.retrofit_stage import RetrofitStage
 from tests import tiny
 from tests.training.idle import idle_updates
@@ -53,8 +51,7 @@ def test_windows_have_equal_bytes(setup):
 
 def test_rows_are_trained_on_as_many_tokens(setup):
     setup = dataclasses.replace(setup, window=32, context=64, updates=16)
-    # Sizes of the preset of M+ do not fit a tiny window.
-    for name in ROWS.keys() - {"mplus", "memoryllm", "wide-shared-longer"}:
+    for name in ROWS.keys() - {"wide-shared-longer"}:
         stages = ROWS[name].stages
         made = stages(setup) if stages else ()
         # A distillation sees texts of the tuning.
@@ -83,26 +80,6 @@ def test_a_memory_is_tuned_on_the_texts_of_a_window(setup):
     # Half of the texts, each as often as there are passes.
     assert isinstance(distilled, RetrofitStage) and distilled.part == "distill"
     assert distilled.loop.steps == 6 * 3 and distilled.passes == 6
-
-
-@pytest.mark.parametrize("store", [False, True])
-def test_mplus_keeps_no_more_than_the_wide_window(store, setup, monkeypatch):
-    monkeypatch.setattr(rows, "MPLUS_TOKENS", 2)
-    setup = dataclasses.replace(setup, window=64, context=128, more=1000)
-    memory = rows.mplus_memory(setup, store)
-    target = state_bytes(rows.wide_window(setup.backbone, setup), setup.tokens)
-
-    def bytes_of(config):
-        model = rows.add_mplus(setup.backbone, config, key=jax.random.key(0))
-        return state_bytes(model, setup.tokens)
-
-    names = ("pool_size", "num_retrieved", "store_size") if store else ("pool_size",)
-    longer = {name: getattr(memory, name) + 2 for name in names}
-    assert bytes_of(memory) <= target < bytes_of(dataclasses.replace(memory, **longer))
-    # What is written before reads leaves a row of the pool that is another document's.
-    for _, stage in rows.tune_mplus(setup, store):
-        assert isinstance(stage, MPlusStage)
-        assert store or max(stage.tasks.chunks) * 2 < stage.memory.pool_size
 
 
 def _result(name, nats, seed=0, changes=None):
@@ -221,7 +198,7 @@ def make_small(tmp_path):
 @pytest.mark.slow
 def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
     given: Any = dict(window=5, layers=(1,), more=4, context=20, tokens=20, first=5)
-    given |= dict(least=5, long=1, longest=40, budgets=(4 * 20 + 1,), dtype="float32")
+    given |= dict(least=5, budgets=(4 * 20 + 1,), dtype="float32")
     given |= dict(run_dir=tmp_path / "runs", output=tmp_path / "results")
     given |= dict(rows=("window", WINDOW, MEMORIES[0])) | make_small(tmp_path)
     config = fifteen_minutes.Config(**given)
@@ -234,7 +211,7 @@ def test_rows_are_trained_scored_and_not_run_again(tmp_path, capsys):
         fifteen_minutes.main(config)
     found = json.loads((tmp_path / "results" / "81.json").read_text())
     assert [row["row"] for row in found["rows"]] == list(config.rows)
-    assert found["edges"] == config.edges
+    assert found["edges"] == [0, 5, 10, 20] and found["bins"] == [1, 3]
     memory = found["rows"][2]
     assert memory["training"]["tokens"] == 4 * 20
     assert memory["training"]["skipped_updates"] == 0
