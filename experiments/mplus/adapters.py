@@ -13,39 +13,22 @@ Shapes: B batch elements, n chunks, C longest chunk, T tokens of a target.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import jax
 import numpy as np
-import optax
-from flax import nnx
 
 from experiments.mplus import models
-from memjax.config_io import to_record
-from memjax.data import Tokenizer, load_tokens
+from memjax.data import TokenisedDocument, Tokenizer
 from memjax.data.batches.batch import Batch
 from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import TaskBatch
 from memjax.models import LanguageModel
 from memjax.models.adapters import merge_lora
-from memjax.models.lora import LoraConfig, add_lora
-from memjax.training import LoopConfig, loop
-from memjax.training.config import Outcome
-from memjax.training.finetune.mplus_stage import MPlusStage
-from memjax.training.optimizer import make_optimizer
-from memjax.training.run_folder import (
-    RunFolder,
-    newest_state,
-    read_config,
-    record_config,
-)
-from memjax.training.step import (
-    StepConfig,
-    TrainState,
-    init_train_state,
-    make_train_step,
-    model_of,
-)
+from memjax.models.lora import LoraConfig
+from memjax.training import LoopConfig
+from memjax.training.finetune import finetune
+from memjax.training.finetune.segment_stage import SegmentStage
+from memjax.training.step import StepConfig
 
 
 class TaskTexts:
@@ -104,69 +87,46 @@ def as_text(task: TaskBatch) -> Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
-    """The record of a training of adapters: highest learning rate, seed, updates."""
-
-    learning_rate: float
-    seed: int
-    updates: int
-    lora: LoraConfig = LoraConfig(rank=16, alpha=32.0)
+class TaskStage(SegmentStage):
+    """A backbone as it is, by adapters on M+'s tasks; its record is its parent's."""
 
     @property
-    def stage(self) -> MPlusStage:
-        """M+'s stage, whose tasks and schedule they are, with this rate and seed."""
-        own = models.stage(3)
-        optimizer = dataclasses.replace(own.optimizer, learning_rate=self.learning_rate)
-        return dataclasses.replace(own, optimizer=optimizer, seed=self.seed)
+    def tokens_read(self) -> int:
+        """Tokens of a target."""
+        return models.stage(3).tokens_read
 
-    def transform(self) -> optax.GradientTransformation:
-        """M+'s optimizer with the learning rate of this training."""
-        return make_optimizer(self.stage.optimizer, self.updates)
+    @property
+    def shortest_document(self) -> int:
+        """Tokens of the shortest document that a task reads."""
+        return models.stage(3).shortest_document
 
-    def wrap(self, backbone: LanguageModel) -> LanguageModel:
-        """The backbone with new adapters, which change nothing yet."""
-        return add_lora(backbone, self.lora, jax.random.key(self.seed))
+    def batches(
+        self,
+        documents: list[TokenisedDocument],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        **part: int,
+    ) -> TaskTexts:
+        """The tasks of M+'s last stage with this seed, as texts."""
+        own = dataclasses.replace(models.stage(3), seed=self.seed)
+        return TaskTexts(own.batches(documents, tokenizer, vocab_size, **part))
 
-    def first_state(self, model: LanguageModel) -> TrainState:
-        """Of a wrapped model."""
-        rows = self.stage.data.batch_size
-        return init_train_state(model, self.transform(), StepConfig(), rows)
 
-
-def train(
-    tuning: Tuning, backbone: LanguageModel, tokenizer: Tokenizer, run_dir: Path
-) -> Outcome:
-    """Trains the adapters, or resumes; see `loop.train` for errors and result."""
-    with RunFolder(run_dir) as folder:
-        record_config(tuning, folder, ())
-    model, stage = tuning.wrap(backbone), tuning.stage
-    data = stage.data
-    texts = load_tokens(data.source, tokenizer, "train", data.cache_dir)
-    step = make_train_step(model, tuning.transform(), StepConfig())
-    _, outcome = loop.train(
-        jax.jit(step, donate_argnums=0),
-        # A copy, because the update donates it, and the backbone is the caller's.
-        jax.tree.map(lambda x: x.copy(), tuning.first_state(model)),
-        TaskTexts(stage.batches(texts, tokenizer, backbone.vocab_size)),
-        LoopConfig(steps=tuning.updates, save_every=stage.loop.save_every, keep=1),
-        run_dir,
-        config_record=to_record(tuning),
-        tokens_per_step=data.batch_size * stage.tasks.target,
+def stage(learning_rate: float, seed: int, updates: int) -> TaskStage:
+    """Adapters of M+'s rank, with its schedule."""
+    own = models.stage(3)
+    return TaskStage(
+        memory="none",
+        train="lora",
+        lora=LoraConfig(rank=own.memory.rank, alpha=own.memory.alpha),
+        data=own.data,
+        optimizer=dataclasses.replace(own.optimizer, learning_rate=learning_rate),
+        step=StepConfig(),
+        loop=LoopConfig(steps=updates, save_every=own.loop.save_every, keep=1),
+        seed=seed,
     )
-    return outcome
 
 
-def load(folder: Path, backbone: LanguageModel) -> LanguageModel:
+def load(folder: Path) -> LanguageModel:
     """The backbone with the trained adapters merged in."""
-    tuning: Tuning = read_config(Tuning, folder)
-    model = tuning.wrap(backbone)
-    shapes = jax.eval_shape(lambda: tuning.first_state(model))
-    state = newest_state(folder, shapes)
-    return merge_lora(model_of(nnx.graphdef(model), state))
-
-
-def recipe(folder: Path) -> list[dict[str, Any]]:
-    """The training as JSON, as `models.recipe`."""
-    tuning: Tuning = read_config(Tuning, folder)
-    trained = "backbone", f"on the tasks of {models.PRESET}-stage3"
-    return models.described(*trained, folder, tuning.stage, tuning.lora.rank)
+    return cast(LanguageModel, merge_lora(finetune.load(folder)[1]))

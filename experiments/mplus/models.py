@@ -10,13 +10,11 @@ from memjax.data.documents.sources import open_documents
 from memjax.data.mplus_tasks.fact_tasks import FACTS_SEED, split_facts
 from memjax.models.mplus.model import MPlus
 from memjax.training import run_data
-from memjax.training.checkpoints.checkpoint import open_folder
 from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
 from memjax.training.finetune.mplus_stage import MPlusStage
-from memjax.training.finetune.run import later_stage, read_run
+from memjax.training.finetune.run import read_run
 from memjax.training.mplus.retriever_fit import start_by_similarity
-from memjax.training.run_folder import CHECKPOINTS
 
 #: Sizes and tasks are those of its stages in `memjax finetune`.
 PRESET = "mplus-smollm2-135m"
@@ -113,33 +111,6 @@ def with_fitted_retriever(model: MPlus, tokenizer: Tokenizer, folder: Path) -> M
         model, documents, tokenizer, DOCUMENTS, 1, ASK
     )
     return start_by_similarity(model, bank)
-
-
-def recipe(folder: Path) -> list[dict[str, Any]]:
-    """The training of a run of M+ or MemoryLLM as JSON."""
-    run, last = read_run(folder), later_stage(folder) or folder
-    stage = cast(MPlusStage, run.config)
-    trained = "M+" if stage.memory.num_retrieved else "MemoryLLM"
-    name = last.name if run.start_digest else ""
-    return described(trained, name, Path(last), stage, stage.memory.rank)
-
-
-def described(
-    trained: str, name: str, folder: Path, stage: MPlusStage, rank: int
-) -> list[dict[str, Any]]:
-    """A training as JSON: what was trained, and on which stage."""
-    return [
-        {
-            "trained": trained,
-            "stage": name,
-            # Of the newest checkpoint.
-            "updates": max(open_folder(folder / CHECKPOINTS).steps()),
-            "texts_an_update": stage.data.batch_size,
-            "learning_rate": stage.optimizer.learning_rate,
-            "lora_rank": rank,
-            "seed": stage.seed,
-        }
-    ]
 
 
 def recipe_text(stage: dict[str, Any]) -> str:

@@ -65,6 +65,12 @@ ROWS = (
 )
 #: Updates of a training in all its stages, and the rates that are tried, from `FIRST`.
 UPDATES, RATES, FIRST = 240, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 1e-3
+#: What is trained, by its name in folders.
+TRAINED = {
+    "mplus": "M+",
+    "memoryllm": "MemoryLLM",
+    "backbone": "backbone on the tasks of M+",
+}
 #: Facts that choose a rate, queried at the first two distances.
 VALIDATION = 24
 #: Facts, which are queried after these numbers of chunks; text is enough for `MOST`.
@@ -248,7 +254,7 @@ class Study:
         def wrong(rate: float) -> float:
             folder = self.folder(kind, rate, first, UPDATES)
             if kind == "backbone":
-                model, name = adapters.load(folder, self.backbone), "full attention"
+                model, name = adapters.load(folder), "full attention"
                 _, method = baseline(name, model, self.tokenizer, self.sizes)
             else:
                 method = LatentMemory(models.load_trained(folder)[0])
@@ -310,8 +316,19 @@ class Study:
         recipe, backbone, folder = [], self.backbone, Path()
         if seed is not None:
             kind, updates = trained(name), CURVE.get(name, UPDATES)
-            folder = self.folder(kind, self.rate(kind), seed, updates)
-            recipe = (adapters if kind == "backbone" else models).recipe(folder)
+            rate, stage = self.rate(kind), models.stage(3)
+            folder = self.folder(kind, rate, seed, updates)
+            recipe = [
+                {
+                    "trained": TRAINED[kind],
+                    "stage": "",
+                    "updates": updates,
+                    "texts_an_update": stage.data.batch_size,
+                    "learning_rate": rate,
+                    "lora_rank": stage.memory.rank,
+                    "seed": seed,
+                }
+            ]
         if name in MEMORIES:
             model, tokenizer = models.load_trained(folder)
             label = name.removesuffix(f", {FITTED}")
@@ -323,7 +340,7 @@ class Study:
             method = LatentMemory(model)
         else:
             if seed is not None:
-                backbone = adapters.load(folder, backbone)
+                backbone = adapters.load(folder)
             (of,) = (x for x in get_args(Baseline) if name in (x, f"{x}, {TUNED}"))
             label, method = baseline(of, backbone, self.tokenizer, self.sizes)
         injected = [(count + 1) * CHUNK for count in self.config.after]
@@ -342,9 +359,8 @@ class Study:
         """The folder of a training, of its last stage, once it is done."""
         folder = self.config.folder(kind, rate, seed, updates)
         if kind == "backbone":
-            tuning = adapters.Tuning(rate, seed, updates)
-            given = tuning, self.backbone, self.tokenizer, folder
-            train_once(folder, lambda: adapters.train(*given))
+            given = adapters.stage(rate, seed, updates), self.path, folder
+            train_once(folder, lambda: finetune.finetune(*given))
             return folder
         stages = models.stages(updates, rate, seed, store=kind == "mplus")
         train_once(folder, lambda: finetune.finetune_stages(stages, self.path, folder))

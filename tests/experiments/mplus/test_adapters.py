@@ -11,8 +11,9 @@ from experiments.mplus import adapters, models
 from memjax.data import TokenisedDocument
 from memjax.data.mplus_tasks.task_batches import TaskBatches
 from memjax.data.mplus_tasks.tasks import MPlusTaskConfig, Target, TaskBatch
-from memjax.models.lora import LoraConfig
-from memjax.training import LoopConfig
+from memjax.models.checkpoints.text_interface import TextInterface
+from memjax.training import LoopConfig, launch
+from memjax.training.finetune import finetune, start
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.stage import SampleConfig
 from tests.experiments.mplus.tiny import BYTES, MEMORY, backbone
@@ -31,7 +32,7 @@ TASKS = MPlusTaskConfig(
 STAGE = MPlusStage(
     memory=dataclasses.replace(MEMORY, chunk_size=CHUNK, min_chunk_size=4),
     tasks=TASKS,
-    data=SampleConfig(source="none", batch_size=2),
+    data=SampleConfig(batch_size=2),
     loop=LoopConfig(steps=6, save_every=2, writers=()),
 )
 DOCUMENTS = [
@@ -80,17 +81,29 @@ def test_texts_follow_the_tasks_and_resume():
 
 @pytest.mark.slow
 def test_adapters_are_trained_and_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(models, "stage", lambda number: STAGE)
-    monkeypatch.setattr(adapters, "load_tokens", lambda *given: DOCUMENTS)
     plain = backbone()
-    before = jax.tree.map(np.asarray, plain.embedding.get_value())
-    tuning = adapters.Tuning(1e-2, 7, 6, LoraConfig(rank=2, alpha=4.0))
-    assert adapters.train(tuning, plain, BYTES, tmp_path / "run").step == 6
-    model = adapters.load(tmp_path / "run", plain)
-    np.testing.assert_array_equal(plain.embedding.get_value(), before)
-    text = next(adapters.TaskTexts(tasks()))
+    stored = start.StoredText("bytes", TextInterface(BYTES), BYTES, {})
+    found = start.Backbone(plain, stored, start.digest(plain), "")
+    monkeypatch.setattr(models, "stage", lambda number: STAGE)
+    monkeypatch.setattr(launch, "load_sources", lambda *given: [DOCUMENTS])
+    monkeypatch.setattr(start, "load_backbone", lambda path: found)
+    given, read_by = [], adapters.TaskTexts.__next__
+
+    def drawn(self):
+        given.append(read_by(self))
+        return given[-1]
+
+    monkeypatch.setattr(adapters.TaskTexts, "__next__", drawn)
+    stage = adapters.stage(1e-2, 7, 6)
+    assert finetune.finetune(stage, "any", tmp_path / "run").step == 6
+    # Documents and order of M+'s stage, by the seed of this one.
+    other = dataclasses.replace(STAGE, seed=7).batches(DOCUMENTS, BYTES, 256)
+    for text, wanted in zip(given[:], adapters.TaskTexts(other), strict=False):
+        jax.tree.map(np.testing.assert_array_equal, text, wanted)
+    model = adapters.load(tmp_path / "run")
+    np.testing.assert_array_equal(
+        plain.embedding.get_value(), model.embedding.get_value()
+    )
     read = jax.jit(lambda model, tokens: model(model.init_state(2), tokens)[1])
-    own, tuned = (read(m, text.tokens) for m in (plain, model))
+    own, tuned = (read(m, given[0].tokens) for m in (plain, model))
     assert np.abs(own - tuned).max() > 1e-3
-    said = models.recipe_text(*adapters.recipe(tmp_path / "run"))
-    assert "6 updates of 2 texts, learning rate 0.01, LoRA rank 2, seed 7" in said

@@ -57,7 +57,6 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
         *((retention, name, value) for name, value in sizes.items()),
         (models, "load_trained", lambda _: (tiny.memory_model(), tiny.BYTES)),
         (models, "load_facts", lambda: tiny.FACTS),
-        (models, "recipe", lambda _: []),
         (models, "with_fitted_retriever", lambda *_: tiny.memory_model(1)),
         (models, "passages", lambda: tiny.PASSAGES),
         (retention.backbones, "smollm2", lambda: Path("tiny")),
@@ -66,8 +65,7 @@ def test_study_continues_a_row(monkeypatch, tmp_path):
         (models, "stage", lambda number: stage),
         (options, "MIN_SEEDS", 1),
         (retention, "RATES", (retention.FIRST,)),
-        (adapters, "load", lambda folder, model: model),
-        (adapters, "recipe", lambda folder: []),
+        (adapters, "load", lambda folder: tiny.backbone()),
         (retention.jax, "clear_caches", lambda: None),
     ):
         monkeypatch.setattr(module, name, value)
