@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 import memjax_kernels
@@ -20,7 +19,6 @@ from memjax.aot.cycles.attention import shares
 from memjax.aot.cycles.bundles import Shares
 from memjax.mechanisms import AttentionConfig
 from memjax.mechanisms.layers.softmax import on_tpu
-from memjax_kernels._src.scans import forms
 
 SHAPE = Shape(batch=8, time=2048, heads=12, width=64)
 WIDE = Shape(batch=8, time=2048, heads=6, width=128)
@@ -34,11 +32,6 @@ PLAIN = tuple(op for op in ops.ARGUMENTS if op not in (*ops.CHUNKED, "attention"
 #: Chips that no test compiles an op's kernels for.
 OTHER_CHIPS = {"linear_attention": "v6e", "ssd": "v5p", "gla": "v6e"}
 OTHER_CHIPS |= {"delta_rule": "v6e", "gated_delta_rule": "v5p", "gated_slots": "v5p"}
-#: A loop over tokens, and the tokens of many chunks at once.
-SCANS: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "loop": functools.partial(forms.selective_scan_reference, remat_every=forms.GROUP),
-    "chunks": forms.selective_scan_parallel,
-}
 #: Causal attention by the name of the case.
 ATTENTION: dict[str, Callable[..., Array]] = {
     "attention": on_tpu.attention,
@@ -110,20 +103,6 @@ def attention(kernel: str, of: Shape, backward: bool) -> Program:
     )
 
 
-def selective_scan(form: str, batch: int, backward: bool) -> Program:
-    """Mamba's scan of 1,024 tokens at the sizes of Mamba 130m, in one of its forms."""
-    time, channels, states = 1024, 1536, 16
-    u, b = shape(batch, time, channels), shape(batch, time, states)
-    rates = shape(states, channels, dtype=jnp.float32)
-
-    def forward(*arrays: Array) -> Array:
-        empty = jnp.zeros((batch, states, channels))
-        return SCANS[form](*arrays, empty, None)[1]
-
-    function = ops.with_gradients(forward) if backward else forward
-    return Program(function, (*(u,) * backward, u, u, rates, b, b))
-
-
 def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
     """Name, (backward) -> program, sizes and chip of all cases with both passes."""
 
@@ -160,10 +139,6 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
     for kernel, time in itertools.product(ATTENTION, LENGTHS):
         of = Shape(1, time, 12, 64)
         yield f"{kernel}/d64/t{time}", functools.partial(attention, kernel, of), of, V5E
-    # Chunks of eight texts at once would be the loop.
-    for form, batch in (("loop", 1), ("chunks", 1), ("loop", 8)):
-        made = functools.partial(selective_scan, form, batch)
-        yield f"selective_scan/{form}/b{batch}", made, Shape(batch, 1024, 1, 1536), V5E
 
 
 def table() -> dict[str, Case]:

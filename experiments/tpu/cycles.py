@@ -103,7 +103,9 @@ def main(
         except RuntimeError as error:
             print(error, flush=True)
             continue
-        ordered = {name: counted[name] for name in CASES if name in counted}
+        # Cases of earlier programs stay, behind the others.
+        order = dict.fromkeys((*CASES, *counted))
+        ordered = {name: counted[name] for name in order if name in counted}
         results.write_report(output, QUESTION, {"only": only}, {"cases": ordered})
         ranges = ("cycles", "kernels", "copies", "times_limit")
         cells = {column: span(*row[column], digits=2) for column in ranges}
