@@ -136,6 +136,7 @@ def hmt_stages() -> HMTStages:
 
 def main(config: options.Flags[Config]) -> None:
     """Trains what is not trained yet, scores, prints and writes, row by row."""
+    options.require_corpus("source", config.source)
     study = Study(config)
     wanted = config.only or NAMES
     if config.plan:

@@ -164,7 +164,7 @@ def documents_of_kinds(
         some = [x for x in read if x.kind == kind and len(x.tokens) > tokens]
         if len(some) < least:
             raise ValueError(
-                f"source={source!r} must have at least {least} documents of {kind!r} "
+                f"corpus={source!r} must have at least {least} documents of {kind!r} "
                 f"with more than {tokens} tokens in its {split} split, got {len(some)}"
             )
         found += [x._replace(tokens=np.asarray(x.tokens[: tokens + 1])) for x in some]

@@ -77,6 +77,20 @@ def folder(name: str, path: Path, of_file: bool = False) -> None:
         raise ValueError(why) from error
 
 
+def require_corpus(name: str, source: str, held_out: int = 8) -> None:
+    """Raises ValueError if a source of documents is a folder that is missing.
+
+    `held_out` are the test documents of each kind that it should have.
+    """
+    form, _, path = source.partition(":")
+    if form == "folder" and not Path(path).exists():
+        command = f"python -m experiments.corpus.comparison --destination {path}"
+        command += f" --held-out {held_out}" * (held_out > 8)
+        raise ValueError(
+            f"{name} must be a folder that exists, got {source}: make it by {command}"
+        )
+
+
 #: A folder that is written, and a file.
 Folder = Annotated[Path, folder]
 Output = Annotated[Path, functools.partial(folder, of_file=True)]

@@ -189,8 +189,9 @@ def test_texts(config: Config) -> list[TokenisedDocument]:
     """The first held-out texts of each document.
 
     Raises:
-        ValueError: if no document is as long as a text.
+        ValueError: if the folder is missing, or no document is as long as a text.
     """
+    options.require_corpus("source", config.source)
     longest = config.test_texts * config.context_length + 1
     documents = [
         document._replace(tokens=document.tokens[:longest])

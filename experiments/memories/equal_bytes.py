@@ -111,6 +111,7 @@ def main(config: options.Flags[Config]) -> None:
 
 def prepare(config: Config) -> tuple[Setup, Path | str, list[TokenisedDocument]]:
     """Sizes and training of all rows, the backbone's files, and test documents."""
+    options.require_corpus("corpus", config.corpus, config.least)
     path = backbones.located(config.backbone)
     loaded = finetune.load_backbone(path)
     test = measure.documents_of_kinds(

@@ -32,6 +32,11 @@ gpu.check --case foo --jobs 1 | case='foo' must be alone, got jobs=1, output=
 gpu.check --jobs 0 | jobs must be in [1, 2147483647], got 0
 gpu.fifteen_minutes --budgets 9000 | budgets must be at least 4 texts of context=8192,
 gpu.fifteen_minutes --updates 5 | Unrecognized options
+gpu.fifteen_minutes --corpus folder:no | corpus must be a folder that exists, got fold
+hmt.length --source folder:no | source must be a folder that exists, got folder:no: make
+elastic.tables --source folder:no | source must be a folder that exists, got folder:no:
+memories.books --source folder:no | source must be a folder that exists, got folder:no:
+memories.equal_bytes --corpus folder:no | corpus must be a folder that exists, got
 hmt.length --curve 5 | targets and curve must be at least 4096, got 5
 hmt.length --only foo | only[0] must be one of ('window with sinks',
 memories.equal_bytes --context 256 | context must be 2 or more times window=256, got
@@ -59,6 +64,15 @@ def test_bad_input_is_refused_before_any_work(case, monkeypatch, capsys):
     said = capsys.readouterr()
     assert ended.value.code == 2 and not said.out
     assert said.err.removeprefix("error: ").strip().startswith(message)
+
+
+def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path):
+    options.require_corpus("corpus", f"folder:{tmp_path}")
+    options.require_corpus("corpus", "embedded")
+    made = "python -m experiments.corpus.comparison --destination no/c"
+    for held_out, more in ((8, ""), (40, " --held-out 40")):
+        with pytest.raises(ValueError, match=f"make it by {made}{more}$"):
+            options.require_corpus("corpus", "folder:no/c", held_out)
 
 
 def test_a_reader_that_ends_is_no_error(monkeypatch):
