@@ -13,8 +13,7 @@ from memjax_kernels import gated_norm, l2_normalize, short_convolution
 from memjax_kernels._src.common.packs import tiles
 from memjax_kernels._src.recurrent_block import (
     convolution_tpu,
-    gated_norm_tpu,
-    unit_norm_tpu,
+    norms_tpu,
     xla,
 )
 from tests.kernels.distances import close
@@ -25,8 +24,8 @@ CONVOLUTION = functools.partial(
 )
 # Faster, for what does not depend on when memory is written.
 LIGHTER = functools.partial(CONVOLUTION, interpret=True)
-NORM = functools.partial(gated_norm_tpu.gated_norm_tpu, interpret=INTERPRETER)
-UNIT = functools.partial(unit_norm_tpu.l2_normalize_tpu, interpret=INTERPRETER)
+NORM = functools.partial(norms_tpu.gated_norm_tpu, interpret=INTERPRETER)
+UNIT = functools.partial(norms_tpu.l2_normalize_tpu, interpret=INTERPRETER)
 NORM_XLA = functools.partial(xla.gated_norm, epsilon=1e-5)
 # bfloat16 has 8 bits.
 NEAR = 6e-3
@@ -131,7 +130,7 @@ def test_kernels_equal_xla(time, heads, packed, monkeypatch):
     """
     monkeypatch.setattr(tiles, "BLOCK", 64)
     monkeypatch.setattr(tiles, "MOST_LANES", 256)
-    for module in (convolution_tpu, gated_norm_tpu, unit_norm_tpu):
+    for module in (convolution_tpu, norms_tpu):
         monkeypatch.setattr(module, "TILE", 32)
     x, filters, before = convolution_inputs(time, 2, time, *heads)
     positions = positions_of(time, [time // 3, time // 2 + 5]) if packed else None

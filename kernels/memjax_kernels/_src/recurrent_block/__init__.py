@@ -22,9 +22,8 @@ from memjax_kernels._src.common import arguments, implementations
 from memjax_kernels._src.common.packs import tiles
 from memjax_kernels._src.recurrent_block import (
     convolution_tpu,
-    gated_norm_tpu,
     norms,
-    unit_norm_tpu,
+    norms_tpu,
     xla,
 )
 
@@ -120,7 +119,7 @@ def l2_normalize(
     unsupported = "tokens must be [B, T, H, K]"
     if x.ndim == 4:
         unsupported = tiles.unsupported("x", x)
-    forms = {"xla": norms.l2_normalize, "pallas_tpu": unit_norm_tpu.l2_normalize_tpu}
+    forms = {"xla": norms.l2_normalize, "pallas_tpu": norms_tpu.l2_normalize_tpu}
     form = implementations.choose(
         "l2_normalize", implementation, forms, {"pallas_tpu": unsupported}
     )
@@ -165,7 +164,7 @@ def gated_norm(
         raise ValueError(
             f"heads_per_norm must divide H={sizes['H']}, got {heads_per_norm}"
         )
-    reason = gated_norm_tpu.unsupported(y, gate)
+    reason = norms_tpu.unsupported(y, gate)
     if activation != "gelu" or gate_first or heads_per_norm > 1 or axes != "K":
         reason = "it has GeLU behind a norm of each head, with one scale for all"
     options = {
@@ -178,9 +177,7 @@ def gated_norm(
         implementation,
         {
             "xla": functools.partial(xla.gated_norm, epsilon=epsilon, **options),
-            "pallas_tpu": functools.partial(
-                gated_norm_tpu.gated_norm_tpu, epsilon=epsilon
-            ),
+            "pallas_tpu": functools.partial(norms_tpu.gated_norm_tpu, epsilon=epsilon),
         },
         {"pallas_tpu": reason},
     )
