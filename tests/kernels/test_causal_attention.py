@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from memjax_kernels import causal_attention
 from memjax_kernels._src.causal_attention import LONGEST, blocks, grid, unsupported
+from memjax_kernels._src.common.packs import tuned
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
 
 
@@ -108,8 +109,8 @@ LEVELS = {
 def small_blocks(monkeypatch):
     """Blocks of two tiles."""
     blocks.plan.cache_clear()
-    monkeypatch.setattr(blocks, "LARGEST", 256)
-    monkeypatch.setattr(blocks, "TILE", 128)
+    sizes = tuned.changed("causal_attention", block=256, tile=128)
+    monkeypatch.setattr(tuned, "SIZES", sizes)
     yield
     blocks.plan.cache_clear()
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import rotate
-from memjax_kernels._src.common.packs import tiles
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.heads import layouts_tpu, rotate_tpu, xla
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, compiled_for_two, needs_libtpu
@@ -57,10 +57,8 @@ def test_rotation_multiplies_complex_pairs():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """128 tokens are two blocks of two tiles each, and 512 lanes two blocks."""
-    monkeypatch.setattr(tiles, "BLOCK", 64)
-    monkeypatch.setattr(tiles, "MOST_LANES", 256)
-    for module in (layouts_tpu, rotate_tpu):
-        monkeypatch.setattr(module, "TILE", 32)
+    sizes = tuned.changed("tiles", tokens=64, lanes=256, rows=32)
+    monkeypatch.setattr(tuned, "SIZES", sizes)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import memjax_kernels
 from memjax_kernels._src.common import chunks
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.steps import head_kernel, one_pass, open_chunk
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
@@ -145,7 +146,7 @@ def test_a_vmap_of_a_step_lowers_for_a_tpu(name):
 
 @pytest.mark.slow
 def test_heads_of_several_blocks(monkeypatch):
-    monkeypatch.setattr(one_pass, "MOST_HEADS", 8)
+    monkeypatch.setattr(tuned, "SIZES", tuned.changed("step", heads=8))
     given, step = tokens_of("delta_rule", (2, 16, 16, 8)), plain_step("delta_rule")
     kernel = functools.partial(one_pass.step_tpu, step, interpret=INTERPRETER)
     close(jax.jit(kernel)(*given), jax.jit(step)(*given), 1e-5)

@@ -26,8 +26,7 @@ from memjax_kernels import (
     ssd,
 )
 from memjax_kernels._src.common import implementations
-from memjax_kernels._src.common.packs import blocks as pack_blocks
-from memjax_kernels._src.common.packs import recurrence
+from memjax_kernels._src.common.packs import recurrence, tuned
 from memjax_kernels._src.common.packs.channels import MILD
 from memjax_kernels._src.common.packs.recurrence import unsupported
 from memjax_kernels._src.common.packs.recurrence_chunk import forgets_little
@@ -139,7 +138,8 @@ SIZES = {
 def draw_wide(name, monkeypatch):
     """`draw` for an op and its `SIZES`, with few heads a program."""
     heads, ways, *widths, packing = SIZES[name]
-    monkeypatch.setattr(pack_blocks, "RECURRENCE_PACKS", 4 if ways == 2 else 2)
+    sizes = tuned.changed("recurrence", packs=4 if ways == 2 else 2)
+    monkeypatch.setattr(tuned, "SIZES", sizes)
     q, v = (
         jax.ShapeDtypeStruct((2, LENGTH, h, d), jnp.float32)
         for h, d in zip((heads // ways, heads), widths, strict=True)
@@ -221,7 +221,7 @@ def test_bfloat16_error_is_no_larger_than_xla(name, draw_wide, monkeypatch):
     # Which memory is not written yet is tested above: here by the lighter interpreter.
     kernels = functools.partial(kernels, interpret=True)
     # Packs beside each other are tested above, too.
-    monkeypatch.setattr(pack_blocks, "RECURRENCE_PACKS", 1)
+    monkeypatch.setattr(tuned, "SIZES", tuned.changed("recurrence", packs=1))
     kernel = both(kernels, documents(), *low)
     no_larger_than_xla(name, distances(kernel, exact))
     assert kernel[0][1].dtype == jnp.bfloat16

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import gated_norm, l2_normalize, short_convolution
-from memjax_kernels._src.common.packs import tiles
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.recurrent_block import (
     convolution_tpu,
     norms_tpu,
@@ -128,10 +128,8 @@ def test_kernels_equal_xla(time, heads, packed, monkeypatch):
 
     The packed texts have unit norm, the others a bias and no norm.
     """
-    monkeypatch.setattr(tiles, "BLOCK", 64)
-    monkeypatch.setattr(tiles, "MOST_LANES", 256)
-    for module in (convolution_tpu, norms_tpu):
-        monkeypatch.setattr(module, "TILE", 32)
+    sizes = {"tokens": 64, "lanes": 256, "rows": 32, "convolved_rows": 32}
+    monkeypatch.setattr(tuned, "SIZES", tuned.changed("tiles", **sizes))
     x, filters, before = convolution_inputs(time, 2, time, *heads)
     positions = positions_of(time, [time // 3, time // 2 + 5]) if packed else None
     positions = None if positions is None else jnp.repeat(positions, 2, axis=0)

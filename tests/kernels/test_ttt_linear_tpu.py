@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import TTTLinearState, ttt_linear, ttt_linear_state
-from memjax_kernels._src.common.packs import blocks, chunk_kernels
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.ttt_linear import pallas_tpu
 from memjax_kernels._src.ttt_linear.pallas_tpu import ttt_linear_tpu, unsupported
 from memjax_kernels._src.ttt_linear.segment import in_chunks
@@ -97,9 +97,8 @@ def test_values_and_gradients_agree_with_xla(b, t, h, width, places, resets, mos
     )
     expected = both(ttt_linear_xla, *given)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "PACKS", most)
-        patch.setattr(chunk_kernels, "BATCH", most)
-        patch.setattr(chunk_kernels, "TOKENS", 32)
+        sizes = tuned.changed("ttt_linear", packs=most, rows=most, in_step=32)
+        patch.setattr(tuned, "SIZES", sizes)
         # Memory is written alike in both: one shows that it is.
         by = INTERPRETER if places[0] == 0 else True
         found = both(functools.partial(ttt_linear_tpu, interpret=by), *given)

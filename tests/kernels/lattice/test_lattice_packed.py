@@ -11,7 +11,7 @@ import pytest
 
 from memjax_kernels import lattice_init_state
 from memjax_kernels._src.common import packs, products
-from memjax_kernels._src.common.packs import blocks as pack_blocks
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.chunk_kernels import Chunk
 from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.lattice import Rule, packed, packed_gradient, pallas_tpu
@@ -135,7 +135,7 @@ def test_values_and_gradients_agree_with_xla(variant, sizes, places, resets, mos
     expected = both(lattice_xla, variant, *arguments)
     # The kernels are the same: one size shows that memory is written.
     form = INTERPRETED if variant == "dec" else PLAINLY_INTERPRETED
-    with mock.patch.object(pack_blocks, "PACKS", most):
+    with mock.patch.object(tuned, "SIZES", tuned.changed("lattice", packs=most)):
         found = both(form, variant, *arguments)
     close(found, expected, 3e-6)
 

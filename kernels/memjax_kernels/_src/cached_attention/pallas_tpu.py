@@ -17,13 +17,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import partition, varying
+from memjax_kernels._src.common.packs import tuned
 
 F32 = jnp.float32
 LANES = 128
 # Rows of bfloat16 that fill a register.
 ROWS = 16
-# Slots of a block, and bytes of a block of keys.
-BLOCKS, MOST_BYTES = (1024, 512, 256, 128), 2**21
 # A score of what is not seen: finite, as a softmax of -inf alone is NaN.
 UNSEEN = -1e30
 
@@ -34,10 +33,11 @@ def unsupported(q: Any, keys: Any) -> str:
     for name, x in (("q", q), ("keys", keys)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} must be float32 or bfloat16, got {x.dtype}"
-    if slots < BLOCKS[-1]:
-        return f"{slots} slots are less than a block of {BLOCKS[-1]}"
-    if BLOCKS[-1] * width * keys.dtype.itemsize > MOST_BYTES:
-        return f"{BLOCKS[-1]} slots of {width} channels are more than {MOST_BYTES}"
+    if slots < LANES:
+        return f"{slots} slots are less than a block of {LANES}"
+    most = tuned.SIZES.cached_attention.bytes
+    if LANES * width * keys.dtype.itemsize > most:
+        return f"{LANES} slots of {width} channels are more than {most}"
     return ""
 
 
@@ -79,10 +79,9 @@ def _on_device(rows, keys, values, seen, *, heads, interpret):
     seen = seen[:, 0].astype(jnp.int32)
     (batch, count, width), slots, queries = rows.shape, keys.shape[1], seen.shape[1]
 
-    def bytes_of(n):
-        return n * width * keys.dtype.itemsize
-
-    size = next(n for n in BLOCKS if n <= slots and bytes_of(n) <= MOST_BYTES)
+    size, most = tuned.SIZES.cached_attention
+    while size > slots or size * width * keys.dtype.itemsize > most:
+        size //= 2
     # Blocks behind the last slot that is seen are not fetched: a block stays where the
     # next step asks for the same.
     places = jnp.arange(1, slots + 1, dtype=jnp.int32)[None]

@@ -12,11 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.tiles import LANES
-
-#: The largest blocks, and tiles of a block where a mask hides some; counted for a v5e
-#: at 2,048 tokens: blocks of 512 take 15% more cycles, 256 more than twice as many.
-LARGEST, TILE = 1024, 256
 
 
 class Steps(NamedTuple):
@@ -111,8 +108,9 @@ def plan(time: int, window: int | None, by_key: bool) -> Plan:
         by_key: whether steps of one block of keys follow each other, else of queries,
             those of a block with itself first.
     """
-    block = block_size(time, LARGEST)
-    tile = block_size(block, TILE)
+    sizes = tuned.SIZES.causal_attention
+    block = block_size(time, sizes.block)
+    tile = block_size(block, sizes.tile)
     pairs = [
         (i, j)
         for i in range(time // block)

@@ -12,9 +12,6 @@ from memjax_kernels._src.common import varying
 from memjax_kernels._src.common.packs import tiles
 from memjax_kernels._src.common.packs.tiles import F32, LANES
 
-# Tokens of a tile.
-TILE = 128
-
 
 class Static(NamedTuple):
     """Static arguments of the kernels.
@@ -65,7 +62,7 @@ def _first_kernel(x, y, *, width, scale):
         for i in range(LANES // width):
             y[at.start // width + i, rows] = tile[:, i * width : (i + 1) * width]
 
-    tiles.by_tiles(x.shape, TILE, move)
+    tiles.by_tiles(x.shape, move)
 
 
 def _last_kernel(x, y, *, width, scale):
@@ -74,4 +71,4 @@ def _last_kernel(x, y, *, width, scale):
         tile = jnp.concatenate([x[head, rows] for head in heads], axis=1)
         y[rows, at] = _scaled(tile, scale)
 
-    tiles.by_tiles(y.shape, TILE, move)
+    tiles.by_tiles(y.shape, move)

@@ -14,9 +14,6 @@ from memjax_kernels._src.common.packs import tiles
 from memjax_kernels._src.common.packs.tiles import F32, LANES
 from memjax_kernels._src.heads import xla
 
-# Tokens of a tile.
-TILE = 128
-
 
 class Static(NamedTuple):
     """Static arguments of the kernels."""
@@ -111,4 +108,4 @@ def _kernel(x, cos, sin, y, *, half):
         partner = jnp.where(first, after, before)
         y[rows, at] = (high * cos[rows] + partner * sin[rows]).astype(y.dtype)
 
-    tiles.by_tiles(y.shape, TILE, turn)
+    tiles.by_tiles(y.shape, turn)

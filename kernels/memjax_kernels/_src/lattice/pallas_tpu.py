@@ -20,9 +20,6 @@ from memjax_kernels._src.lattice.memory import Rule
 from memjax_kernels._src.lattice.packed import Options
 from memjax_kernels._src.lattice.xla import lattice_xla
 
-# Phases by which a group of rows is behind the one before it, counted for a v5e.
-LAGS = 2, 7
-
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
@@ -40,22 +37,11 @@ def lattice_tpu(
     return _op(rule, x._replace(gates=x.gates[:1]), start, empty, interpret)
 
 
-def _head_bytes(size: int, slots: int, width: int) -> int:
-    """Estimate of the backward kernel's VMEM for one head, in bytes."""
-    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
-    # 10 of a memory; and the values in between: 8 arrays of a memory, 20 of a token's
-    # slots, 6 of its channels, 4 of pairs of tokens.
-    tokens = size * (2 * slots + 2 * width) * 4
-    memories = slots * width * (10 + 8)
-    between = size * (20 * slots + 6 * width + 4 * size)
-    return 4 * (tokens + memories + between)
-
-
 def _equations(rule: Rule, heads: int, multiply: Multiply) -> Equations:
     options = Options(rule.variant, heads, multiply)
     advance = functools.partial(packed.advance, options=options)
     vjp = functools.partial(packed_gradient.vjp, options=options)
-    return Equations(advance, vjp, LAGS)
+    return Equations(advance, vjp)
 
 
 def _in_xla(rule: Rule, x: Chunks, start: Array, empty: Array):
@@ -63,4 +49,4 @@ def _in_xla(rule: Rule, x: Chunks, start: Array, empty: Array):
     return lattice_xla(x._replace(gates=(*x.gates, None)), start, empty, rule)
 
 
-_op = PackedOp("lattice", _head_bytes, _equations, _in_xla, lambda dtype: dtype)
+_op = PackedOp("lattice", _equations, _in_xla, lambda dtype: dtype)

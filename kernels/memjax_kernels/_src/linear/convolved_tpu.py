@@ -27,7 +27,8 @@ from memjax_kernels._src.common.packs.blocks import (
     unpack_heads,
 )
 from memjax_kernels._src.common.packs.chunk_kernels import load, store
-from memjax_kernels._src.common.packs.chunkwise import Blocks, Layout
+from memjax_kernels._src.common.packs.chunkwise import Blocks
+from memjax_kernels._src.common.packs.layout import Layout
 from memjax_kernels._src.common.packs.recurrence import CHUNK_SIZE
 from memjax_kernels._src.common.packs.recurrence_chunk import equations
 from memjax_kernels._src.linear.pallas_tpu import DELTA

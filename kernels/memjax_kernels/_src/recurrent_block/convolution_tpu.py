@@ -22,13 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from memjax_kernels._src.common import gradients, partition, varying
-from memjax_kernels._src.common.packs import tiles
+from memjax_kernels._src.common.packs import tiles, tuned
 from memjax_kernels._src.common.packs.tiles import BF16, F32, LANES, ROWS
 from memjax_kernels._src.recurrent_block import xla
 from memjax_kernels._src.recurrent_block.norms import LEAST_SQUARES, flat
 
-# Rows of a filter's share in the arrays of the kernels; and tokens of a tile.
-SHARE, TILE = 8, 64
+# Rows of a filter's share in the arrays of the kernels.
+SHARE = 8
 
 
 class Static(NamedTuple):
@@ -181,7 +181,8 @@ def _call(static: Static, backward, x, filters, before, seen, d_y=None):
     # The rows before a block and its own; dz of a tile and of 8 rows behind it, as each
     # tap sees them. Columns of one register: rows from anywhere are one load.
     scratch = [pltpu.VMEM((lanes // LANES, ROWS + size, LANES), F32)]
-    columns = lanes // LANES, 1 if seen is None else taps, TILE + SHARE, LANES
+    rows = tuned.SIZES.tiles.convolved_rows + SHARE
+    columns = lanes // LANES, 1 if seen is None else taps, rows, LANES
     scratch += [pltpu.VMEM(columns, F32)] * backward
     kernel = functools.partial(
         kernel, static=static, first=blocks - 1 if backward else 0
@@ -267,7 +268,7 @@ def _forward_kernel(given, y, inputs, *, static: Static, first):
         of_norm = tile.s if tile.inverse is None else tile.s * tile.inverse
         y[rows, at] = of_norm.astype(y.dtype)
 
-    tiles.by_tiles(y.shape, TILE, convolve)
+    tiles.by_tiles(y.shape, convolve, tuned.SIZES.tiles.convolved_rows)
 
 
 def _backward_kernel(given, d_x, d_filters, inputs, behind, *, static: Static, first):
@@ -304,4 +305,5 @@ def _backward_kernel(given, d_x, d_filters, inputs, behind, *, static: Static, f
             found += tile.filters[w] * column[back : back + count]
         d_x[rows, at] = found.astype(d_x.dtype)
 
-    tiles.by_tiles(d_x.shape, TILE, pull, last_first=True)
+    rows = tuned.SIZES.tiles.convolved_rows
+    tiles.by_tiles(d_x.shape, pull, rows, last_first=True)

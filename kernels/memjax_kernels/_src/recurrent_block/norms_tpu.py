@@ -24,8 +24,8 @@ from memjax_kernels._src.common.packs import tiles
 from memjax_kernels._src.common.packs.tiles import F32
 from memjax_kernels._src.recurrent_block import norms, xla
 
-# Rows of the sums of the scale's gradient; and tokens of a tile.
-SHARE, TILE = 8, 128
+# Rows of the sums of the scale's gradient.
+SHARE = 8
 
 
 class Static(NamedTuple):
@@ -172,7 +172,7 @@ def _forward_kernel(scale, y, gate, out, *, static: Static):
             factor = scale[:, at] * _gelu(gate[rows, at].astype(F32))[0]
         out[rows, at] = (normed * factor).astype(out.dtype)
 
-    tiles.by_tiles(out.shape, TILE, norm)
+    tiles.by_tiles(out.shape, norm)
 
 
 def _backward_kernel(scale, y, gate, d_out, d_y, d_gate, d_scale, *, static: Static):
@@ -198,4 +198,4 @@ def _backward_kernel(scale, y, gate, d_out, d_y, d_gate, d_scale, *, static: Sta
         mean = tiles.head_sums(d_n * normed, ones) / static.divisor
         d_y[rows, at] = (inverse * (d_n - normed * mean)).astype(d_y.dtype)
 
-    tiles.by_tiles(d_y.shape, TILE, pull)
+    tiles.by_tiles(d_y.shape, pull)

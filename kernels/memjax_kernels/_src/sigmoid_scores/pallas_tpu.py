@@ -14,10 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
 from memjax_kernels._src.common import partition, varying
+from memjax_kernels._src.common.packs import tuned
 
 F32 = jnp.float32
-# Rows of queries and keys in fast memory, and those of a product.
-BLOCK, QUERIES, KEYS = 2048, 512, 256
 SUBLANES = 8
 # Widest keys of which a block of both fits, twice.
 WIDEST = 512
@@ -47,19 +46,20 @@ def sum_tanh_tpu(
 def _on_device(queries, keys, *, interpret):
     """On a device's share of queries [B, T, K] and keys [B, M, K]."""
     (batch, count, width), rows = queries.shape, keys.shape[1]
-    step = min(QUERIES, -(-count // SUBLANES) * SUBLANES)
+    sizes = tuned.SIZES.sigmoid_scores
+    step = min(sizes.queries, -(-count // SUBLANES) * SUBLANES)
     # A query of zeros adds nothing.
-    size = min(BLOCK, -(-count // step) * step)
+    size = min(sizes.block, -(-count // step) * step)
     queries = jnp.pad(queries, ((0, 0), (0, -count % size), (0, 0)))
-    blocks = (batch, pl.cdiv(rows, BLOCK), queries.shape[1] // size)
+    blocks = (batch, pl.cdiv(rows, sizes.block), queries.shape[1] // size)
     found = pl.pallas_call(
         functools.partial(_kernel, step=step),
         grid=blocks,
         in_specs=[
             pl.BlockSpec((None, size, width), lambda b, m, t: (b, t, 0)),
-            pl.BlockSpec((None, BLOCK, width), lambda b, m, t: (b, m, 0)),
+            pl.BlockSpec((None, sizes.block, width), lambda b, m, t: (b, m, 0)),
         ],
-        out_specs=pl.BlockSpec((None, 1, BLOCK), lambda b, m, t: (b, 0, m)),
+        out_specs=pl.BlockSpec((None, 1, sizes.block), lambda b, m, t: (b, 0, m)),
         out_shape=varying.like(keys, (batch, 1, rows), F32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
@@ -77,8 +77,10 @@ def _kernel(queries, keys, out, *, step):
     def _():
         out[...] = jnp.zeros(out.shape, F32)
 
+    at_once = tuned.SIZES.sigmoid_scores.keys
+
     def some_keys(i, _):
-        places = pl.ds(pl.multiple_of(i * KEYS, KEYS), KEYS)
+        places = pl.ds(pl.multiple_of(i * at_once, at_once), at_once)
         k = keys[places]
 
         def some_queries(j, total):
@@ -86,11 +88,11 @@ def _kernel(queries, keys, out, *, step):
             scores = jax.lax.dot_general(
                 q, k, (((1,), (1,)), ((), ())), preferred_element_type=F32
             )
-            return total + jnp.tanh(scores).reshape(-1, SUBLANES, KEYS).sum(axis=0)
+            return total + jnp.tanh(scores).reshape(-1, SUBLANES, at_once).sum(axis=0)
 
-        total = jnp.zeros((SUBLANES, KEYS), F32)
+        total = jnp.zeros((SUBLANES, at_once), F32)
         total = jax.lax.fori_loop(0, len(queries) // step, some_queries, total)
         out[:, places] += total.sum(axis=0, keepdims=True)
         return _
 
-    jax.lax.fori_loop(0, BLOCK // KEYS, some_keys, None)
+    jax.lax.fori_loop(0, len(keys) // at_once, some_keys, None)

@@ -17,28 +17,16 @@ from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
-from memjax_kernels._src.common.packs.blocks import (
-    LANES,
-    ROWS,
-    divisor,
-    group_size,
-    other_dtypes,
-    packings,
-)
-from memjax_kernels._src.common.packs.chunkwise import Layout, Op, Static, kernels_of
+from memjax_kernels._src.common.packs import tuned
+from memjax_kernels._src.common.packs.blocks import LANES, ROWS, other_dtypes
+from memjax_kernels._src.common.packs.chunkwise import Op, Static, kernels_of
+from memjax_kernels._src.common.packs.layout import packings, plan
 from memjax_kernels._src.trellis import tpu_packed_kernels
 from memjax_kernels._src.trellis.chunk import Options
 from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 SAVED = "trellis_tpu_chunk_states", "trellis_tpu_reads"
-# Chunks of fewer tokens save the memories before a block alone: those before each would
-# be more than its tokens.
-SAVED_TOKENS = 64
-# Limits up to which a program takes further chunks, and batch elements: tokens, bytes
-# by the estimate, of which Mosaic takes about half, and chunks. One hides the latency
-# of another.
-TOKENS, ROWS_BYTES, CHUNKS = 1536, 96 << 20, 8
 
 
 def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> str:
@@ -74,33 +62,13 @@ def trellis_tpu(
 
     `interpret` is that of `pallas_call`: False, or `pltpu.InterpretParams`.
     """
-    b, of_all, size, number = x.tokens[0].shape[:4]
-    _, *widths = (tokens.shape[4] for tokens in x.tokens)
-    heads = heads_of_pack(size, number, widths)
+    size, number = x.tokens[0].shape[2:4]
+    heads = heads_of_pack(size, number, [y.shape[4] for y in x.tokens[1:]])
     if not heads:
         # A device's share of the heads may fill no register.
         return trellis_xla(x, memory, empty, rule)
-    each = heads * _block_bytes(size, *widths)
-    group = group_size(number // heads, each)
-    # Chunks first: of one behind another all but the memories is computed meanwhile.
-    number = min(ROWS_BYTES // (group * each), TOKENS // (group * heads * size))
-    chunks = divisor(of_all, min(CHUNKS, number))
-    rows = divisor(b, number // chunks)
-    # Four packs at a time go through a chunk's phases.
-    phased = rows * group // divisor(rows * group, 4)
-    layout = Layout(
-        rows,
-        group,
-        heads,
-        size,
-        passes=tuple(gate.shape[-1] for gate in x.gates),
-        opens=x.full is not None,
-        resets=x.reset is not None,
-        phased=phased,
-        chunks=chunks,
-        saved=chunks if size >= SAVED_TOKENS else 1,
-    )
-    return _op(Static(rule, layout, interpret), x, memory, empty)
+    static = Static(rule, plan(tuned.SIZES.trellis, x, heads), interpret)
+    return _op(static, x, memory, empty)
 
 
 def heads_of_pack(size: int, heads: int, widths: Sequence[int]) -> int:
@@ -110,20 +78,8 @@ def heads_of_pack(size: int, heads: int, widths: Sequence[int]) -> int:
     """
     # Two heads at least: nothing here is written for one.
     most = max(2, LANES // size)
-    fitting = packings(heads, widths, _block_bytes(size, *widths))
+    fitting = packings(tuned.SIZES.trellis, heads, size, widths)
     return max((number for number in fitting if 2 <= number <= most), default=0)
-
-
-def _block_bytes(size: int, key_dim: int, value_dim: int, slots: int) -> int:
-    """Estimate of the backward kernel's VMEM for one head, in bytes."""
-    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
-    # 16 of a memory; and the values in between: 40 arrays of a token's slots, 8 of a
-    # memory, 10 of its tokens.
-    channels = key_dim + value_dim
-    tokens = size * (2 * key_dim + 2 * value_dim + slots) * 4
-    memories = slots * channels * (16 + 4)
-    between = size * (40 * slots + 10 * channels)
-    return 4 * (tokens + memories + between)
 
 
 def _with_options(kernel):

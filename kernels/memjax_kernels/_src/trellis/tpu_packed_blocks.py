@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.gate_sums import Sums
 from memjax_kernels._src.common.packs import decays as pack_decays
-from memjax_kernels._src.common.packs.chunkwise import Layout
 from memjax_kernels._src.common.packs.decays import Totals
+from memjax_kernels._src.common.packs.layout import Layout
 from memjax_kernels._src.trellis.packed import Gates
 
 F32 = jnp.float32

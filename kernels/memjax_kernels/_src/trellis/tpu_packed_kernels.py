@@ -13,16 +13,13 @@ from jaxtyping import Array
 
 from memjax_kernels._src.common import packs, products
 from memjax_kernels._src.common.packs.chunk_kernels import choose, load, store
-from memjax_kernels._src.common.packs.chunkwise import Layout
+from memjax_kernels._src.common.packs.layout import Layout
 from memjax_kernels._src.common.packs.staggered import in_turn
 from memjax_kernels._src.trellis import packed, packed_gradient
 from memjax_kernels._src.trellis import tpu_packed_blocks as blocks
 from memjax_kernels._src.trellis.chunk import Options
 
 F32 = jnp.float32
-# Phases by which a group of packs is behind the one before it, counted for a v5e; the
-# last where chunks of a block are written again before.
-FORWARD_LAG, BACKWARD_LAG, AGAIN_LAG = 1, 2, 1
 
 
 def forward_kernel(
@@ -57,7 +54,7 @@ def forward_kernel(
         read = yield from packed.advance(ready, given, keys, values, options, keep)
         of.store_tokens(y, read)
 
-    in_turn([advance(of) for of in blocks.each_group(layout)], FORWARD_LAG)
+    in_turn([advance(of) for of in blocks.each_group(layout)], layout.lags[0])
 
 
 def backward_kernel(
@@ -143,9 +140,9 @@ def backward_kernel(
     # Memories that are not saved follow from the writes of the chunk before.
     groups = blocks.each_group(layout)
     first = [of for of in groups if not of.next_is_saved]
-    written = in_turn([write(of) for of in first], BACKWARD_LAG)
+    written = in_turn([write(of) for of in first], layout.lags[1])
     known = dict(zip(first, written, strict=True))
-    lag = AGAIN_LAG if first else BACKWARD_LAG
+    lag = layout.lags[2 if first else 1]
     in_turn([vjp(of) for of in reversed(groups)], lag)
 
 

@@ -68,7 +68,7 @@ def equations(_: None, heads: int, multiply: Multiply) -> Equations:
     """The equations for the kernels."""
     of = Products(heads, multiply)
     advance = functools.partial(_advance, of=of)
-    return Equations(advance, functools.partial(_vjp, of=of), lags=(3, 6))
+    return Equations(advance, functools.partial(_vjp, of=of))
 
 
 def _advance(x: Chunk, memory: Memory, *, of: Products):

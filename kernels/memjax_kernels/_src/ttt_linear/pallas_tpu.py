@@ -38,15 +38,6 @@ def ttt_linear_tpu(
     return (after.weights, after.rows[:, :, 0]), y
 
 
-def _head_bytes(size: int, width: int, _: int) -> int:
-    """Estimate of the backward kernel's VMEM for one head, in bytes."""
-    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
-    # 10 of the weights; and the values in between: 8 arrays of the weights, 24 of a
-    # token's channels, 4 of pairs of tokens.
-    between = size * (24 * width + 4 * size)
-    return 4 * (size * 16 * width + width * width * 18 + between)
-
-
 def _in_xla(_, x: Chunks, memory: packed.Memory, empty: packed.Memory):
     """The function of the kernels."""
 
@@ -61,7 +52,6 @@ def _in_xla(_, x: Chunks, memory: packed.Memory, empty: packed.Memory):
 
 _op = PackedOp(
     "ttt_linear",
-    _head_bytes,
     packed.equations,
     _in_xla,
     lambda dtype: packed.Memory(dtype, F32),

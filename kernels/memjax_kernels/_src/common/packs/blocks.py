@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.packs.tuned import Rows
+
 # A chunk implementation calls its kernels with these.
 PARAMS = pltpu.CompilerParams(
     # Heads do not depend on each other; a chunk needs the memory that the one before
@@ -21,12 +23,6 @@ PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "parallel", "arbitrary"),
     vmem_limit_bytes=60 << 20,
 )
-# Limit of a program's blocks, by estimate.
-BLOCK_BYTES = 40 << 20
-# Packs of one program, at most: more of them hide more latency.
-PACKS = 8
-# The limit for delta rules, where a chain of small products takes most of a chunk.
-RECURRENCE_PACKS = 16
 # Tokens of a chunk come in these, which fill a register of 2 bytes, and channels of a
 # pack in these.
 ROWS, LANES = 16, 128
@@ -40,58 +36,20 @@ def other_dtypes(q: Any, k: Any, v: Any) -> str:
     return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
 
 
-def packings(number: int, widths: Sequence[int], head_bytes: int) -> list[int]:
-    """How many heads a pack may have, ascending: they fill whole registers and VMEM.
-
-    Args:
-        number: of heads, which packs divide evenly.
-        widths: channels and slots of a head.
-        head_bytes: what a program holds of one.
-    """
-    return [
-        heads
-        for heads in range(1, number + 1)
-        if number % heads == 0
-        and all(heads * width % LANES == 0 for width in widths)
-        and heads * head_bytes <= BLOCK_BYTES
-    ]
-
-
-def group_size(packs: int, pack_bytes: int) -> int:
-    """Packs of a program: a divisor of all, as many as fit."""
-    return divisor(packs, min(PACKS, BLOCK_BYTES // pack_bytes))
-
-
-def group_sizes(packs: int, pack_bytes: int) -> list[int]:
-    """All numbers of packs that a recurrence's program may have, the largest first."""
-    return divisors(packs, min(RECURRENCE_PACKS, BLOCK_BYTES // pack_bytes))
-
-
-def divisor(number: int, most: int) -> int:
-    """The largest divisor up to `most`, at least 1."""
-    return divisors(number, most)[0]
-
-
-def divisors(number: int, most: int) -> list[int]:
-    """The divisors up to `most`, the largest first; 1 is always one."""
-    return [n for n in range(max(1, most), 0, -1) if number % n == 0]
-
-
-def heads_of_rows(heads: int, arrays: Sequence[Any], most: int, most_bytes: int) -> int:
+def heads_of_rows(heads: int, arrays: Sequence[Any], sizes: Rows) -> int:
     """The most heads of a block [1, h, ...] that fit and divide all; 0 if none do.
 
     Args:
         heads: of all.
         arrays: float32 [B, H, ...] of a block, whose last two axes fill registers.
-        most: heads of a block.
-        most_bytes: of these arrays.
+        sizes: the most heads and bytes of a block.
     """
 
     def padded(x):
         row, column = (1, 1, *x.shape[2:])[-2:]
         return -(-row // 8) * 8 * -(-column // LANES) * LANES
 
-    most = min(most, heads, most_bytes // (4 * sum(map(padded, arrays))))
+    most = min(sizes.heads, heads, sizes.bytes // (4 * sum(map(padded, arrays))))
     # Rows of several blocks must fill whole registers.
     fitting = [n for n in range(most, 0, -1) if n == heads or n % 8 == 0]
     return next((n for n in fitting if heads % n == 0), 0)

@@ -14,32 +14,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels._src.common import packs
-from memjax_kernels._src.common.packs import columns
-from memjax_kernels._src.common.packs.blocks import (
-    LANES,
-    ROWS,
-    divisor,
-    group_size,
-    other_dtypes,
-    packings,
-)
-from memjax_kernels._src.common.packs.chunkwise import (
-    Chunks,
-    Layout,
-    Op,
-    Static,
-    kernels_of,
-)
+from memjax_kernels._src.common.packs import columns, tuned
+from memjax_kernels._src.common.packs.blocks import LANES, ROWS, other_dtypes
+from memjax_kernels._src.common.packs.chunkwise import Chunks, Op, Static, kernels_of
+from memjax_kernels._src.common.packs.layout import Layout, packings, plan
 from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.common.products import Multiply
 
 F32 = jnp.float32
-# At most: batch elements of a program, and tokens of all packs that go through phases
-# in step. A short chunk alone waits for its products.
-BATCH, TOKENS = 4, 256
-# Limit up to which a program takes further batch elements, by estimate: a little below
-# what Mosaic is allowed.
-ROWS_BYTES = 56 << 20
 
 
 class Chunk(NamedTuple):
@@ -83,7 +65,6 @@ class Equations(NamedTuple):
         advance: (chunk, memory) -> (memory, reads).
         vjp: (chunk, memory, cotangents of the memory after it and of the reads) ->
             `Cotangents`; the memory's are 0 where the chunk is not full.
-        lags: phases by which a group of rows is behind the one before it, of both.
         read: (references to tokens and gates, layout) -> chunk.
         gates: (cotangents of gates, these references, layout) -> their columns.
         mild: (references to tokens and gates) -> whether a chunk forgets little, None
@@ -92,7 +73,6 @@ class Equations(NamedTuple):
 
     advance: Callable[..., Generator[None, None, tuple[PyTree, Array]]]
     vjp: Callable[..., Generator[None, None, Cotangents]]
-    lags: tuple[int, int] = (1, 1)
     read: Callable[..., Any] = _read
     gates: Callable[..., Float[Array, "rows C R"]] = _gates
     mild: tuple[Callable[..., Any], "Equations"] | None = None
@@ -134,18 +114,21 @@ def kernels_by(
 class PackedOp:
     """An op of q, k, v and one gate by its equations; arguments as of `kernels_by`.
 
-    `head_bytes` estimates the VMEM that a head takes by the tokens of a chunk and the
-    channels of keys and values.
+    The table of `tuned` has its name.
     """
 
-    def __init__(self, name: str, head_bytes: Callable[..., int], *brought: Any):
-        self.kernels, self.head_bytes = kernels_by(name, *brought), head_bytes
+    def __init__(self, name: str, *brought: Any):
+        self.name, self.kernels = name, kernels_by(name, *brought)
         self.form = brought[1]
 
-    def heads(self, number: int, size: int, key_dim: int, value_dim: int) -> int:
+    @property
+    def sizes(self) -> tuned.Packed:
+        """Those of its programs."""
+        return getattr(tuned.SIZES, self.name)
+
+    def heads(self, number: int, size: int, *widths: int) -> int:
         """Heads of a pack, as few as fill the lanes; 0 is none."""
-        each, widths = self.head_bytes(size, key_dim, value_dim), (key_dim, value_dim)
-        return min(packings(number, widths, each), default=0)
+        return min(packings(self.sizes, number, size, widths), default=0)
 
     def unsupported(self, q: Array, k: Array, v: Array, chunk_size: int) -> str:
         """Why the kernels cannot take these arguments on any TPU; "" if they can."""
@@ -165,20 +148,13 @@ class PackedOp:
         self, options: Any, x: Chunks, memory: PyTree, empty: PyTree, interpret: Any
     ) -> tuple[PyTree, Array]:
         """The memory after the chunks, and their reads."""
-        b, _, size, number, key_dim = x.tokens[0].shape
-        widths = key_dim, x.tokens[2].shape[-1]
-        heads = self.heads(number, size, *widths)
+        _, _, size, number, key_dim = x.tokens[0].shape
+        heads = self.heads(number, size, key_dim, x.tokens[2].shape[-1])
         if not heads:
             # A device's share of the heads may fill no register.
             return self.form(options, x, memory, empty)
-        each = heads * self.head_bytes(size, *widths)
-        group = group_size(number // heads, each)
-        # Batch elements of a program, each with its tokens in all packs.
-        rows = divisor(b, min(BATCH, ROWS_BYTES // (group * each)))
-        phased = rows // divisor(rows, max(1, TOKENS // (group * size)))
-        flags = x.full is not None, x.reset is not None
-        layout = Layout(rows, group, heads, size, (1,), *flags, phased)
-        return self.kernels(Static(options, layout, interpret), x, memory, empty)
+        static = Static(options, plan(self.sizes, x, heads), interpret)
+        return self.kernels(static, x, memory, empty)
 
 
 def forward_kernel(
@@ -197,8 +173,8 @@ def forward_kernel(
             start = choose(reset, load(empty), start)
         if residuals is not None:
             store(residuals, start)
-        advance, lag = equations.advance, equations.lags[0]
-        new, reads = staggered(advance, (chunk, start), layout.phased, lag)
+        given = chunk, start
+        new, reads = staggered(equations.advance, given, layout.phased, layout.lags[0])
         # A chunk that stays open leaves the memory at its start.
         store(after, choose(full, new, start))
         packs.store_rows(y, reads)
@@ -235,7 +211,7 @@ def backward_kernel(
         zeros = jax.tree.map(jnp.zeros_like, d_whole)
         d_new = choose(full, d_whole, zeros)
         given = chunk, load(residuals), d_new, packs.load_rows(d_y, layout.group)
-        found = staggered(equations.vjp, given, layout.phased, equations.lags[1])
+        found = staggered(equations.vjp, given, layout.phased, layout.lags[1])
         d = found.memory
         if full is not None:
             d = jax.tree.map(lambda d, whole, new: d + (whole - new), d, d_whole, d_new)

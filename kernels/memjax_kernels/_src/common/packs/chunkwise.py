@@ -33,55 +33,9 @@ from memjax_kernels._src.common.packs.blocks import (
     split_chunks,
     unpack_heads,
 )
+from memjax_kernels._src.common.packs.layout import Layout
 
 F32 = jnp.float32
-
-
-class Layout(NamedTuple):
-    """Sizes of a program's blocks.
-
-    Attributes:
-        rows: batch elements.
-        group: packs of each.
-        heads: of a pack.
-        size: tokens of a chunk.
-        passes: of each gate, the columns of a head.
-        opens: whether there is a flag of chunks that are full; else all are.
-        resets: whether there is a flag of chunks that start from `empty`.
-        phased: groups of packs that go through a chunk's phases one behind the other.
-        ways: value heads of a key head, which divide those of a program or are divided
-            by them.
-        chunks: of a block, a divisor of all.
-        saved: memories of a block that are saved for the backward kernel, those before
-            as many chunks: a divisor of `chunks`.
-    """
-
-    rows: int
-    group: int
-    heads: int
-    size: int
-    passes: tuple[int, ...]
-    opens: bool
-    resets: bool
-    phased: int = 1
-    ways: int = 1
-    chunks: int = 1
-    saved: int = 1
-
-    @property
-    def share(self) -> int:
-        """Programs that read the same key head."""
-        return max(1, self.ways // (self.group * self.heads))
-
-    @property
-    def of_row(self) -> tuple[int, int]:
-        """Packs of a batch element, and heads of a pack."""
-        return self.group, self.heads
-
-    @property
-    def gate_columns(self) -> int:
-        """Columns of a block of gates before its flags."""
-        return self.heads * self.group * sum(self.passes)
 
 
 # Any: jax also builds this class around shapes, blocks and references.

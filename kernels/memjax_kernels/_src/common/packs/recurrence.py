@@ -18,14 +18,11 @@ from memjax_kernels._src.common import chunks, partition
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.groups import by_copies, by_groups
-from memjax_kernels._src.common.packs.blocks import (
-    LANES,
-    group_sizes,
-    other_dtypes,
-    packings,
-)
+from memjax_kernels._src.common.packs import tuned
+from memjax_kernels._src.common.packs.blocks import LANES, other_dtypes
 from memjax_kernels._src.common.packs.chunk_kernels import kernels_by
-from memjax_kernels._src.common.packs.chunkwise import Layout, Static
+from memjax_kernels._src.common.packs.chunkwise import Static
+from memjax_kernels._src.common.packs.layout import Layout, group_sizes, packings
 from memjax_kernels._src.common.packs.recurrence_chunk import Op, equations
 
 F32 = jnp.float32
@@ -134,14 +131,15 @@ def packing_of(q: Any, v: Any) -> Packing | None:
     alone will do.
     """
     number, widths = v.shape[-2], (q.shape[-1], v.shape[-1])
-    each = _block_bytes(*widths)
-    fitting = packings(number, widths, each)
+    sizes = tuned.SIZES.recurrence
+    each = sizes.head_bytes(CHUNK_SIZE, *widths)
+    fitting = packings(sizes, number, CHUNK_SIZE, widths)
     all_ways = number // q.shape[-2]
     for ways in range(all_ways, 0, -1):
         if all_ways % ways or not fitting:
             continue
         heads = fitting[0]
-        for group in group_sizes(number // heads, heads * each):
+        for group in group_sizes(sizes, number // heads, heads * each):
             of_program = group * heads
             block = max(1, of_program // ways)
             divides = not (of_program % ways and ways % of_program)
@@ -149,17 +147,6 @@ def packing_of(q: Any, v: Any) -> Packing | None:
             if divides and whole:
                 return Packing(group, heads, ways)
     return None
-
-
-def _block_bytes(key_dim: int, value_dim: int) -> int:
-    """Estimate of the backward kernel's VMEM for one head, in bytes."""
-    # In float32. Two buffers of each block in and out: tokens and their cotangents, and
-    # 6 of a memory; and the values in between: 4 of a memory, 12 of a token's channels,
-    # 4 of pairs of tokens.
-    tokens = CHUNK_SIZE * (2 * key_dim + 2 * value_dim) * 4
-    memories = key_dim * value_dim * (6 + 4)
-    between = CHUNK_SIZE * (12 * (key_dim + value_dim) + 4 * CHUNK_SIZE)
-    return 4 * (tokens + memories + between)
 
 
 def _in_xla(op: Op, x: Chunks, state: Array):

@@ -18,7 +18,7 @@ from memjax_kernels._src.common.packs import columns as pack_columns
 from memjax_kernels._src.common.packs import decays as pack_decays
 from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.common.packs.chunk_kernels import Cotangents, Equations
-from memjax_kernels._src.common.packs.chunkwise import Layout
+from memjax_kernels._src.common.packs.layout import Layout
 from memjax_kernels._src.common.packs.staggered import Phases
 from memjax_kernels._src.common.products import Form, multiply, operand_dtype
 

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float32
 
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.blocks import LANES, PARAMS, ROWS
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-# Tokens and lanes of a block, at most.
-BLOCK, MOST_LANES = 512, 1024
 
 
 def unsupported(name: str, x: Any) -> str:
@@ -96,26 +95,28 @@ def blocks_of(batch: int, time: int, channels: int) -> Blocks:
     def fitting(size, step, most):
         return max(n for n in range(step, most + 1, step) if size % n == 0)
 
-    size, lanes = fitting(time, ROWS, BLOCK), fitting(channels, LANES, MOST_LANES)
+    most = tuned.SIZES.tiles
+    size, lanes = fitting(time, ROWS, most.tokens), fitting(channels, LANES, most.lanes)
     return Blocks((batch, time, channels), size, lanes)
 
 
 def by_tiles(
     shape: tuple[int, ...],
-    rows: int,
     tile: Callable[[Any, slice], None],
+    rows: int | None = None,
     last_first: bool = False,
 ) -> None:
     """Calls tile(place of some rows, lanes) for every tile of a block.
 
     Args:
         shape: tokens and lanes of the block.
-        rows: of a tile, at most.
         tile: what is done.
+        rows: of a tile, at most; None is those of `tuned`.
         last_first: whether the last rows come first.
     """
     tokens, lanes = shape
-    rows = max(n for n in range(ROWS, rows + 1, ROWS) if tokens % n == 0)
+    most = rows or tuned.SIZES.tiles.rows
+    rows = max(n for n in range(ROWS, most + 1, ROWS) if tokens % n == 0)
     steps = tokens // rows
 
     def some_rows(i, _):

@@ -23,11 +23,10 @@ from memjax_kernels._src.common import (
     products,
     varying,
 )
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.blocks import heads_of_rows
 
 F32 = jnp.float32
-# Bytes of a program's arrays, with rows of whole registers; Mosaic has two of each.
-MOST_BYTES = 4 * 2**20
 # Unlike `products.multiplier` it has forward mode.
 EXACT = functools.partial(products.multiply, dtype=jnp.dtype(F32))
 
@@ -151,4 +150,4 @@ def multiply_in_parts(x: Array, y: Array, form: products.Form) -> Array:
 
 
 def _together(heads: int, given: PyTree) -> int:
-    return heads_of_rows(heads, jax.tree.leaves(given), heads, MOST_BYTES)
+    return heads_of_rows(heads, jax.tree.leaves(given), tuned.SIZES.head_step)

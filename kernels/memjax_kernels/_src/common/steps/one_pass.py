@@ -24,13 +24,11 @@ from memjax_kernels._src.common import (
     partition,
     varying,
 )
+from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.blocks import heads_of_rows
 
 F32 = jnp.float32
 SUBLANES = 8
-# Heads of a block, whose code is written out one after the other, and the bytes of
-# their memories: four copies are there, read and written, of this block and the next.
-MOST_HEADS, MOST_BYTES = 16, 3 * 2**20
 # Gates of all heads, which are stored in scalar memory.
 MOST_GATES = 2**14
 
@@ -120,7 +118,7 @@ def unsupported(*given: Any) -> str:
     if any(n % SUBLANES for x in memories for n in x.shape[2:]):
         return f"a memory's rows or columns are not a multiple of {SUBLANES}"
     if not _heads_of_a_block(heads, memories):
-        return f"no number of {heads} heads fits {MOST_BYTES} bytes"
+        return f"no number of {heads} heads fits {tuned.SIZES.step.bytes} bytes"
     return ""
 
 
@@ -275,4 +273,4 @@ _REPLACED: dict[str, jaxprs.Replacement] = {"dot_general": _product}
 
 
 def _heads_of_a_block(heads, memories):
-    return heads_of_rows(heads, memories, MOST_HEADS, MOST_BYTES)
+    return heads_of_rows(heads, memories, tuned.SIZES.step)
