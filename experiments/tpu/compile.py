@@ -6,7 +6,7 @@ libtpu writes the scheduled bundles. No TPU is needed, nor used where there is o
 import importlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from memjax.aot import libtpu
 from memjax.aot.chips import CHIPS
 from memjax.aot.cycles.bundles import Shares
 from memjax.aot.cycles.count import PROGRAM, Count, Part
+from memjax_kernels._src.common.packs import tuned
 
 FACTS = "facts.json"
 #: Operations that an entry names, the dearest first.
@@ -33,9 +34,14 @@ class Facts(NamedTuple):
     shares: dict[str, Shares]
 
 
-def compile_case(module: str, name: str, folder: Path) -> Facts:
+Sizes = Mapping[str, Mapping[str, Any]]
+"""Other sizes of the kernels' programs, by row of `tuned`."""
+
+
+def compile_case(module: str, name: str, folder: Path, sizes: Sizes) -> Facts:
     """Compiles a case of a module's table into an empty folder, in a child process."""
-    done = libtpu.run(__spec__.name, [module, name, str(folder)], bundles=folder)
+    arguments = [module, name, str(folder), json.dumps(sizes)]
+    done = libtpu.run(__spec__.name, arguments, bundles=folder)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"{name} does not compile: {last[:500]}")
@@ -139,5 +145,8 @@ def _dearest(case: Case, parts: Iterable[Part]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    for row, changed in json.loads(sys.argv[4]).items():
+        fixed = {k: tuple(v) if isinstance(v, list) else v for k, v in changed.items()}
+        tuned.SIZES = tuned.changed(row, **fixed)
     table = importlib.import_module(sys.argv[1]).table()
     compile_here(table[sys.argv[2]], Path(sys.argv[3]))

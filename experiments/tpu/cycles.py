@@ -27,7 +27,7 @@ from experiments.lab import results
 from experiments.lab.options import Output, folder, run
 from experiments.tpu import cases_models, cases_ops
 from experiments.tpu.case import Case
-from experiments.tpu.compile import compile_case, entry
+from experiments.tpu.compile import Sizes, compile_case, entry
 from memjax.aot.chips import CHIPS
 from memjax.aot.cycles.count import count, span
 from memjax.checks import require_known
@@ -53,19 +53,23 @@ def chosen(only: tuple[str, ...], counted: Container[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def count_case(name: str, keep: Path | None = None) -> dict[str, Any]:
+def count_case(
+    name: str, keep: Path | None = None, sizes: Sizes | None = None
+) -> dict[str, Any]:
     """Compiles and counts one case; its files stay in `keep`."""
     module = next(m for m in MODULES if name in m.table())
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep / name if keep else Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        return count_in(folder, module, name)
+        return count_in(folder, module, name, sizes)
 
 
-def count_in(folder: Path, module: types.ModuleType, name: str) -> dict[str, Any]:
+def count_in(
+    folder: Path, module: types.ModuleType, name: str, sizes: Sizes | None = None
+) -> dict[str, Any]:
     """Compiles a case of a module into an empty folder, and counts it."""
     begin, case = time.perf_counter(), module.table()[name]
-    facts = compile_case(module.__name__, name, folder)
+    facts = compile_case(module.__name__, name, folder, sizes or {})
     counted = count(folder, facts.shares, CHIPS[case.chip].bytes_per_cycle)
     seconds = round(time.perf_counter() - begin, 1)
     return entry(case, counted, facts) | version()._asdict() | {"seconds": seconds}
