@@ -88,3 +88,5 @@ def test_kernels_do_not_get_slower(op):
     assert not found["unknown_loops"]
     for part in ("cycles", "kernels"):
         assert found[part][1] <= 1.1 * committed[name][part][1]
+    one_pack = {op.replace("-", "/").split("/")[0]: {"packs": 1}}
+    assert cycles.count_case(name, sizes=one_pack)["cycles"] != found["cycles"]
