@@ -14,14 +14,11 @@ from memjax.training.finetune import finetune
 from memjax.training.finetune.mplus_presets import presets
 from memjax.training.finetune.mplus_stage import MPlusStage
 from memjax.training.finetune.run import read_run
-from memjax.training.mplus.retriever_fit import start_by_similarity
 
 #: Sizes and tasks are those of its stages in `memjax finetune`.
 PRESET = "mplus-smollm2-135m"
 #: Characters of a passage that is cut from a book, about 400 tokens.
 PASSAGE = 1_700
-#: Documents that a retriever is fitted to, and the share that asks for facts.
-DOCUMENTS, ASK = 32, 0.75
 
 
 def stage(number: int) -> MPlusStage:
@@ -101,16 +98,10 @@ def with_attention_retrieval(model: MPlus) -> MPlus:
 
 
 def with_fitted_retriever(model: MPlus, tokenizer: Tokenizer, folder: Path) -> MPlus:
-    """M+ with a retriever fitted by similarity to documents of its run.
-
-    Queries and keys are such that a query retrieves rows that resemble its tokens.
-    """
+    """M+ with a retriever fitted by similarity to documents of its run."""
     run = read_run(folder)
     documents = run_data.load_split(run, tokenizer, "train")
-    bank = cast(MPlusStage, run.config).retriever_bank(
-        model, documents, tokenizer, DOCUMENTS, 1, ASK
-    )
-    return start_by_similarity(model, bank)
+    return cast(MPlusStage, run.config).fit_retriever(model, documents, tokenizer)
 
 
 def recipe_text(stage: dict[str, Any]) -> str:

@@ -41,8 +41,8 @@ def finetune(
 
     Args:
         config: the preset; "hmt" trains both stages, in stage1 and stage2 of the
-            folder, "mplus" all three, "retrofit" chooses the layers and then trains
-            both.
+            folder, "mplus" all of its own, "retrofit" chooses the layers and then
+            trains both.
         backbone: folder of a run or of safetensors, a GGUF file, or a model of the hub
             ("owner/name").
         run_dir: folder of the run, or its URL on gs:// or s3://; the same command with

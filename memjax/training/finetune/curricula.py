@@ -46,15 +46,17 @@ class MPlusStages:
         stage1: MemoryLLM on short documents.
         stage2: MemoryLLM on long ones.
         stage3: M+: with store and retriever.
+        refit: fit the retriever anew to the model of stage 3, in the folder "refit".
     """
 
     stage1: MPlusStage
     stage2: MPlusStage
     stage3: MPlusStage
+    refit: bool = False
 
     def __post_init__(self):
         for name, stage in self.stages():
-            store = name == "stage3"
+            store = name not in ("stage1", "stage2")
             if bool(stage.memory.num_retrieved) != store:
                 allowed = "> 0" if store else "= 0"
                 raise ValueError(
@@ -68,4 +70,6 @@ class MPlusStages:
 
     def stages(self) -> tuple[tuple[str, MPlusStage], ...]:
         """The stages in order, by their folders."""
-        return tuple((n, getattr(self, n)) for n in ("stage1", "stage2", "stage3"))
+        names = ("stage1", "stage2", "stage3")
+        found = tuple((name, getattr(self, name)) for name in names)
+        return (*found, ("refit", self.stage3.refitted())) if self.refit else found

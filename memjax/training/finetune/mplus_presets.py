@@ -113,7 +113,7 @@ def _smollm2() -> MPlusStages:
         position_rate=0.01,
         loop=LoopConfig(steps=240, save_every=40),
     )
-    return _stages(memory, tasks, stage, 16)
+    return dataclasses.replace(_stages(memory, tasks, stage, 16), refit=True)
 
 
 def _small() -> MPlusStages:

@@ -28,7 +28,7 @@ from memjax.models.mplus.model import MPlus
 from memjax.training.config import LoopConfig
 from memjax.training.distributed.sharding import MeshConfig
 from memjax.training.finetune.stage import Model, SampleConfig, SampleStage, Stage
-from memjax.training.mplus.retriever_fit import Bank, collect, start_by_similarity
+from memjax.training.mplus.retriever_fit import collect, start_by_similarity
 from memjax.training.mplus.step import init_task_state, make_task_steps
 from memjax.training.optimizer import OptimizerConfig
 from memjax.training.run_data import shortest
@@ -56,6 +56,7 @@ class MPlusStage(SampleStage):
         optimizer: hyperparameters.
         retriever_documents: number of documents to initialise a new retriever by
             similarity (`training/mplus/retriever_fit.py`); 0 for a random one.
+        refit_retriever: initialise so, too, one that the start has trained.
         retriever_rate: learning rate of the retriever, relative to the rest, >= 0.
         position_rate: that of `MPlus.position`, which is added before every layer.
         loop: steps, checkpoints, evaluation, log.
@@ -78,6 +79,7 @@ class MPlusStage(SampleStage):
         weight_decay=0.0,
     )
     retriever_documents: int = 0
+    refit_retriever: bool = False
     retriever_rate: float = 1.0
     position_rate: float = 1.0
     loop: LoopConfig = LoopConfig(steps=1000, save_every=100, evaluate_every=200)
@@ -100,6 +102,8 @@ class MPlusStage(SampleStage):
                 "retriever_documents must be at least 0, and 0 without a retriever, "
                 f"got {self.retriever_documents}"
             )
+        if self.refit_retriever and not self.retriever_documents:
+            raise ValueError("refit_retriever=True needs retriever_documents, got 0")
         if self.memory.legacy:
             raise ValueError(
                 "memory.legacy must be False: its ages do not say which document a "
@@ -136,7 +140,8 @@ class MPlusStage(SampleStage):
         """The memory and its sizes, for a list of presets."""
         memory, name, store = self.memory, "MemoryLLM", ""
         if memory.num_retrieved:
-            name, store = "M+, stage 3", f", store {memory.store_size:,}"
+            name = "M+, a new retriever" if self.refit_retriever else "M+, stage 3"
+            store = f", store {memory.store_size:,}"
         per_chunk = f"{memory.num_memory_tokens:,} tokens per {memory.chunk_size:,}"
         return name, f"{per_chunk}, pool {memory.pool_size:,}{store}"
 
@@ -190,37 +195,34 @@ class MPlusStage(SampleStage):
         documents: list[TokenisedDocument],
         tokenizer: Tokenizer,
     ) -> Model:
-        """Initialises a new retriever by similarity, with `retriever_documents`."""
+        """Initialises a retriever by similarity, with `retriever_documents`."""
         learned = before is not None and cast(MPlusStage, before).memory.has_retriever
-        # A trained retriever must not be initialised again.
-        if not self.retriever_documents or learned:
+        # A trained retriever must not be initialised again unasked.
+        if not self.retriever_documents or (learned and not self.refit_retriever):
             return model
-        start = cast(MPlus, model)
-        bank = self.retriever_bank(
-            start, documents, tokenizer, self.retriever_documents, self.seed
-        )
-        return start_by_similarity(start, bank)
+        return self.fit_retriever(cast(MPlus, model), documents, tokenizer)
 
-    def retriever_bank(
-        self,
-        model: MPlus,
-        documents: list[TokenisedDocument],
-        tokenizer: Tokenizer,
-        count: int,
-        seed: int,
-        ask: float | None = None,
-    ) -> Bank:
-        """Queries and rows of documents to train a retriever on.
+    def refitted(self) -> "MPlusStage":
+        """The stage after this one that fits the retriever anew and trains nothing."""
+        return dataclasses.replace(
+            self,
+            refit_retriever=True,
+            # A run has an update: at this rate it moves no parameter.
+            optimizer=dataclasses.replace(self.optimizer, learning_rate=1e-12),
+            loop=dataclasses.replace(self.loop, steps=1),
+        )
+
+    def fit_retriever(
+        self, model: MPlus, documents: list[TokenisedDocument], tokenizer: Tokenizer
+    ) -> MPlus:
+        """The model with a retriever by similarity to `retriever_documents`.
 
         The same on every host.
 
         Args:
             model: of this stage, with a retriever.
-            documents: of the training split.
+            documents: of the training split; whole batches of them are read.
             tokenizer: of the run.
-            count: how many documents, rounded up to whole batches.
-            seed: of documents and draws.
-            ask: share of the documents that tell facts; None is the stage's.
         """
         memory, tasks = self.memory, self.tasks
         chunks = min(CHUNKS, memory.pool_size // memory.num_memory_tokens)
@@ -233,20 +235,20 @@ class MPlusStage(SampleStage):
             multi_chunk=1.0,
             repeat=0.0,
             chunks=(chunks,),
-            ask=tasks.ask if ask is None else ask,
         )
-        stage = dataclasses.replace(self, tasks=tasks, seed=seed)
+        stage = dataclasses.replace(self, tasks=tasks)
         drawn = stage.batches(documents, tokenizer, model.vocab_size)
         asking = min(ASKING, tasks.target)
         batches = []
-        for _ in range(-(-count // self.data.batch_size)):
+        for _ in range(-(-self.retriever_documents // self.data.batch_size)):
             batch = next(drawn).batch
             batches.append(
                 batch._replace(num_queries=np.minimum(batch.num_queries, asking))
             )
         # A small memory makes fewer rows than the bank would take.
         rows = min(ROWS, chunks * memory.num_memory_tokens)
-        return collect(model, batches, asking, rows, jax.random.key(seed))
+        bank = collect(model, batches, asking, rows, jax.random.key(self.seed))
+        return start_by_similarity(model, bank)
 
     def batches(
         self,

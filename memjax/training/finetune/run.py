@@ -27,7 +27,7 @@ from memjax.training.run_data import DataConfig
 from memjax.training.run_folder import CONFIG_FILE, newest_state, read_config
 from memjax.training.step import Compile, TrainState, abstract_model, model_of
 
-LATER_STAGES = ("stage3", "stage2")
+LATER_STAGES = ("refit", "stage3", "stage2")
 TOKENIZER_FILE = "tokenizer.json"
 #: Tokenizers that are part of the library.
 SHIPPED = ("bytes", "bpe4k")

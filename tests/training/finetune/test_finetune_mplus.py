@@ -222,6 +222,19 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
         finetune.finetune(third, base[0], tmp_path / "run")
         finetune.finetune(third, None, tmp_path / "next", tmp_path / "run")
     assert len(found) == 1
+    # Unless asked to: one that is fitted to the trained model, and nothing else.
+    again = dataclasses.replace(third.refitted(), seed=1)
+    with idle_updates():
+        finetune.finetune(again, None, tmp_path / "again", tmp_path / "run")
+    refitted = finetune.load(tmp_path / "again")[1]
+    before, after = (nnx.to_pure_dict(nnx.state(x)) for x in (model, refitted))
+    chex.assert_trees_all_equal(
+        after["query"], nnx.to_pure_dict(nnx.state(found[1][1]))["query"]
+    )
+    assert not np.array_equal(after["key"]["down"], before["key"]["down"])
+    names = {"query", "key"}
+    rest = ({k: x[k] for k in x.keys() - names} for x in (before, after))
+    chex.assert_trees_all_equal(*rest)
     # At a rate of 0 it stays so.
     params, transform = nnx.to_pure_dict(nnx.state(model, nnx.Param)), third.transform()
     ones = jax.tree.map(np.ones_like, params)
@@ -348,6 +361,7 @@ def test_settings_that_contradict_themselves_are_refused():
             {"retriever_documents": 1, "memory": three.stage1.memory},
             "0 without a retriever, got 1",
         ),
+        ({"refit_retriever": True}, "refit_retriever=True needs retriever_documents"),
         ({"position_rate": math.inf}, "position_rate must be finite and >= 0, got inf"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -356,6 +370,22 @@ def test_settings_that_contradict_themselves_are_refused():
         ValueError, match="stage2 must have memory.num_retrieved = 0, got 4"
     ):
         MPlusStages(three.stage1, three.stage3, three.stage3)
+
+
+def test_a_retriever_is_refitted_behind_all_stages_at_a_vanishing_rate():
+    three = presets()["mplus-smollm2-135m"]
+    assert isinstance(three, MPlusStages)
+    *trained, (name, last) = three.stages()
+    assert trained == [*dataclasses.replace(three, refit=False).stages()]
+    assert name == finetune_run.LATER_STAGES[0] and last.refit_retriever
+    assert last.memory == three.stage3.memory and last.loop.steps == 1
+    # Adam's first update is the rate: below half an ulp of any parameter that counts.
+    params: Any = {"bos": np.array([1e-4], np.float32)}
+    transform = last.transform()
+    update: Any = transform.update(params, transform.init(params), params)[0]
+    assert 0 < np.abs(update["bos"]) < np.spacing(params["bos"]) / 2
+    with pytest.raises(ValueError, match="refit_retriever=True needs retriever_docum"):
+        dataclasses.replace(presets()["mplus"], refit=True)
 
 
 def test_presets_follow_the_papers_curriculum():
