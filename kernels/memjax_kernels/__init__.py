@@ -4,36 +4,38 @@ from memjax_kernels._src.cached_attention import cached_attention
 from memjax_kernels._src.causal_attention import causal_attention
 from memjax_kernels._src.common.steps.slots import step_at_slots
 from memjax_kernels._src.documents import document_starts
-from memjax_kernels._src.gated_slots import (
+from memjax_kernels._src.gated_slots import gated_slots
+from memjax_kernels._src.gated_slots.step import (
     GatedSlotsState,
-    gated_slots,
     gated_slots_init_state,
     gated_slots_step,
 )
 from memjax_kernels._src.heads import heads_first, heads_last, rotate
 from memjax_kernels._src.hippo import (
-    HippoBank,
     HippoImplementation,
-    HippoSampling,
     HippoState,
-    build_hippo_bank,
     hippo,
+    hippo_update,
+)
+from memjax_kernels._src.hippo.bank import (
+    HippoBank,
+    HippoSampling,
+    build_hippo_bank,
     hippo_bank_bytes,
     hippo_reconstruction,
     hippo_sample_points,
-    hippo_update,
 )
-from memjax_kernels._src.lattice import (
+from memjax_kernels._src.lattice import lattice
+from memjax_kernels._src.lattice.memory import (
     LATTICE_VARIANTS,
     LatticeForget,
+    LatticeInitial,
     LatticeState,
     LatticeVariant,
-    lattice,
     lattice_init_state,
     lattice_state,
-    lattice_step,
 )
-from memjax_kernels._src.lattice.memory import LatticeInitial
+from memjax_kernels._src.lattice.reference import lattice_step
 from memjax_kernels._src.linear import gla, linear_attention, ssd
 from memjax_kernels._src.linear.convolved import convolved_gated_delta_rule
 from memjax_kernels._src.linear.delta_rules import (
@@ -76,33 +78,35 @@ from memjax_kernels._src.recurrent_block import (
     l2_normalize,
     short_convolution,
 )
-from memjax_kernels._src.scans import (
+from memjax_kernels._src.scans import gated_scan, selective_scan
+from memjax_kernels._src.scans.steps import (
     GatedScanState,
     SelectiveScanState,
-    gated_scan,
     gated_scan_init_state,
     gated_scan_step,
-    selective_scan,
     selective_scan_init_state,
     selective_scan_step,
 )
 from memjax_kernels._src.sigmoid_scores import sigmoid_scores
-from memjax_kernels._src.trellis import (
+from memjax_kernels._src.trellis import trellis
+from memjax_kernels._src.trellis.functions import (
+    TRELLIS_ACTIVATIONS,
+    TRELLIS_PHIS,
     TrellisActivation,
     TrellisPhi,
+)
+from memjax_kernels._src.trellis.reference import trellis_step
+from memjax_kernels._src.trellis.state import (
     TrellisState,
-    trellis,
     trellis_init_state,
     trellis_state,
-    trellis_step,
 )
-from memjax_kernels._src.trellis.functions import TRELLIS_ACTIVATIONS, TRELLIS_PHIS
-from memjax_kernels._src.ttt_linear import (
+from memjax_kernels._src.ttt_linear import ttt_linear
+from memjax_kernels._src.ttt_linear.reference import ttt_linear_step
+from memjax_kernels._src.ttt_linear.state import (
     TTTLinearState,
-    ttt_linear,
     ttt_linear_init_state,
     ttt_linear_state,
-    ttt_linear_step,
 )
 
 __all__ = [

@@ -27,7 +27,7 @@ B, BLOCKS, L, X, N, M = 3, 3, 4, 2, 6, 5
 # Fewer than the tokens of a block, which is then written in another way.
 LOW = 3
 READ = bank.hippo_reconstruction(N, bank.hippo_sample_points(M, "exponential", 0.7))
-BANK = op.build_hippo_bank(N, L, 4)
+BANK = bank.build_hippo_bank(N, L, 4)
 FORMS = [
     ("scan", False),
     ("scan", True),
@@ -409,7 +409,7 @@ def test_the_default_runs_the_cheapest(monkeypatch):
         (dict(state=jnp.zeros((B, N + 1, X))), "state must have shape"),
         (dict(features=jnp.zeros((B, 0, L, X))), "features must have shape"),
         (dict(features=jnp.zeros((B, 1, 0, X))), "features must have shape"),
-        (dict(bank=op.build_hippo_bank(N, L + 1, 1)), "build it for these"),
+        (dict(bank=bank.build_hippo_bank(N, L + 1, 1)), "build it for these"),
     ],
 )
 def test_mismatched_arguments_are_refused(options, message):

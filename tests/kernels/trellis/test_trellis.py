@@ -19,7 +19,8 @@ from memjax_kernels import (
     trellis_state,
     trellis_step,
 )
-from memjax_kernels._src.trellis import empty_memory, functions
+from memjax_kernels._src.trellis import functions
+from memjax_kernels._src.trellis.state import empty_memory
 from tests.kernels.trellis.against_xla import draw as draw_tokens
 from tests.kernels.trellis.against_xla import opened
 

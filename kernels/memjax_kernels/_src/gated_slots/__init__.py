@@ -11,11 +11,11 @@ from typing import Literal
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.gated_slots import pallas_tpu, xla
-from memjax_kernels._src.gated_slots.step import GatedSlotsState as GatedSlotsState
 from memjax_kernels._src.gated_slots.step import (
-    gated_slots_init_state as gated_slots_init_state,
+    GatedSlotsState,
+    gated_slots_init_state,
+    gated_slots_step,
 )
-from memjax_kernels._src.gated_slots.step import gated_slots_step as gated_slots_step
 from memjax_kernels._src.linear.table import LinearOp, run
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]

@@ -16,12 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from memjax_kernels._src.common import arguments
 from memjax_kernels._src.hippo import on_demand, xla
-from memjax_kernels._src.hippo.bank import HippoBank as HippoBank
-from memjax_kernels._src.hippo.bank import HippoSampling as HippoSampling
-from memjax_kernels._src.hippo.bank import build_hippo_bank as build_hippo_bank
-from memjax_kernels._src.hippo.bank import hippo_bank_bytes as hippo_bank_bytes
-from memjax_kernels._src.hippo.bank import hippo_reconstruction as hippo_reconstruction
-from memjax_kernels._src.hippo.bank import hippo_sample_points as hippo_sample_points
+from memjax_kernels._src.hippo.bank import HippoBank
 from memjax_kernels._src.hippo.reference import hippo_reference
 
 #: Coefficients of all channels, float32.

@@ -5,22 +5,22 @@ chunks and runs it: `checks`, then `segment.in_chunks`, then one of `xla`, `pall
 and `pallas_gpu`. `reference` is the definition.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
 from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common import arguments, chunks, implementations, partition
+from memjax_kernels._src.common.steps.segment import by_tokens
 from memjax_kernels._src.lattice import checks, pallas_gpu, pallas_tpu
-from memjax_kernels._src.lattice.memory import LATTICE_VARIANTS as LATTICE_VARIANTS
-from memjax_kernels._src.lattice.memory import LatticeForget as LatticeForget
-from memjax_kernels._src.lattice.memory import LatticeState as LatticeState
-from memjax_kernels._src.lattice.memory import LatticeVariant as LatticeVariant
-from memjax_kernels._src.lattice.memory import Rule as Rule
-from memjax_kernels._src.lattice.memory import lattice_init_state as lattice_init_state
-from memjax_kernels._src.lattice.memory import lattice_state as lattice_state
-from memjax_kernels._src.lattice.reference import lattice_reference
-from memjax_kernels._src.lattice.reference import lattice_step as lattice_step
+from memjax_kernels._src.lattice.memory import (
+    LatticeForget,
+    LatticeState,
+    LatticeVariant,
+    Rule,
+)
+from memjax_kernels._src.lattice.reference import step
 from memjax_kernels._src.lattice.segment import in_chunks
 from memjax_kernels._src.lattice.xla import lattice_xla
 
@@ -96,16 +96,17 @@ def lattice(
     form = implementations.choose(
         "lattice",
         implementation,
-        {"reference": lattice_reference} | _CHUNKWISE,
+        {"reference": by_tokens} | _CHUNKWISE,
         {
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
             "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),
         },
         ("pallas_tpu", "pallas_gpu"),
     )
-    given = (q, k, v, gamma, g, state, reset, empty, rule)
+    tokens, memories = (q, k, v, gamma, g), (state, reset, empty)
     if implementation == "reference":
-        after, y = lattice_reference(*given)
+        one_token = functools.partial(step, rule=rule)
+        after, y = by_tokens(one_token, tokens, *memories)
     else:
-        after, y = in_chunks(form, *given)
+        after, y = in_chunks(form, *tokens, *memories, rule)
     return chunks.mask_with_nan(after, y, misplaced)

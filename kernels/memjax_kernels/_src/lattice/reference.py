@@ -26,10 +26,10 @@ Karami, Mirrokni, Lattice (2025), https://arxiv.org/abs/2504.05646, section 3.
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.products import Multiply
-from memjax_kernels._src.common.steps import open_chunk, segment
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.lattice import checks, chunk
 from memjax_kernels._src.lattice.memory import (
     LatticeForget,
@@ -55,10 +55,19 @@ def lattice_step(
     """One token: writes, then reads. Arguments and errors as in `lattice`."""
     rule = Rule(variant, normalize, forget)
     checks.check_step(q, k, v, gamma, g, state, rule)
-    return _step(q, k, v, gamma, g, state, rule)
+    return step(q, k, v, gamma, g, state, rule)
 
 
-def _step(q, k, v, gamma, g, state, rule):
+def step(
+    q: Array,
+    k: Array,
+    v: Array,
+    gamma: Array,
+    g: Array | None,
+    state: LatticeState,
+    rule: Rule,
+) -> tuple[LatticeState, Array]:
+    """`lattice_step` without checks."""
     token = LatticeTokens(k, v, gamma, jnp.zeros_like(gamma) if g is None else g)
     after, y = open_chunk.step(
         functools.partial(read, rule),
@@ -101,19 +110,3 @@ def _chunk(rule, q, tokens):
     k, v, gamma, g = tokens
     g = None if rule.forget is None else g[..., None]
     return chunk.Tokens(q, k, v, gamma[..., None], g)
-
-
-def lattice_reference(
-    q: Float[Array, "B T H M"],
-    k: Float[Array, "B T H M"],
-    v: Float[Array, "B T H V"],
-    gamma: Float[Array, "B T H"],
-    g: Float[Array, "B T H"] | None,
-    state: LatticeState | None,
-    reset: Bool[Array, "B T"] | None,
-    empty: LatticeState,
-    rule: Rule,
-) -> tuple[LatticeState, Float[Array, "B T H V"]]:
-    """A loop of steps."""
-    step = functools.partial(_step, rule=rule)
-    return segment.by_tokens(step, (q, k, v, gamma, g), state, reset, empty)

@@ -20,17 +20,13 @@ from memjax_kernels._src.common.arguments import (
 )
 from memjax_kernels._src.common.implementations import choose
 from memjax_kernels._src.scans import forms
-from memjax_kernels._src.scans.steps import GatedScanState as GatedScanState
-from memjax_kernels._src.scans.steps import SelectiveScanState as SelectiveScanState
-from memjax_kernels._src.scans.steps import check_selective
 from memjax_kernels._src.scans.steps import (
-    gated_scan_init_state as gated_scan_init_state,
+    GatedScanState,
+    SelectiveScanState,
+    check_selective,
+    gated_scan_init_state,
+    selective_scan_init_state,
 )
-from memjax_kernels._src.scans.steps import gated_scan_step as gated_scan_step
-from memjax_kernels._src.scans.steps import (
-    selective_scan_init_state as selective_scan_init_state,
-)
-from memjax_kernels._src.scans.steps import selective_scan_step as selective_scan_step
 
 Implementation = Literal["reference", "xla"]
 

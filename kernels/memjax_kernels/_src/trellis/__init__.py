@@ -5,6 +5,7 @@ chunks and runs it: `checks`, then `segment.in_chunks`, then one of `xla`, `pall
 and `pallas_gpu`. `reference` is the definition.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -17,16 +18,11 @@ from memjax_kernels._src.common import (
     mosaic,
     partition,
 )
+from memjax_kernels._src.common.steps.segment import by_tokens
 from memjax_kernels._src.trellis import checks, pallas_gpu, pallas_tpu, segment
-from memjax_kernels._src.trellis.functions import TrellisActivation as TrellisActivation
-from memjax_kernels._src.trellis.functions import TrellisPhi as TrellisPhi
-from memjax_kernels._src.trellis.reference import trellis_reference
-from memjax_kernels._src.trellis.reference import trellis_step as trellis_step
-from memjax_kernels._src.trellis.state import Rule as Rule
-from memjax_kernels._src.trellis.state import TrellisState as TrellisState
-from memjax_kernels._src.trellis.state import empty_memory as empty_memory
-from memjax_kernels._src.trellis.state import trellis_init_state as trellis_init_state
-from memjax_kernels._src.trellis.state import trellis_state as trellis_state
+from memjax_kernels._src.trellis.functions import TrellisActivation, TrellisPhi
+from memjax_kernels._src.trellis.reference import step
+from memjax_kernels._src.trellis.state import Rule, TrellisState
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
@@ -112,7 +108,7 @@ def trellis(
     form = implementations.choose(
         "trellis",
         implementation,
-        {"reference": trellis_reference} | _CHUNKWISE,
+        {"reference": by_tokens} | _CHUNKWISE,
         {
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha, chunk_size),
             "pallas_gpu": mosaic.unsupported(chunk_size, q=q, k=k, v=v, alpha=alpha),
@@ -120,10 +116,11 @@ def trellis(
         ("pallas_tpu", "pallas_gpu"),
     )
     rule = Rule(phi, activation, bound_steps, normalize)
-    given = (q, k, v, alpha, gamma, g, state, reset, empty, rule)
+    tokens, memories = (q, k, v, alpha, gamma, g), (state, reset, empty)
     if implementation == "reference":
-        after, y = trellis_reference(*given)
+        one_token = functools.partial(step, rule=rule)
+        after, y = by_tokens(one_token, tokens, *memories)
     else:
-        after, y = segment.in_chunks(form, *given)
+        after, y = segment.in_chunks(form, *tokens, *memories, rule)
     # Results after a misplaced reset have no meaning, and must not pass unseen.
     return chunks.mask_with_nan(after, y, misplaced)

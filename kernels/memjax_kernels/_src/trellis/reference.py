@@ -14,13 +14,12 @@ y1 = M_K q; the second compresses values and reads y = M_V^T f(y1).
 A state has M' and the chunk's tokens since, whose writes a step adds before it reads.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from memjax_kernels._src.common.steps import open_chunk, segment
+from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.trellis import checks, chunk
 from memjax_kernels._src.trellis.functions import as_written
 from memjax_kernels._src.trellis.state import Rule, TrellisState, TrellisTokens
@@ -44,10 +43,21 @@ def trellis_step(
     [B, H, 2] for each.
     """
     checks.check_step(q, k, v, alpha, gamma, g, state, phi, activation)
-    return _step(q, k, v, alpha, gamma, g, state, rule=Rule(phi, activation))
+    return step(q, k, v, alpha, gamma, g, state, rule=Rule(phi, activation))
 
 
-def _step(q, k, v, alpha, gamma, g, state, *, rule):
+def step(
+    q: Array,
+    k: Array,
+    v: Array,
+    alpha: Array,
+    gamma: Array,
+    g: Array | None,
+    state: TrellisState,
+    rule: Rule,
+) -> tuple[TrellisState, Array]:
+    """`trellis_step` without checks, by all of a rule."""
+
     def options(multiply):
         return chunk.Options(*rule, multiply=multiply)
 
@@ -72,23 +82,6 @@ def _step(q, k, v, alpha, gamma, g, state, *, rule):
     return TrellisState(keys, values, tokens, position, state.chunk_size), y.astype(
         v.dtype
     )
-
-
-def trellis_reference(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    alpha: Float[Array, "B T H M"],
-    gamma: Float[Array, "B T H ..."],
-    g: Float[Array, "B T H ..."] | None,
-    state: TrellisState | None,
-    reset: Bool[Array, "B T"] | None,
-    empty: TrellisState,
-    rule: Rule,
-) -> tuple[TrellisState, Float[Array, "B T H V"]]:
-    """A loop of steps; the arguments are those of `trellis`."""
-    step, tokens = functools.partial(_step, rule=rule), (q, k, v, alpha, gamma, g)
-    return segment.by_tokens(step, tokens, state, reset, empty)
 
 
 def _per_pass(gate):

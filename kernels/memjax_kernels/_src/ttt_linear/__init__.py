@@ -15,16 +15,11 @@ from jaxtyping import Array, Bool, Float
 from memjax_kernels._src.common import chunks, partition
 from memjax_kernels._src.common.arguments import check_mask, check_sizes
 from memjax_kernels._src.common.implementations import choose
-from memjax_kernels._src.common.steps.segment import check_states
+from memjax_kernels._src.common.steps.segment import by_tokens, check_states
 from memjax_kernels._src.ttt_linear import pallas_tpu
-from memjax_kernels._src.ttt_linear.reference import check_tokens, ttt_linear_reference
-from memjax_kernels._src.ttt_linear.reference import ttt_linear_step as ttt_linear_step
+from memjax_kernels._src.ttt_linear.reference import check_tokens, ttt_linear_step
 from memjax_kernels._src.ttt_linear.segment import in_chunks
-from memjax_kernels._src.ttt_linear.state import TTTLinearState as TTTLinearState
-from memjax_kernels._src.ttt_linear.state import (
-    ttt_linear_init_state as ttt_linear_init_state,
-)
-from memjax_kernels._src.ttt_linear.state import ttt_linear_state as ttt_linear_state
+from memjax_kernels._src.ttt_linear.state import TTTLinearState, ttt_linear_init_state
 from memjax_kernels._src.ttt_linear.xla import ttt_linear_xla
 
 Implementation = Literal["reference", "xla", "pallas_tpu"]
@@ -97,12 +92,17 @@ def ttt_linear(
     form = choose(
         "ttt_linear",
         implementation,
-        {"reference": ttt_linear_reference} | _CHUNKWISE,
+        {"reference": by_tokens} | _CHUNKWISE,
         {"pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size)},
     )
-    given = (q, k, v, eta, ln_scale, ln_bias, state, reset, blank)
+    tokens, memories = (q, k, v, eta), (state, reset, blank)
     if implementation == "reference":
-        after, y = ttt_linear_reference(*given)
+
+        def step(q, k, v, eta, state):
+            given = (q, k, v, eta, ln_scale, ln_bias, state)
+            return ttt_linear_step(*given, chunk_size=chunk_size)
+
+        after, y = by_tokens(step, tokens, *memories)
     else:
-        after, y = in_chunks(form, *given)
+        after, y = in_chunks(form, *tokens, ln_scale, ln_bias, *memories)
     return chunks.mask_with_nan(after, y, wrong)

@@ -14,7 +14,7 @@ the layer at the mini-batch's start and the tokens since, whose updates a step a
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.arguments import check_gates, check_shapes
 from memjax_kernels._src.common.steps import open_chunk, segment
@@ -58,26 +58,6 @@ def ttt_linear_step(
     )
     after = TTTLinearState(layer.weights, layer.bias, tokens, position, chunk_size)
     return after, y.astype(v.dtype)
-
-
-def ttt_linear_reference(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    eta: Float[Array, "B T H"],
-    ln_scale: Float[Array, "H V"],
-    ln_bias: Float[Array, "H V"],
-    state: TTTLinearState | None,
-    reset: Bool[Array, "B T"] | None,
-    empty: TTTLinearState,
-) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
-    """A loop of steps; a reset makes the memory `empty` before its token."""
-
-    def step(q, k, v, eta, state):
-        norm, size = (ln_scale, ln_bias), empty.chunk_size
-        return ttt_linear_step(q, k, v, eta, *norm, state, chunk_size=size)
-
-    return segment.by_tokens(step, (q, k, v, eta), state, reset, empty)
 
 
 def check_tokens(
