@@ -21,7 +21,6 @@ from memjax_kernels._src.hippo.bank import (
     HippoBank,
     HippoSampling,
     build_hippo_bank,
-    hippo_bank_bytes,
     hippo_reconstruction,
     hippo_sample_points,
 )
@@ -156,7 +155,6 @@ __all__ = [
     "heads_first",
     "heads_last",
     "hippo",
-    "hippo_bank_bytes",
     "hippo_reconstruction",
     "hippo_sample_points",
     "hippo_update",

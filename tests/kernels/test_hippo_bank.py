@@ -166,8 +166,6 @@ def test_bank_holds_every_block():
         p, k = bank.transition(6, i / (i + 1)), bank.block_kernel(6, 9 * i, 9 * i + 9)
         np.testing.assert_array_equal(built.transition[i], p.astype(np.float32))
         np.testing.assert_array_equal(built.kernel[i], k.astype(np.float32))
-    held = built.transition.nbytes + built.kernel.nbytes
-    assert bank.hippo_bank_bytes(6, 9, 4) == held
 
 
 def test_large_bank_reads_a_document():
@@ -235,7 +233,6 @@ def test_sample_points_are_in_the_history(count, sampling, decay):
         (lambda: bank.build_hippo_bank(0, 4, 2), "order must"),
         (lambda: bank.build_hippo_bank(4, 0, 2), "block_length must"),
         (lambda: bank.build_hippo_bank(4, 4, 0), "blocks must"),
-        (lambda: bank.hippo_bank_bytes(4, 4, 0), "blocks must"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

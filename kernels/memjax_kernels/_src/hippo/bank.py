@@ -179,32 +179,13 @@ def hippo_reconstruction(
     return np.ascontiguousarray(legendre(order, points).T)
 
 
-def hippo_bank_bytes(order: int, block_length: int, blocks: int) -> int:
-    """Says how many bytes the arrays of `build_hippo_bank` hold.
-
-    Building needs `24 * order**2` more for a moment (three float64 matrices). At
-    order 8640, block length 2048 and 16 blocks the bank takes 5.9 GB, 4.8 GB of it
-    transitions, and building it 1.8 GB more.
-
-    Args:
-        order: number N of coefficients, at least 1.
-        block_length: tokens L in a block, at least 1.
-        blocks: number I of blocks, at least 1.
-
-    Returns:
-        4 * I * N * (N + L).
-
-    Raises:
-        ValueError: if an argument is below 1.
-    """
-    check_sizes(order=order, block_length=block_length, blocks=blocks)
-    return 4 * blocks * order * (order + block_length)
-
-
 def build_hippo_bank(order: int, block_length: int, blocks: int) -> HippoBank:
     """Builds the transition and kernel of every block of equal length.
 
-    Computed in float64 and rounded to float32 once.
+    Computed in float64 and rounded to float32 once. The bank holds 4 I N (N + L) bytes;
+    building it needs 24 N**2 more for a moment (three float64 matrices). At order 8640,
+    block length 2048 and 16 blocks that is 5.9 GB, 4.8 GB of it transitions, and 1.8 GB
+    more.
 
     Args:
         order: number N of coefficients, at least 1.
@@ -212,7 +193,7 @@ def build_hippo_bank(order: int, block_length: int, blocks: int) -> HippoBank:
         blocks: number I of blocks, at least 1.
 
     Returns:
-        The bank; `bank_bytes` says its size.
+        The bank.
 
     Raises:
         ValueError: if an argument is below 1.
