@@ -126,7 +126,8 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
     for plain in ("ssd", "gated_delta_rule", "gla", "gated_slots"):
         yield op(f"{plain}/xla", plain, implementation="xla")
     qwen = Shape(1, 8192, 32, 128, key_heads=16)
-    yield op("gated_delta_rule/qwen3.5", "gated_delta_rule", qwen)
+    for rule in ("gated_delta_rule", "kda"):
+        yield op(f"{rule}/qwen3.5", rule, qwen)
     for name, which in (("trellis", "trellis"), ("lattice-dec", "lattice")):
         at = f"{name}/c64"
         yield op(f"{at}/xla", which, chunk_size=64, implementation="xla")

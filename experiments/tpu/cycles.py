@@ -123,6 +123,7 @@ SUMMARY = {
     "16 key, 32 value heads of 128, 1 x 8,192": "gated_delta_rule/qwen3.5",
     "GLA": "gla",
     "KDA": "kda",
+    "KDA, 16 key, 32 value heads of 128, 1 x 8,192": "kda/qwen3.5",
     "KDA, chunks that forget much": "kda_strong",
     "GDN-2": "gdn2",
     "GDN-2, chunks that forget much": "gdn2_strong",

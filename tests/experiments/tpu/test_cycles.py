@@ -59,19 +59,19 @@ def test_results_are_written_case_by_case_and_kept(tmp_path, monkeypatch, capsys
     )
 
     def fake(name, keep):
-        if name == "kda/forward":
-            raise RuntimeError("kda/forward does not compile: no reason")
+        if name == "gdn2/forward":
+            raise RuntimeError("gdn2/forward does not compile: no reason")
         return row | {"name": name}
 
     monkeypatch.setattr(cycles, "count_case", fake)
     output = tmp_path / "cycles"
-    for only in ("ttt_linear/c16", "kda"):
+    for only in ("ttt_linear/c16", "gdn2"):
         cycles.main(only=(only,), output=output)
     cases = json.loads(output.with_suffix(".json").read_text())["cases"]
-    names = ["kda/both", "ttt_linear/c16/forward", "ttt_linear/c16/both"]
+    names = ["gdn2/both", "ttt_linear/c16/forward", "ttt_linear/c16/both"]
     assert list(cases) == names and cases[names[0]]["name"] == names[0]
     assert cycles.chosen((), cases) == [n for n in CASES if n not in names]
-    assert "kda/forward does not compile: no reason" in capsys.readouterr().out
+    assert "gdn2/forward does not compile: no reason" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(
