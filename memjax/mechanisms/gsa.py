@@ -20,7 +20,8 @@ Peng et al. (2021), https://arxiv.org/abs/2110.02488, sections 3 and 4, with eac
 divided among the slots. A slot is a sum of keys and grows with the text, so scores
 are scaled down as in attention.
 
-Shapes: B batch, T time, D model, H heads, K key, V value, M slots.
+Shapes: B batch, T time, D model, H heads, G key heads, which divide them, K key, V
+value, M slots.
 """
 
 import dataclasses
@@ -70,6 +71,7 @@ class SlotsConfig(RecurrentConfig):
             apply,
             reset_chunk=1,
             apply_share=apply_share,
+            shares_keys=True,
         )
 
 
@@ -163,8 +165,8 @@ def apply(
     config: SlotsConfig,
     params: GSAParams | ABCParams,
     memory: GatedSlotsState | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,
@@ -180,8 +182,8 @@ def apply_share(
     config: SlotsConfig,
     params: GSAParams | ABCParams,
     memory: GatedSlotsState | None,
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
+    q: Float[Array, "B T G K"],
+    k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     x: Float[Array, "B T D"],
     reset: Bool[Array, "B T"] | None = None,

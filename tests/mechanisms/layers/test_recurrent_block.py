@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -242,6 +243,8 @@ def test_config_selects_the_implementation(name):
         LinearAttentionConfig(**SIZES),
         DeltaNetConfig(**SIZES),
         GLAConfig(**SIZES),
+        GSAConfig(**SIZES),
+        ABCConfig(**SIZES),
     ],
 )
 def test_heads_that_share_keys_read_them_without_copies(config, monkeypatch):
@@ -258,7 +261,7 @@ def test_heads_that_share_keys_read_them_without_copies(config, monkeypatch):
     monkeypatch.setattr(recurrent_block, "for_each_value", None)
     after, y = jax.jit(mechanism.apply)(params, before, x)
     np.testing.assert_allclose(y, np.stack(reads, axis=1), atol=2e-5)
-    np.testing.assert_allclose(after.memory, state.memory, atol=2e-5)
+    chex.assert_trees_all_close(after.memory, state.memory, atol=2e-5)
 
 
 @pytest.mark.parametrize(
