@@ -177,9 +177,8 @@ def _look_up_or_compute(bank, features, state, start, *rest):
     # The bank is of whole blocks from the history's start.
     covered = (offset == 0) & (first + blocks <= bank.kernel.shape[0])
 
-    def look_up(features, state, start, count, reconstruction):
-        absorb = xla.banked(bank, start, length)
-        return xla.scan(features, state, count, reconstruction, absorb)
+    def look_up(features, state, start, *rest):
+        return xla.scan(features, state, *rest, xla.banked(bank, start, length))
 
     compute = functools.partial(_absorb, "scan", 1)
     return jax.lax.cond(covered, look_up, compute, features, state, start, *rest)
