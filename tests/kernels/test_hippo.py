@@ -31,6 +31,7 @@ BANK = bank.build_hippo_bank(N, L, 4)
 FORMS = [
     ("scan", False),
     ("scan", True),
+    ("associative", True),
     ("direct", False),
 ]
 # Starts and counts by name: batch elements apart; together inside a block; together at
@@ -126,6 +127,7 @@ def test_the_reference_computes_the_float64_oracle(name):
         # Beyond the bank there are no other matrices than without it.
         *((*form, N) for form in FORMS[1:]),
         ("scan", False, LOW),
+        ("associative", False, LOW),
     ],
 )
 def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_reference(
@@ -145,13 +147,14 @@ def test_every_form_agrees_with_the_oracle_and_the_gradients_of_the_reference(
     assert np.all(gradients[1][new] == 0) and np.all(gradients[1][~new] != 0)
 
 
-def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements():
+@pytest.mark.parametrize("form", ["scan", "associative"])
+def test_a_bank_is_looked_up_exactly_where_it_covers_all_batch_elements(form):
     doubled = BANK._replace(kernel=2 * BANK.kernel)
     changed = {}
     for name, (start, count) in EDGES.items():
         arguments = FEATURES, STATE, int32(start), int32(count)
-        (state, _), _ = with_gradients("scan")(*arguments, BANK)
-        (other, _), _ = with_gradients("scan")(*arguments, doubled)
+        (state, _), _ = with_gradients(form)(*arguments, BANK)
+        (other, _), _ = with_gradients(form)(*arguments, doubled)
         changed[name] = bool(np.abs(state - other).max() > 1e-3)
     covered = {"empty", "end of the bank"}
     assert changed == {name: name in covered for name in EDGES}
@@ -349,6 +352,7 @@ def test_operations_counted_by_hand():
     write, read = 12, 8
     assert op.cost(2, 3, 2, 2, 1, True) == {
         "scan": 2 * 4 + write + read,
+        "associative": 2 * 2 * (8 + 4) + write + read,
         # Each block: R K 2*2*6 and R times a factor of the move 2*2*2, onto the signal
         # 2*6 and the carried state 2*2. The last state: 2*6 and a move's two factors.
         "direct": 2 * (24 + 8 + 12 + 4) + 12 + 2 * 4,
@@ -358,6 +362,7 @@ def test_operations_counted_by_hand():
     write += 2 * 2 * 2
     assert unbanked["scan"] == 2 * 8 + write + read
     assert op.cost(4, 3, 2, 2, 1, False)["scan"] == 2 * 2 * 16 + 2 * 12 + 2 * 8
+    assert unbanked["associative"] == 2 * 2 * 8 + 2 * 2 * 12 + write + read
 
 
 @pytest.mark.parametrize(

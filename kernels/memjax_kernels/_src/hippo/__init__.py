@@ -22,7 +22,7 @@ from memjax_kernels._src.hippo.reference import hippo_reference
 #: Coefficients of all channels, float32.
 HippoState = Float[Array, "B N X"]
 
-HippoImplementation = Literal["reference", "scan", "direct"]
+HippoImplementation = Literal["reference", "scan", "associative", "direct"]
 
 
 def hippo(
@@ -76,10 +76,10 @@ def hippo(
     if implementation == "reference":
         return hippo_reference(features, state, start, count, reconstruction)
 
-    separate = functools.partial(_absorb, implementation, None)
-    shared = functools.partial(_absorb, implementation, 1)
-    if bank is not None and implementation == "scan":
-        shared = functools.partial(_look_up_or_compute, bank)
+    separate = functools.partial(_absorb, implementation, None, None)
+    shared = functools.partial(_absorb, implementation, 1, None)
+    if bank is not None and implementation != "direct":
+        shared = functools.partial(_look_up_or_compute, implementation, bank)
     inputs = (features, state, start, count, reconstruction)
     if in_step is not None:
         return (shared if in_step else separate)(*inputs)
@@ -111,7 +111,7 @@ def hippo_update(
     check_counts("start", start, sizes["B"], np.inf)
     check_counts("count", count, sizes["B"], length)
     if count is None:
-        return xla.computed(order, start, length)(0, state, features)
+        return xla.computed(order, start, length).absorb(0, state, features)
     stop = start + count
     moved = on_demand.advance(start, stop, state)
     kernel = on_demand.kernel(order, start, stop, length)
@@ -144,9 +144,14 @@ def cost(
     factors = 0 if banked or order > length else order
     write = blocks * order * (length + factors) * channels
     read = blocks * samples * order * channels
+    form = 0 if banked else 2 * order**3 * blocks
     tokens = blocks * length
     return {
         "scan": blocks * transition * channels + write + read,
+        "associative": form
+        + 2 * blocks * (order**3 + order * order * channels)
+        + write
+        + read,
         "direct": blocks * samples * (tokens + order) * (order + channels)
         + 2 * order * order * channels
         + order * tokens * channels,
@@ -158,30 +163,31 @@ def cheapest(
 ) -> HippoImplementation:
     """The implementation with the fewest multiply-adds; `scan` where they tie."""
     costs = cost(order, length, samples, blocks, channels, banked)
-    # Of equal ones the first, with one state in memory instead of all.
-    return min(costs, key=lambda name: costs[name])
+    # Ties go to `scan`, with one state in memory instead of all.
+    return min(costs, key=lambda name: (costs[name], name != "scan"))
 
 
-def _absorb(implementation, rows, features, state, start, count, reconstruction):
+def _absorb(implementation, rows, bank, features, state, start, count, reconstruction):
     """Runs one form; `rows` 1 is one set of matrices, None one an element."""
+    order, length = state.shape[1], features.shape[2]
     if implementation == "direct":
         return xla.direct(features, state, start[:rows], count[:rows], reconstruction)
-    absorb = xla.computed(state.shape[1], start[:rows], features.shape[2])
-    return xla.scan(features, state, count, reconstruction, absorb)
+    if bank is None:
+        matrices = xla.computed(order, start[:rows], length)
+    else:
+        matrices = xla.banked(bank, start, length)
+    form = xla.scan if implementation == "scan" else xla.associative
+    return form(features, state, count, reconstruction, matrices)
 
 
-def _look_up_or_compute(bank, features, state, start, *rest):
+def _look_up_or_compute(implementation, bank, features, state, start, *rest):
     """With the bank's matrices while the stream is within the blocks that it covers."""
     blocks, length = features.shape[1:3]
     first, offset = start[0] // length, start[0] % length
     # The bank is of whole blocks from the history's start.
     covered = (offset == 0) & (first + blocks <= bank.kernel.shape[0])
-
-    def look_up(features, state, start, *rest):
-        return xla.scan(features, state, *rest, xla.banked(bank, start, length))
-
-    compute = functools.partial(_absorb, "scan", 1)
-    return jax.lax.cond(covered, look_up, compute, features, state, start, *rest)
+    forms = (functools.partial(_absorb, implementation, 1, x) for x in (bank, None))
+    return jax.lax.cond(covered, *forms, features, state, start, *rest)
 
 
 def check_counts(name: str, count: Array | None, batch: int, most: float | int) -> None:
