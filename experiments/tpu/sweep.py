@@ -12,12 +12,11 @@ What this does not show: waiting for memory, which smaller programs do more of.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from experiments.lab import results
-from experiments.lab.options import Output, run
+from experiments.lab.options import Output, among, run
 from experiments.tpu.cycles import count_case, cycles_of
-from memjax.checks import require_known
 from memjax.evaluation.provenance import version
 from memjax_kernels._src.common.packs import tuned
 
@@ -69,8 +68,6 @@ SWEPT = {
 
 def sizes_of(only: tuple[str, ...]) -> Iterator[tuple[str, str, str | None, Any]]:
     """Row, case, size and value of what is counted; no size for the table's own."""
-    for name in only:
-        require_known("only", name, tuple(SWEPT))
     for name, swept in SWEPT.items():
         for case in swept.cases if not only or name in only else ():
             yield name, case, None, None
@@ -91,7 +88,9 @@ def table_of(name: str) -> str:
     return str(getattr(tuned.SIZES, name))
 
 
-def main(only: tuple[str, ...] = (), output: Output = OUTPUT) -> None:
+def main(
+    only: tuple[Annotated[str, among(*SWEPT)], ...] = (), output: Output = OUTPUT
+) -> None:
     """Counts, and writes the file anew after every count.
 
     Args:
