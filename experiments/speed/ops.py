@@ -1,7 +1,7 @@
 """Speed of the ops, and their distance from the device's roofline.
 
     OPENBLAS_NUM_THREADS=1 python -m experiments.speed.ops
-    python -m experiments.speed.ops --shapes 8 2048 12 64 --dtype bfloat16 \\
+    python -m experiments.speed.ops --shapes 8 2048 12 64 0 --dtype bfloat16 \\
         --longest-loop 1000 --longest-attention 65536 --repeats 20 \\
         --output experiments/results/speed/ops_gpu  # on a GPU
 
@@ -46,7 +46,7 @@ class Config(Options):
 
     Attributes:
         ops: which ops.
-        shapes: (batch, tokens, heads, width).
+        shapes: (batch, tokens, heads, width, key heads), 0 for as many key heads.
         chunk_size: of TTT-linear, Trellis and Lattice.
         dtype: of the inputs.
         longest_loop: the token loop is timed up to this many tokens.
@@ -57,7 +57,9 @@ class Config(Options):
     """
 
     ops: Ops = tuple(ops.ARGUMENTS)
-    shapes: tuple[tuple[Count, Count, Count, Count], ...] = ((1, 4096, 4, 64),)
+    shapes: tuple[tuple[Count, Count, Count, Count, Natural], ...] = (
+        (1, 4096, 4, 64, 0),
+    )
     chunk_size: Count = 64
     dtype: Annotated[str, among(*AGREEMENT)] = "float32"
     longest_loop: Natural = 4096
@@ -210,7 +212,8 @@ def main(config: Flags[Config]) -> int:
     result |= {"agreement": {}, "shapes": [], "failed": []}
 
     def agreed(op: str, shape: Shape) -> dict[str, float | str]:
-        key, known = f"{op} {shape.width}", result["agreement"]
+        kind = f" of {shape.key_heads}" if shape.key_heads else ""
+        key, known = f"{op} {shape.width}{kind}", result["agreement"]
         if key not in known:
             known[key] = agreement(op, shape, config)
             for name, why in known[key].items():

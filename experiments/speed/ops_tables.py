@@ -40,17 +40,19 @@ def ops_cpu(result: dict[str, Any]) -> Rows:
 @table("ops/loops", "speed/ops_loops")
 def ops_loops(result: dict[str, Any]) -> Rows:
     """Time of chunks over that of the token loop, by sizes, on a CPU."""
-    found: dict[str, dict[tuple[int, int], dict[tuple[str, str], float]]] = {}
+    found: dict[str, dict[tuple[int, int, int], dict[tuple[str, str], float]]] = {}
     for row in result["shapes"]:
-        sizes = row["batch"] * row["heads"], row["width"]
+        sharing = row["heads"] // (row.get("key_heads") or row["heads"])
+        sizes = row["batch"] * row["heads"], row["width"], sharing
         of = found.setdefault(row["op"], {}).setdefault(sizes, {})
         of[row["implementation"], row["pass"]] = row["median_s"]
     for op, by_size in found.items():
         cells = {"chunks / loop": op}
         for direction, words in (("forward", "forward"), ("both", "with backward")):
-            for count, width in sorted(by_size, key=lambda s: s[0] * s[1] ** 2):
-                taken = by_size[count, width]
+            for size in sorted(by_size, key=lambda s: (s[0] * s[1] ** 2, s)):
+                (count, width, sharing), taken = size, by_size[size]
                 memory = f"{count} of {width}: {4 * count * width**2 / 2**20:.2g} MB"
+                memory += f", {sharing} a key head" if sharing > 1 else ""
                 ratio = taken["xla", direction] / taken["reference", direction]
                 cells[f"{words}, {memory}"] = times(ratio)
         yield cells

@@ -48,7 +48,7 @@ memories.equal_bytes --least 4 | least must be in [5,
 mplus.retention --until 3 | until must be a multiple of 4, got 3
 mplus.retention --output /proc/x/y | output must be in a folder that can be written,
 mplus.retention --after 1 2 | after must be 0 and more numbers, got (1, 2)
-speed.ops --shapes 1 0 1 1 | shapes[0][1] must be in [1,
+speed.ops --shapes 1 0 1 1 0 | shapes[0][1] must be in [1,
 tpu.cycles --list --only foo | only must be one of (
 """
 

@@ -10,7 +10,7 @@ from experiments.lab import ops as lab
 from experiments.lab.ops import Shape
 from experiments.speed import ops
 
-SMALL = (1, 40, 1, 16)
+SMALL = (1, 40, 1, 16, 0)
 
 
 @pytest.mark.slow
