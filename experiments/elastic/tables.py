@@ -28,7 +28,6 @@ from experiments.elastic import probes
 from experiments.lab import backbones, intervals, options, results, study
 from experiments.memories import books, small_models
 from memjax import evaluation
-from memjax.data import TokenisedDocument
 from memjax.models import LanguageModel
 from memjax.training.pretrain import with_sampling
 
@@ -53,7 +52,7 @@ class Config(books.Config):
 
     Attributes:
         reference: model that finds key tokens, "smollm2" or as `memjax.load` takes it;
-            "" is none. Texts that begin or end inside of a character are left out.
+            "" is none.
         sizes: of the memories, in multiples of that of `books`.
         output: folder of the result file.
     """
@@ -79,18 +78,18 @@ def main(config: options.Flags[Config]) -> None:
         made |= {name: ("1x", name) for name in alone}
     runs, numbers = [*itertools.product(made, config.seeds)], config.run_dir / "tables"
     # Before a plan too: it refuses what the run does.
-    texts = [
-        x
-        for x in books.test_texts(config)
-        if "\ufffd" not in books.TOKENIZER.decode(x.tokens[:])
-    ]
+    texts = books.test_texts(config)
     path = config.reference and backbones.located(config.reference)
     reference = memjax.load(path) if path else None
     if config.plan:
         each = config.steps * books.SECONDS_AN_UPDATE / 60
         return study.plan(runs, numbers, lambda name: each * SIZES[made[name][0]])
     study.use_compile_cache(config.run_dir)
-    keys = reference and key_tokens(config, texts, reference)
+    # Short contexts of two blocks, as Elastic Memory's 4,096 tokens are.
+    keys = reference and evaluation.key_tokens_by(
+        *(reference.model, reference.tokenizer, texts, books.TOKENIZER),
+        short_context=2 * config.window,
+    )
 
     def measured(name: str, seed: int, _: Path) -> dict[str, Any]:
         size, row = made[name]
@@ -118,19 +117,6 @@ def main(config: options.Flags[Config]) -> None:
     for name in TABLES:
         if any(at.startswith(f"{name} ") for at in cells):
             results.show(name, compared(name, report))
-
-
-def key_tokens(
-    config: Config, texts: list[TokenisedDocument], loaded: memjax.Loaded
-) -> evaluation.KeyTokens:
-    """Key tokens of the texts, which the reference reads in its own tokens."""
-    read = evaluation.retokenise(texts, books.TOKENIZER, loaded.tokenizer)
-    # Of two blocks, as Elastic Memory's 4,096 tokens are.
-    keys = evaluation.find_key_tokens(
-        loaded.model, read, tokenizer=loaded.tokenizer, short_context=2 * config.window
-    )
-    given = (read, loaded.tokenizer, texts, books.TOKENIZER)
-    return evaluation.align_key_tokens(keys, *given)
 
 
 def read_all(config: Config, size, row, model, texts, keys) -> dict[str, list[float]]:

@@ -35,10 +35,18 @@ from memjax.cli.arguments.parsing import Configured, parse
 from memjax.cli.compilation_cache import enable_compilation_cache
 from memjax.cli.texts import opening
 from memjax.cli.texts.sample import show_next, show_sample
-from memjax.data import RowConfig, Split, load_tokenizer, load_tokens
+from memjax.data import (
+    RowConfig,
+    Split,
+    TokenisedDocument,
+    Tokenizer,
+    load_tokenizer,
+    load_tokens,
+)
 from memjax.data.documents.prepare import PrepareConfig, prepare
 from memjax.data.documents.sources import check_source, splits_of
 from memjax.evaluation import plots, report
+from memjax.evaluation.losses import cut_texts
 from memjax.leaving import EXIT_INTERRUPTED
 from memjax.models.language_model.config import Dtype
 from memjax.status import Status, say, warnings_as_lines
@@ -101,6 +109,7 @@ def evaluate(
     sampling: Literal["uniform", "exponential"] | None = None,
     decay: float = 0.98,
     dtype: Dtype | None = None,
+    reference: str | None = None,
     output: Path | None = None,
 ) -> int:
     """Evaluates the perplexity of a model, by kind of text and by position.
@@ -125,6 +134,8 @@ def evaluate(
         sampling: sampling points of Elastic Memory; None as in training.
         decay: of the exponential sampling.
         dtype: of the activations of a model without a run; None is float32.
+        reference: a model that reads texts of this length, as MODEL; also LongPPL, the
+            perplexity of the tokens that it predicts by the long context alone.
         output: folder of the results; None is that of the run, or `eval`.
     """
     enable_compilation_cache()
@@ -140,6 +151,9 @@ def evaluate(
         sources = load_sources(own, opened.tokenizer, split)
     documents = [document for part in sources for document in part]
     say(f"a text begins with {beginning(opened.tokenizer)}")
+    texts, keys = cut_texts(documents, context_length), None
+    if reference is not None:
+        keys = _key_tokens(reference, texts, opened.tokenizer, own.cache_dir)
     with Status("scoring", "tokens") as progress:
         every = evaluation.token_losses(
             found,
@@ -151,10 +165,14 @@ def evaluate(
             progress=progress,
         )
     losses, window = evaluation.drop_leaked_targets(found, every), found.window
-    rows = report.perplexities(losses, every, window)
+    key = keys and evaluation.keep_key_tokens(
+        losses, keys, texts, tokenizer=opened.tokenizer
+    )
+    rows = report.perplexities(losses, every, window, key)
     edges = evaluation.log2_bins(losses.nll.shape[1])
     curve = evaluation.loss_by_position(losses, edges)
     titles = {"beyond_window": f"beyond {window} tokens", "all_targets": "all targets"}
+    titles["long_ppl"] = "LongPPL"
     names = report.columns(rows)
     table = Table("text", *(titles.get(name, name) for name in names))
     for kind, row in rows.items():
@@ -172,6 +190,22 @@ def evaluate(
     plots.loss_by_position({split: curve}, edges, plot, window=window)
     print(f"wrote {folder / f'eval-{split}.json'} and {plot}")
     return 0
+
+
+def _key_tokens(
+    reference: str,
+    texts: list[TokenisedDocument],
+    tokenizer: Tokenizer,
+    cache_dir: Path | None,
+) -> evaluation.KeyTokens:
+    """Key tokens of texts by a model that is not needed afterwards."""
+    by = opening.load(reference)
+    given = by.model, by.tokenizer, texts, tokenizer
+    with Status("finding key tokens", "tokens") as progress:
+        options: Any = {"cache_dir": cache_dir, "progress": progress}
+        keys = evaluation.key_tokens_by(*given, **options)
+    say(f"{keys.total:,} key tokens by {reference}")
+    return keys
 
 
 def data(

@@ -4,6 +4,7 @@ from memjax.evaluation.answer_scores import AnswerScores as AnswerScores
 from memjax.evaluation.answer_scores import answer_perplexity as answer_perplexity
 from memjax.evaluation.answer_scores import score_answers as score_answers
 from memjax.evaluation.key_alignment import align_key_tokens as align_key_tokens
+from memjax.evaluation.key_alignment import key_tokens_by as key_tokens_by
 from memjax.evaluation.key_alignment import retokenise as retokenise
 from memjax.evaluation.key_tokens import KeyTokens as KeyTokens
 from memjax.evaluation.key_tokens import find_key_tokens as find_key_tokens

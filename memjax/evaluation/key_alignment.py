@@ -6,8 +6,10 @@ score others, whose tokens may differ.
 Shapes: n tokens of a document.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -21,7 +23,8 @@ from memjax.data.documents.tokenizer import (
     first_tokens,
 )
 from memjax.data.documents.tokens import TokenisedDocument
-from memjax.evaluation.key_tokens import KeyTokens, digest_of
+from memjax.evaluation.key_tokens import KeyTokens, digest_of, find_key_tokens
+from memjax.models.base import Model
 
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted({*range(256)} - {*_PRINTED})
@@ -29,6 +32,50 @@ _OTHERS = sorted({*range(256)} - {*_PRINTED})
 BYTES = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + i): byte for i, byte in enumerate(_OTHERS)
 }
+
+
+def key_tokens_by(
+    reference: Model,
+    own: Tokenizer,
+    texts: Sequence[TokenisedDocument],
+    tokenizer: Tokenizer,
+    **options: Any,
+) -> KeyTokens:
+    """Key tokens of texts by a reference whose tokenizer may differ from theirs.
+
+    Then the texts are read in the reference's tokens, and its key tokens aligned; a
+    text that begins or ends inside of a character has none.
+
+    Args:
+        reference: as in `find_key_tokens`.
+        own: the reference's tokenizer.
+        texts: as they are read, each with an empty memory.
+        tokenizer: of the texts.
+        options: others of `find_key_tokens`.
+
+    Raises:
+        ValueError: as in `find_key_tokens`, `retokenise` and `align_key_tokens`.
+    """
+    require_instance("own", own, Tokenizer)
+    require_instance("tokenizer", tokenizer, Tokenizer)
+    require_all("texts", texts, TokenisedDocument)
+    if own.digest == tokenizer.digest:
+        return find_key_tokens(reference, texts, tokenizer=own, **options)
+    written = [_spans(tokenizer, text)[0] for text in texts]
+    is_whole = [_decoded(text).encode() == text for text in written]
+    whole = list(itertools.compress(texts, is_whole))
+    read = retokenise(whole, tokenizer, own)
+    keys = find_key_tokens(reference, read, tokenizer=own, **options)
+    found = iter(align_key_tokens(keys, read, own, whole, tokenizer).keys)
+    return KeyTokens(
+        keys=tuple(
+            next(found) if has else np.zeros(len(text.tokens), bool)
+            for text, has in zip(texts, is_whole, strict=True)
+        ),
+        documents=tuple(text.name for text in texts),
+        content=digest_of(texts),
+        tokenizer=tokenizer.digest,
+    )
 
 
 def align_key_tokens(

@@ -11,7 +11,10 @@ Scores = dict[str, float | None]
 
 
 def perplexities(
-    losses: TokenLosses, every: TokenLosses, window: int
+    losses: TokenLosses,
+    every: TokenLosses,
+    window: int,
+    key: TokenLosses | None = None,
 ) -> dict[str, Scores]:
     """Perplexities of all texts, as "all", and of each kind.
 
@@ -19,9 +22,11 @@ def perplexities(
         losses: of the targets that count.
         every: of all targets.
         window: of the model, in tokens; "beyond_window" is of targets from there on.
+        key: of the key tokens alone; None has no LongPPL.
 
     Returns:
-        "perplexity", "beyond_window", and "all_targets" where some do not count.
+        "perplexity", "beyond_window", "all_targets" where some do not count, and
+        "long_ppl".
     """
     leaks = not np.array_equal(losses.mask, every.mask)
     return {
@@ -30,6 +35,7 @@ def perplexities(
             "beyond_window": or_none(perplexity(losses, kind=kind, first=window)),
         }
         | ({"all_targets": or_none(perplexity(every, kind=kind))} if leaks else {})
+        | ({"long_ppl": or_none(perplexity(key, kind=kind))} if key else {})
         for kind in (None, *dict.fromkeys(losses.kinds))
     }
 

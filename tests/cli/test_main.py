@@ -1,6 +1,7 @@
 """The command line, called in this process: output, refusals, exit codes."""
 
 import dataclasses
+import functools
 import io
 import json
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import memjax
 from memjax.config_io import to_record
+from memjax.evaluation import key_alignment
 from memjax.mechanisms import SlidingWindowConfig
 from memjax.models.generation import _draw
 from memjax.training.config import presets
@@ -93,6 +95,25 @@ def test_evaluation_prints_a_table_and_writes_numbers_and_a_plot(trained):
     assert len(result["nats"]) == len(result["edges"]) - 1
     plot = (run_dir / "eval-validation.png").read_bytes()
     assert plot.startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.slow
+def test_a_reference_adds_the_perplexity_of_its_key_tokens(
+    trained, tmp_path, monkeypatch
+):
+    (tmp_path / "a.txt").write_text("memory window block state " * 40)
+    words = ("eval", trained[0], "--source", tmp_path / "a.txt", "--split", "train")
+    words += ("--context-length", "32", "--output", tmp_path, "--reference", trained[0])
+    # An untrained one predicts nothing by the long context.
+    assert "least=100 key tokens are needed, got 0 of 0" in refused(*words)
+    find = functools.partial(key_alignment.find_key_tokens, alpha=-1e9, beta=-1e9)
+    monkeypatch.setattr(key_alignment, "find_key_tokens", find)
+    code, out, err = command(*words)
+    assert (code, err) == (0, []) and "LongPPL" in out
+    row = json.loads((tmp_path / "eval-train.json").read_text())["perplexity"]["all"]
+    # Of all tokens that have as long a context in both readings.
+    assert row["long_ppl"] != row["perplexity"]
+    assert row["long_ppl"] == pytest.approx(row["perplexity"], rel=0.1)
 
 
 @pytest.mark.slow

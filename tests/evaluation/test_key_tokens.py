@@ -174,6 +174,29 @@ def test_keys_of_another_tokenizer_are_of_the_same_bytes(find, other):
     assert back.total > 0
 
 
+def test_texts_in_other_tokens_have_the_keys_of_whole_ones(find, tmp_path):
+    # Behind the first contexts all are key tokens.
+    every = dict(alpha=-1e9, beta=-1e9)
+
+    def by(texts, tokenizer):
+        given = SETTINGS | CALLS | dict(cache_dir=tmp_path) | every
+        return evaluation.key_tokens_by(MODEL, BYTES, texts, tokenizer, **given)
+
+    chex.assert_trees_all_equal(by(DOCUMENTS, BYTES), keys := find(**every))
+    others = evaluation.retokenise(DOCUMENTS, BYTES, PIECES)
+    wanted = evaluation.align_key_tokens(keys, DOCUMENTS, BYTES, others, PIECES)
+    chex.assert_trees_all_equal(by(others, PIECES), wanted)
+    # The second text from the second byte of its first character on.
+    pieces: Any = PIECES
+    ids = [pieces.backend.token_to_id("©"), *PIECES.encode(" né, né")]
+    inside = others[1]._replace(tokens=np.array(ids, np.int32))
+    found = by([others[0], inside, *others[2:]], PIECES)
+    chex.assert_trees_all_equal(found.keys[0], wanted.keys[0])
+    assert len(found.keys[1]) == len(ids) and not found.keys[1].any()
+    assert found.content == key_tokens.digest_of([others[0], inside, *others[2:]])
+    assert wanted.keys[0].any() and wanted.keys[1].any()
+
+
 def test_no_target_that_the_reference_has_seen_is_a_key(tmp_path):
     model = add_hmt(MODEL, tiny.HMT, key=jax.random.key(1))
     every: dict[str, Any] = (

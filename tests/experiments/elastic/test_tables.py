@@ -16,7 +16,8 @@ from experiments.elastic import probes, tables
 from experiments.lab.intervals import against_paper
 from experiments.lab.results import arranged
 from experiments.memories import books
-from memjax import data, evaluation
+from memjax import data
+from memjax.evaluation import key_alignment
 from memjax.models import LanguageModel
 from memjax.models.language_model.presets import TINY
 from tests.training.idle import idle_updates
@@ -33,8 +34,8 @@ def test_tables_share_the_models_of_books_and_have_all_cells(tmp_path, monkeypat
     reference = SimpleNamespace(model=model, tokenizer=data.load_tokenizer("bytes"))
     monkeypatch.setattr(memjax, "load", lambda path: reference)
     # Every token behind the first contexts is a key, of a reference that knows nothing.
-    find = functools.partial(evaluation.find_key_tokens, alpha=-1e9, beta=-1e9)
-    monkeypatch.setattr(evaluation, "find_key_tokens", find)
+    find = functools.partial(key_alignment.find_key_tokens, alpha=-1e9, beta=-1e9)
+    monkeypatch.setattr(key_alignment, "find_key_tokens", find)
     toy: dict[str, Any] = dict(steps=2, window=16, context_length=64, test_texts=2)
     toy |= dict(source="embedded", run_dir=tmp_path, output=tmp_path)
     with idle_updates():

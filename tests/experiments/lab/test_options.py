@@ -34,7 +34,6 @@ gpu.fifteen_minutes --budgets 9000 | budgets must be at least 4 texts of context
 gpu.fifteen_minutes --updates 5 | Unrecognized options
 gpu.fifteen_minutes --corpus folder:no | corpus must be a folder that exists, got fold
 hmt.length --source folder:no | source must be a folder that exists, got folder:no: make
-elastic.tables --source folder:no | source must be a folder that exists, got folder:no:
 memories.books --source folder:no | source must be a folder that exists, got folder:no:
 memories.equal_bytes --corpus folder:no | corpus must be a folder that exists, got
 hmt.length --curve 5 | targets and curve must be at least 4096, got 5
