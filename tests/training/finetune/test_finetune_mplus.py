@@ -225,8 +225,9 @@ def test_a_new_retriever_starts_by_similarity(base, tmp_path, monkeypatch):
     # Unless asked to: one that is fitted to the trained model, and nothing else.
     again = dataclasses.replace(third.refitted(), seed=1)
     with idle_updates():
-        finetune.finetune(again, None, tmp_path / "again", tmp_path / "run")
-    refitted = finetune.load(tmp_path / "again")[1]
+        finetune.finetune(again, None, tmp_path / "run" / "refit", tmp_path / "run")
+    # The last stage of the folder.
+    refitted = finetune.load(tmp_path / "run")[1]
     before, after = (nnx.to_pure_dict(nnx.state(x)) for x in (model, refitted))
     chex.assert_trees_all_equal(
         after["query"], nnx.to_pure_dict(nnx.state(found[1][1]))["query"]
