@@ -12,14 +12,19 @@ from jaxtyping import Array
 from memjax_kernels._src.common.partition import mesh_of
 
 
-def on_any_mesh(function: Callable, has_state: bool = True) -> Any:
+def on_any_mesh(
+    function: Callable, has_state: bool = True, check: Callable | None = None
+) -> Any:
     """A function of (params, [state], x, ...) with Explicit axes made Auto inside.
 
     Otherwise every indexing and reshape would have to name its result's sharding.
+    `check` is called first, on the same arguments.
     """
 
     @functools.wraps(function)
     def call(*args):
+        if check is not None:
+            check(*args)
         mesh = mesh_of(args)
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)

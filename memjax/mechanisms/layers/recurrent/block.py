@@ -24,7 +24,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax.mechanisms.base import Mechanism, Packed, refuse_mask
 from memjax.mechanisms.cells.base import Cell, CellDefaults
@@ -136,9 +136,53 @@ def apply(
     params: BlockParams,
     state: BlockState,
     x: Float[Array, "B T D"],
+    flags: tuple[Bool[Array, "B T"], Int[Array, "B T"]] | None = None,
 ) -> tuple[BlockState, Float[Array, "B T D"]]:
-    """A segment: equal to T steps."""
-    return _read(config, cell, params, state, x)
+    """A segment: equal to T steps.
+
+    flags: of packed rows, where documents start and the tokens' positions in them.
+    """
+    ways = sequence_ways(x.shape[1])
+    # The convolution of a device sees tokens of the one before it, and of no other.
+    divided = ways > 1 and x.shape[1] >= ways * config.style.conv_inputs
+    if divided and cell.apply_share is not None:
+        share = functools.partial(_apply_share, config, cell)
+        return on_shares(share, (params, state), (x, flags))
+    starts, positions = flags or (None, None)
+    resets = () if starts is None else (starts,)
+    if cell.convolved is not None:
+        given = unconvolved(config, params, state, x)
+        if given is not None:
+            seen = cell_input(config, x)
+            memory, (*window, values), y = cell.convolved(
+                params.cell, state.memory, given, seen, *resets
+            )
+            state = BlockState(jnp.stack(window, axis=2), memory, values)
+            return state, output_projection(config, params, x, y)
+    state, (q, k, v) = qkv_projection(config, params, state, x, positions)
+    if not cell.shares_keys:
+        q, k = for_each_value(config, q), for_each_value(config, k)
+    seen = cell_input(config, x)
+    memory, y = cell.apply(params.cell, state.memory, q, k, v, seen, *resets)
+    return state._replace(memory=memory), output_projection(config, params, x, y)
+
+
+def _apply_share(config, cell, fixed, tokens):
+    """`apply` of this device's share of the tokens."""
+    (params, state), (x, flags) = fixed, tokens
+    before = config.style.conv_inputs
+    if before:
+        # The convolution needs the last inputs of the previous device.
+        windows = state._replace(memory=None)
+        empty = jax.tree.map(jnp.zeros_like, windows)
+        previous, _ = qkv_projection(config, params, empty, last_of_previous(x, before))
+        chosen = jax.tree.map(
+            lambda first, last: jnp.where(is_first(), first, last), windows, previous
+        )
+        state = chosen._replace(memory=state.memory)
+    # Its memory is joined to others, which `convolved` does not.
+    cell = cell._replace(apply=cell.apply_share, convolved=None)
+    return apply(config, cell, params, state, x, flags)
 
 
 def whole(
@@ -165,60 +209,4 @@ def _whole(config, cell, params, x, starts=None):
         flags = (starts, documents.positions(starts))
     projections = part_shape(params.query_key)[1]
     window, values = no_inputs(config, projections, x.shape[0])
-    return _read(config, cell, params, BlockState(window, None, values), x, flags)[1]
-
-
-def _read(config, cell, params, state, x, flags=None):
-    """The state after a segment, and its outputs.
-
-    flags: of packed rows, where documents start and the tokens' positions in them.
-    """
-    ways = sequence_ways(x.shape[1])
-    before = config.style.conv_inputs
-    # The convolution of a device sees tokens of the one before it, and of no other.
-    divided = ways > 1 and x.shape[1] >= ways * before
-    if divided and cell.apply_share is not None:
-        share = functools.partial(_read_share, config, cell)
-        return on_shares(share, (params, state), (x, flags))
-    return _segment(config, cell, cell.apply, params, state, x, flags)
-
-
-def _read_share(config, cell, fixed, tokens):
-    """`_read` of this device's share of the tokens."""
-    (params, state), (x, flags) = fixed, tokens
-    before = config.style.conv_inputs
-    if before:
-        # The convolution needs the last inputs of the previous device.
-        windows = state._replace(memory=None)
-        empty = jax.tree.map(jnp.zeros_like, windows)
-        previous, _ = qkv_projection(config, params, empty, last_of_previous(x, before))
-        chosen = jax.tree.map(
-            lambda first, last: jnp.where(is_first(), first, last), windows, previous
-        )
-        state = chosen._replace(memory=state.memory)
-    return _segment(config, cell, cell.apply_share, params, state, x, flags)
-
-
-def _segment(config, cell, read, params, state, x, flags):
-    """The memory's `read` between the projections."""
-    starts, positions = flags or (None, None)
-    resets = () if starts is None else (starts,)
-    # Not of a share of the tokens, whose memory is joined to others.
-    if cell.convolved is not None and read is cell.apply:
-        given = unconvolved(config, params, state, x)
-        if given is not None:
-            seen = cell_input(config, x)
-            memory, (*window, values), y = cell.convolved(
-                params.cell, state.memory, given, seen, *resets
-            )
-            state = BlockState(jnp.stack(window, axis=2), memory, values)
-            return state, output_projection(config, params, x, y)
-    state, (q, k, v) = qkv_projection(config, params, state, x, positions)
-    if not cell.shares_keys:
-        q, k = (
-            for_each_value(config, q),
-            for_each_value(config, k),
-        )
-    seen = cell_input(config, x)
-    memory, y = read(params.cell, state.memory, q, k, v, seen, *resets)
-    return state._replace(memory=memory), output_projection(config, params, x, y)
+    return apply(config, cell, params, BlockState(window, None, values), x, flags)[1]
