@@ -66,8 +66,8 @@ def both(form, variant, tokens, state, reset, empty, *, in_phase=False):
         if in_phase:
             # Tokens of chunks that start here: from the memory as the empty one.
             before, fresh = None, lattice_state(start, state.chunk_size)
-        given: Any = (*tokens, None, before, reset, fresh, Rule(variant))
-        after, y = in_chunks(form, *given)
+        given: Any = (*tokens, None, before, reset, fresh)
+        after, y = in_chunks(functools.partial(form, rule=Rule(variant)), *given)
         # Gates that forget have no gradient here.
         return y, after.start, after.tokens and after.tokens[:3]
 

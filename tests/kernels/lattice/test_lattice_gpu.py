@@ -42,8 +42,8 @@ def draw(batch, time, heads, dtype, seed=0) -> Any:
 
 def in_chunks(form, rule, reset, tokens, state, empty):
     """The state after the tokens but for its position, and their reads."""
-    given: Any = (*tokens, None, state, reset, empty, rule)
-    state, y = segment.in_chunks(form, *given)
+    given: Any = (*tokens, None, state, reset, empty)
+    state, y = segment.in_chunks(functools.partial(form, rule=rule), *given)
     return state.start, state.tokens and state.tokens[:3], y
 
 

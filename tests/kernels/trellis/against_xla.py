@@ -38,8 +38,9 @@ def draw(
 
 
 def in_chunks(implementation, tokens, state, empty, reset=None, **options):
-    given: Any = (*tokens, state, reset, empty, Rule(**options))
-    return segment.in_chunks(implementation, *given)
+    given: Any = (*tokens, state, reset, empty)
+    form = functools.partial(implementation, rule=Rule(**options))
+    return segment.in_chunks(form, *given)
 
 
 def perturbed(state, seed):

@@ -51,8 +51,9 @@ def memories_and_reads(implementation, phi, reset, tokens: Any, state, empty):
         # Zeros behind the open tokens are no arguments.
         behind = jax.tree.map(lambda x: x * (x != 0), state.tokens)
         state = dataclasses.replace(state, tokens=behind)
-    given: Any = (*tokens, state, reset, empty, Rule(phi))
-    after, y = segment.in_chunks(implementation, *given)
+    given: Any = (*tokens, state, reset, empty)
+    form = functools.partial(implementation, rule=Rule(phi))
+    after, y = segment.in_chunks(form, *given)
     return (after.keys, after.values, after.tokens), y
 
 

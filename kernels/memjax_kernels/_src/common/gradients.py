@@ -43,17 +43,11 @@ def of_kernels(
 
     # The gradient's calls are differentiable themselves, for gradients of gradients.
     # Residuals depend on the primals alone, so that their cotangents are left out.
-    @differentiable
-    def keeping(static, *primals):
-        return forward(static, *primals, with_residuals=True)
-
-    @differentiable
-    def pullback(static, primals, residuals, cotangents):
-        return backward(static, primals, residuals, cotangents)
+    keeping: Any = differentiable(functools.partial(forward, with_residuals=True))
+    pullback: Any = differentiable(backward)
 
     def op_forward(static, *primals):
-        results: Any = keeping(static, *primals)
-        (memory, y), residuals = results
+        (memory, y), residuals = keeping(static, *primals)
         # Named, so that a rematerialisation policy can save them and skip the forward
         # kernel.
         residuals = checkpoint_name(residuals, f"{name}_chunk_states")
@@ -63,7 +57,7 @@ def of_kernels(
         return pullback(static, *residuals, cotangents)
 
     def keeping_forward(static, *primals):
-        results: Any = keeping(static, *primals)
+        results = keeping(static, *primals)
         return results, (primals, results[1])
 
     def keeping_backward(static, residuals, cotangents):

@@ -5,6 +5,7 @@ platform that it is lowered for. A program lowered on a CPU for a TPU holds the 
 of the TPU.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -46,7 +47,7 @@ def choose(
         op: its name, for messages.
         implementation: a key of `forms`, or None for the fastest.
         forms: the implementations. Kernels and `xla` take the same positional trees of
-            arrays and static keywords, and return the same structure.
+            arrays, and return the same structure.
         unsupported: why a form cannot take the arguments on any device, by its name;
             "" or no entry where it can.
         by_itself: kernels that are chosen without being asked for.
@@ -78,22 +79,18 @@ def choose(
         # Programs for a TPU are lowered on CPUs too, those for a GPU are not.
         kernels.setdefault("tpu", default)
         default = cpu.loop_unless_differentiated(forms["reference"], default)
-    # Many ops have the XLA form alone.
-    return _by_platform(kernels, default) if kernels else default
+    if not kernels:
+        # Many ops have the XLA form alone.
+        return default
+    every = {"default": default, **kernels}
+    alike = {name: functools.partial(_alike, form) for name, form in every.items()}
+    # Traces all forms and lowers one.
+    return functools.partial(jax.lax.platform_dependent, **alike)
 
 
-def _by_platform(kernels: Mapping[str, Callable], default: Callable) -> Callable:
-    """Traces all forms and lowers one."""
-
-    def chosen(*arrays, **options):
-        def alike(form):
-            # Inside a shard_map, results of all vary over the axes that arrays do.
-            return lambda *x: vary_alike((form(*x, **options), x))[0]
-
-        forms = {platform: alike(form) for platform, form in kernels.items()}
-        return jax.lax.platform_dependent(*arrays, default=alike(default), **forms)
-
-    return chosen
+def _alike(form: Callable[..., Any], *arrays: Any) -> Any:
+    # Inside a shard_map, results of all forms vary over the axes that arrays do.
+    return vary_alike((form(*arrays), arrays))[0]
 
 
 def _check(op, implementation, forms, unsupported):

@@ -51,24 +51,20 @@ def chunkwise(
         says_what_varies: whether its kernels tell over which axes of a mesh their
             results vary; jax's own do not.
     """
+    return functools.partial(_on_shares, form, _of_chunks, says_what_varies)
 
-    def specs(fit, tokens, *memories):
-        batch, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
-        b, h = fit(BATCH, batch), fit(HEADS, heads)
-        along = P(b, None, None, h)
-        token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
 
-        def shared(x):
-            return x.shape[0] == 1 < batch
+def _of_chunks(fit, tokens, *memories):
+    batch, _, _, heads = jax.tree.leaves(tokens)[0].shape[:4]
+    b, h = fit(BATCH, batch), fit(HEADS, heads)
+    along = P(b, None, None, h)
+    token_specs = jax.tree.map(lambda x: along if x.ndim > 2 else P(b), tokens)
 
-        memory_specs = jax.tree.map(lambda x: P(None if shared(x) else b, h), memories)
-        return (token_specs, *memory_specs), (P(b, h), along)
+    def shared(x):
+        return x.shape[0] == 1 < batch
 
-    def divided(tokens, *memories, **options):
-        share = functools.partial(form, **options)
-        return _on_shares(share, specs, (tokens, *memories), says_what_varies)
-
-    return divided
+    memory_specs = jax.tree.map(lambda x: P(None if shared(x) else b, h), memories)
+    return (token_specs, *memory_specs), (P(b, h), along)
 
 
 def head_ways(number: int, *arrays: Any) -> int:
@@ -86,12 +82,12 @@ def by_rows(form: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     as everywhere, and rows along the axis that divides heads elsewhere. Axes that do
     not divide B or M evenly are left out. Without a mesh, the form as it is.
     """
+    return functools.partial(_on_shares, form, _of_rows, True)
 
-    def specs(fit, queries, rows):
-        b, m = fit(BATCH, rows.shape[0]), fit(HEADS[:1], rows.shape[1])
-        return (P(b), P(b, m)), P(b, m)
 
-    return lambda *given: _on_shares(form, specs, given)
+def _of_rows(fit, queries, rows):
+    b, m = fit(BATCH, rows.shape[0]), fit(HEADS[:1], rows.shape[1])
+    return (P(b), P(b, m)), P(b, m)
 
 
 def token_by_token(
@@ -116,7 +112,7 @@ def token_by_token(
         specs = jax.tree.map(lambda x: along if x.ndim == 4 else P(b, t), tokens)
         return (specs, P()), along
 
-    return lambda *given: _on_shares(form, specs, given)
+    return functools.partial(_on_shares, form, specs, True)
 
 
 def by_experts(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,13 +146,13 @@ def by_experts(form: Callable[..., Any]) -> Callable[..., Any]:
             first = jax.lax.axis_index(axis) * (count // ways)
             return jax.lax.psum(form(tokens, parameters, experts, first), axis)
 
-        return _on_shares(share, specs, (tokens, parameters, experts))
+        return _on_shares(share, specs, True, tokens, parameters, experts)
 
     return divided
 
 
-def _on_shares(form, specs, given, says_what_varies: bool = True):
-    """form(*given), where there is a mesh on each device's share.
+def _on_shares(form, specs, says_what_varies, *given, **options):
+    """form(*given, **options), where there is a mesh on each device's share.
 
     `specs`, of (fit, *given), are those of the arguments and of the results; fit(names,
     size) gives the axes of these names that divide a size.
@@ -164,7 +160,7 @@ def _on_shares(form, specs, given, says_what_varies: bool = True):
     mesh = mesh_of(*given)
     axes = _undivided(mesh)
     if not axes:
-        return form(*given)
+        return form(*given, **options)
 
     def fit(names, size):
         present = [name for name in names if name in axes]
@@ -172,7 +168,7 @@ def _on_shares(form, specs, given, says_what_varies: bool = True):
 
     in_specs, out_specs = specs(fit, *given)
     return jax.shard_map(
-        form,
+        functools.partial(form, **options),
         mesh=mesh,
         axis_names=set(axes),
         in_specs=in_specs,

@@ -39,7 +39,7 @@ def gated_slots_tpu(
     g = jnp.zeros(alpha.shape, jnp.float32) if g is None else g
     keys = state.keys.swapaxes(2, 3)
     keys, weights = recurrence.recur(
-        OP, q, k, alpha, {"g": g}, keys, reset, interpret=interpret
+        OP, ("g",), q, k, alpha, g, keys, reset, interpret=interpret
     )
     values, y = gla_tpu(weights, alpha, v, g, state.values, reset, interpret=interpret)
     return GatedSlotsState(keys=keys.swapaxes(2, 3), values=values), y

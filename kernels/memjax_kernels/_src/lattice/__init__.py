@@ -93,10 +93,11 @@ def lattice(
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     empty = checks.check_states(state, empty, sizes, chunk_size, rule)
     misplaced = chunks.misplaced_resets(reset, chunk_size, state and state.position)
+    forms = {name: functools.partial(f, rule=rule) for name, f in _CHUNKWISE.items()}
     form = implementations.choose(
         "lattice",
         implementation,
-        {"reference": by_tokens} | _CHUNKWISE,
+        {"reference": by_tokens} | forms,
         {
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, chunk_size, rule),
             "pallas_gpu": pallas_gpu.unsupported(q, k, v, chunk_size, rule),
@@ -108,5 +109,5 @@ def lattice(
         one_token = functools.partial(step, rule=rule)
         after, y = by_tokens(one_token, tokens, *memories)
     else:
-        after, y = in_chunks(form, *tokens, *memories, rule)
+        after, y = in_chunks(form, *tokens, *memories)
     return chunks.mask_with_nan(after, y, misplaced)

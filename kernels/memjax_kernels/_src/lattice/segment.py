@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.steps import segment
-from memjax_kernels._src.lattice.memory import LatticeState, LatticeTokens, Rule
+from memjax_kernels._src.lattice.memory import LatticeState, LatticeTokens
 
 
 def in_chunks(
@@ -24,14 +24,13 @@ def in_chunks(
     state: LatticeState | None,
     reset: Bool[Array, "B T"] | None,
     empty: LatticeState,
-    rule: Rule,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
     """Runs a chunk implementation; the other arguments are those of `lattice`."""
 
     def run(q, x, full, reset, before):
         gates = x.gamma, None if g is None else x.g
         given = Chunks((q, x.k, x.v), gates, full, reset)
-        start, y = implementation(given, before.start, empty.start, rule=rule)
+        start, y = implementation(given, before.start, empty.start)
         return {"start": start}, y
 
     tokens = LatticeTokens(k, v, gamma, jnp.zeros_like(gamma) if g is None else g)

@@ -22,6 +22,7 @@ from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.packs import recurrence
 from memjax_kernels._src.common.packs.blocks import (
     LANES,
+    PARAMS,
     Specs,
     pack_heads,
     unpack_heads,
@@ -184,22 +185,22 @@ def _on_device(static: Static, x: Chunks, weights, of_heads, state):
     made = [pltpu.VMEM((1, CHUNK_SIZE, n), dtype) for n, dtype in kinds]
     columns = [pltpu.VMEM((n // LANES, ROWS + CHUNK_SIZE, LANES), F32) for n in wide]
     widths = q.shape[-1], q.shape[-1], None
-    after, y = of.call(
+    after, y = pl.pallas_call(
         functools.partial(_kernel, static=static, layout=layout, widths=widths),
-        "convolved_gated_delta_rule_forward",
-        given,
-        (weights, of_heads, memory),
-        (after, y),
-        (
+        grid=of.grid(y),
+        in_specs=(
             specs,
             by_share(always)(weights),
             pl.BlockSpec(of_heads.shape, lambda b, g, i: (0, 0)),
             of.memories(memory),
         ),
-        (of.memories(after), of.tokens(y)),
-        (columns, made),
+        out_specs=(of.memories(after), of.tokens(y)),
+        out_shape=(after, y),
+        scratch_shapes=(columns, made),
+        compiler_params=PARAMS,
         interpret=static.interpret,
-    )
+        name="convolved_gated_delta_rule_forward",
+    )(given, weights, of_heads, memory)
     return unpack_heads(after, layout.heads), y.reshape(v.shape)
 
 

@@ -3,10 +3,11 @@
 `packed`, `packed_gla`, `packed_delta` and `packed_kda` have the equations of a chunk.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from memjax_kernels._src.common.packs import recurrence
+from memjax_kernels._src.common.packs.recurrence import recur
 from memjax_kernels._src.common.packs.recurrence_chunk import Op
 from memjax_kernels._src.linear import packed, packed_delta, packed_gla, packed_kda
 from memjax_kernels._src.linear.chunks import linear_group, scan_groups
@@ -40,22 +41,10 @@ KDA = DELTA._replace(
 )
 GDN2 = KDA._replace(name="gdn2", in_xla=_in_xla(gdn2_group))
 
-
-def kernels(op: Op, *names: str) -> Callable[..., Any]:
-    """(q, k, v, *gates of these names, state, reset) -> (state, y), in kernels."""
-
-    def run(q, k, v, *given, interpret: Any = False):
-        *gates, state, reset = given
-        named = dict(zip(names, gates, strict=True))
-        return recurrence.recur(op, q, k, v, named, state, reset, interpret=interpret)
-
-    return run
-
-
-linear_attention_tpu = kernels(LINEAR)
-ssd_tpu = kernels(LINEAR, "g")
-gla_tpu = kernels(GLA, "g")
-delta_rule_tpu = kernels(DELTA, "beta")
-gated_delta_rule_tpu = kernels(DELTA, "beta", "g")
-kda_tpu = kernels(KDA, "beta", "g")
-gdn2_tpu = kernels(GDN2, "erase", "write", "g")
+linear_attention_tpu = functools.partial(recur, LINEAR, ())
+ssd_tpu = functools.partial(recur, LINEAR, ("g",))
+gla_tpu = functools.partial(recur, GLA, ("g",))
+delta_rule_tpu = functools.partial(recur, DELTA, ("beta",))
+gated_delta_rule_tpu = functools.partial(recur, DELTA, ("beta", "g"))
+kda_tpu = functools.partial(recur, KDA, ("beta", "g"))
+gdn2_tpu = functools.partial(recur, GDN2, ("erase", "write", "g"))

@@ -85,13 +85,17 @@ def short_convolution(
         "short_convolution",
         implementation,
         {
-            "xla": functools.partial(xla.short_convolution, activation=activation),
-            "pallas_tpu": convolution_tpu.short_convolution_tpu,
+            "xla": functools.partial(
+                xla.short_convolution, activation=activation, unit_norm=unit_norm
+            ),
+            "pallas_tpu": functools.partial(
+                convolution_tpu.short_convolution_tpu, unit_norm=unit_norm
+            ),
         },
         {"pallas_tpu": reason},
     )
     given = () if bias is None else (bias,)
-    return form(x, filters, before, positions, *given, unit_norm=unit_norm)
+    return form(x, filters, before, positions, *given)
 
 
 def l2_normalize(
@@ -120,10 +124,11 @@ def l2_normalize(
     if x.ndim == 4:
         unsupported = tiles.unsupported("x", x)
     forms = {"xla": norms.l2_normalize, "pallas_tpu": norms_tpu.l2_normalize_tpu}
+    forms = {name: functools.partial(form, norm=norm) for name, form in forms.items()}
     form = implementations.choose(
         "l2_normalize", implementation, forms, {"pallas_tpu": unsupported}
     )
-    return form(x, norm=norm)
+    return form(x)
 
 
 def gated_norm(

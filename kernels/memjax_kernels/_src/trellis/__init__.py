@@ -105,22 +105,23 @@ def trellis(
         arguments.check_range("gamma", gamma, 0.0, 1.0)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     misplaced = chunks.misplaced_resets(reset, chunk_size, state and state.position)
+    rule = Rule(phi, activation, bound_steps, normalize)
+    forms = {name: functools.partial(f, rule=rule) for name, f in _CHUNKWISE.items()}
     form = implementations.choose(
         "trellis",
         implementation,
-        {"reference": by_tokens} | _CHUNKWISE,
+        {"reference": by_tokens} | forms,
         {
             "pallas_tpu": pallas_tpu.unsupported(q, k, v, alpha, chunk_size),
             "pallas_gpu": mosaic.unsupported(chunk_size, q=q, k=k, v=v, alpha=alpha),
         },
         ("pallas_tpu", "pallas_gpu"),
     )
-    rule = Rule(phi, activation, bound_steps, normalize)
     tokens, memories = (q, k, v, alpha, gamma, g), (state, reset, empty)
     if implementation == "reference":
         one_token = functools.partial(step, rule=rule)
         after, y = by_tokens(one_token, tokens, *memories)
     else:
-        after, y = segment.in_chunks(form, *tokens, *memories, rule)
+        after, y = segment.in_chunks(form, *tokens, *memories)
     # Results after a misplaced reset have no meaning, and must not pass unseen.
     return chunks.mask_with_nan(after, y, misplaced)

@@ -38,7 +38,6 @@ def in_chunks(
     state: TrellisState | None,
     reset: Bool[Array, "B T"] | None,
     empty: TrellisState,
-    rule: Rule,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """Runs a chunk implementation; the other arguments are those of `trellis`."""
     gamma = per_pass(gamma)
@@ -56,7 +55,7 @@ def in_chunks(
         given = Chunks((q, *x[:3]), tuple(x[3:]), full, reset)
         memory, blank = ((y.keys, y.values) for y in (before, empty))
         blank = None if reset is None else blank
-        (keys, values), y = implementation(given, memory, blank, rule=rule)
+        (keys, values), y = implementation(given, memory, blank)
         return {"keys": keys, "values": values}, y
 
     after, y = segment.in_chunks(run, q, tokens, state, reset, empty)

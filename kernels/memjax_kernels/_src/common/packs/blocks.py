@@ -173,41 +173,6 @@ class Specs(NamedTuple):
             lambda x: pl.BlockSpec(block(x), lambda b, g, i: (b, g, 0, 0)), tree
         )
 
-    def call(
-        self,
-        kernel: Callable[..., None],
-        name: str,
-        x: Any,
-        inputs: tuple[Any, ...],
-        outputs: Any,
-        specs: Any,
-        out_specs: Any,
-        scratch: Sequence[Any] = (),
-        *,
-        interpret: Any,
-    ) -> Any:
-        """Runs a kernel of x and further inputs on the grid of these blocks.
-
-        Args:
-            kernel: of references to x, the inputs, the outputs and the scratch.
-            name: of the kernel in the program.
-            x: a named tuple with `tokens` [B, n, C, H D].
-            inputs: further ones.
-            outputs: what they look like.
-            specs: blocks of x and the inputs.
-            out_specs: blocks of the outputs.
-            scratch: what is in VMEM alone.
-            interpret: as in `pallas_call`.
-        """
-        batch, number = x.tokens[0].shape[:2]
-        return pl.pallas_call(
-            kernel,
-            grid=(batch // self.rows, self.groups, number),
-            in_specs=specs,
-            out_specs=out_specs,
-            out_shape=outputs,
-            scratch_shapes=scratch,
-            compiler_params=PARAMS,
-            interpret=interpret,
-            name=name,
-        )(x, *inputs)
+    def grid(self, tokens: Any) -> tuple[int, int, int]:
+        """The programs for tokens [B, n, C, H D]."""
+        return tokens.shape[0] // self.rows, self.groups, tokens.shape[1]

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels._src.common import chunks, gradients, products, varying
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.packs import pack_products
 from memjax_kernels._src.common.packs.blocks import (
+    PARAMS,
     Specs,
     flag_columns,
     gate_columns,
@@ -164,17 +166,16 @@ def _forward(op: Op, static: Static, x: Chunks, memory, empty, *, with_residuals
 
         residuals = jax.tree.map(saved, memory, op.residuals(values.dtype))
     of = _specs_for(layout, x, lambda i: i)
-    after, y, residuals = _call(
-        of,
-        static,
-        op.forward,
-        f"{op.name}_forward",
-        blocks,
-        inputs=(memory, empty),
-        outputs=(after, y, residuals),
-        specs=(_specs(of, layout, blocks), of.memories(memory), of.memories(empty)),
+    after, y, residuals = pl.pallas_call(
+        _with_static(op.forward, static, blocks),
+        grid=of.grid(y),
+        in_specs=(_specs(of, layout, blocks), of.memories(memory), of.memories(empty)),
         out_specs=(of.memories(after), of.tokens(y), of.residuals(residuals)),
-    )
+        out_shape=(after, y, residuals),
+        compiler_params=PARAMS,
+        interpret=static.interpret,
+        name=f"{op.name}_forward",
+    )(blocks, memory, empty)
     part = functools.partial(unpack_heads, heads=layout.heads)
     return (jax.tree.map(part, after), split_chunks(y, layout.chunks)), residuals
 
@@ -195,15 +196,10 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
     of = _specs_for(layout, x, lambda i: n - 1 - i)
     d_tokens = _tokens_like(layout, blocks)
     d_gates, gate_spec = _gates_like(op, layout, of, blocks)
-    d_tokens, d_gates, d_memory, d_empty = _call(
-        of,
-        static,
-        op.backward,
-        f"{op.name}_backward",
-        blocks,
-        inputs=(empty, residuals, d_after, d_y),
-        outputs=(d_tokens, d_gates, before, emptied),
-        specs=(
+    d_tokens, d_gates, d_memory, d_empty = pl.pallas_call(
+        _with_static(op.backward, static, blocks),
+        grid=of.grid(d_y),
+        in_specs=(
             _specs(of, layout, blocks),
             of.memories(empty),
             of.residuals(residuals),
@@ -216,7 +212,11 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
             of.memories(before),
             of.memories(emptied),
         ),
-    )
+        out_shape=(d_tokens, d_gates, before, emptied),
+        compiler_params=PARAMS,
+        interpret=static.interpret,
+        name=f"{op.name}_backward",
+    )(blocks, empty, residuals, d_after, d_y)
     d_gates = op.of_gates(_by_head(op, layout, d_gates), x)
     of_tokens = functools.partial(_of_blocks, layout)
     # Flags have no gradient.
@@ -282,12 +282,8 @@ def _specs(of: Specs, layout: Layout, x: Blocks) -> Blocks:
     return Blocks(tokens, of.gates(x.gates))
 
 
-def _call(of: Specs, static: Static, kernel, name, x: Blocks, **blocks):
-    dtype = products.operand_dtype(x.tokens[0])
-    kernel = functools.partial(
-        kernel,
-        layout=static.layout,
-        options=static.options,
-        multiply=functools.partial(pack_products.multiply, dtype=dtype),
-    )
-    return of.call(kernel, name, x, **blocks, interpret=static.interpret)
+def _with_static(kernel: Callable[..., None], static: Static, blocks: Blocks):
+    dtype = products.operand_dtype(blocks.tokens[0])
+    multiply = functools.partial(pack_products.multiply, dtype=dtype)
+    options, layout, _ = static
+    return functools.partial(kernel, layout=layout, options=options, multiply=multiply)

@@ -7,12 +7,12 @@ them once, and sum their gradients.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import chunks, partition
 from memjax_kernels._src.common.chunks import Chunks
@@ -53,21 +53,22 @@ def unsupported(q: Any, k: Any, v: Any, *_: Any) -> str:
 
 def recur(
     op: Op,
+    names: Sequence[str],
     q: Float[Array, "B T G K"],
     k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
-    gates: Mapping[str, Array],
-    state: Float[Array, "B H K V"],
-    reset: Bool[Array, "B T"] | None,
-    *,
+    *given: Array | None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
-    """An op over T tokens, with gates `g`, `beta`, `erase` and `write` if it has them.
+    """An op over T tokens.
 
-    They are [B, T, H] or [B, T, H, D]; without g there is no decay.
+    `names` are of its gates, [B, T, H] or [B, T, H, D]: `g`, without which there is no
+    decay, `beta`, `erase` and `write`. `given` are these, the state and `reset`.
     """
-    time, g, beta = q.shape[1], gates.get("g"), gates.get("beta")
-    rates = tuple(gates[name] for name in ("erase", "write") if name in gates)
+    *gates, state, reset = given
+    named = dict(zip(names, gates, strict=True))
+    time, g, beta = q.shape[1], named.get("g"), named.get("beta")
+    rates = tuple(named[name] for name in ("erase", "write") if name in named)
     g = jnp.zeros(v.shape[:3], F32) if g is None else g.astype(F32)
     if reset is not None:
         at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
