@@ -63,6 +63,9 @@ SWEPT = {
         ("attention/d64/t2048/both",), {"block": (512,), "tile": (128, 512)}
     ),
     "step": Swept(("decode/gated_deltanet",), {"heads": (4, 8)}),
+    "head_step": Swept(
+        ("decode/lattice", "decode/trellis"), {"heads": (4,), "bytes": (8 << 20,)}
+    ),
 }
 
 
