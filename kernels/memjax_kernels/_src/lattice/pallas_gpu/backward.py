@@ -11,17 +11,16 @@ before the division by its norms:
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
 from memjax_kernels._src.common.mosaic import F32, ROWS, Static
+from memjax_kernels._src.common.mosaic_programs import Backward, call
 from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs
 from memjax_kernels._src.lattice.pallas_gpu.program import (
-    Program,
+    Chunk,
     across_width,
-    call,
     inverse_norm,
     l2_normalize,
     shared,
@@ -42,7 +41,7 @@ def backward(static: Static, x: ChunkInputs, residuals, d_y, d_after) -> ChunkIn
     scratch = shared(x) | {
         "d_y": work(ROWS, width),
         "d_memory": work(m, width, dtype=F32),
-        "d_memory_arrived": plgpu.Barrier(),
+        "memory_arrived": plgpu.Barrier(),
         "arrived": plgpu.Barrier(num_arrivals=6),
         "d_written": work(m, width),
         "scores": work(ROWS, ROWS),
@@ -53,53 +52,36 @@ def backward(static: Static, x: ChunkInputs, residuals, d_y, d_after) -> ChunkIn
         scratch[name] = work(ROWS, m, dtype=F32)
     given = (residuals, d_y, d_after)
     x = x._replace(start=None, empty=None)
-    return call(_Backward, static, x, given, outputs, scratch, "backward")
+    name = "memjax_lattice_backward"
+    return call(_Backward, static, x, given, outputs, scratch, name)
 
 
-class _Backward(Program):
+class _Backward(Chunk, Backward):
     """One batch element and head, backward; gradients overwrite the tokens."""
-
-    def __init__(self, static, x, residuals, d_y, d_after, outputs, scratch):
-        super().__init__(static, x, scratch)
-        self.saved, self.d_y, self.d_after = residuals, d_y, d_after
-        self.out = outputs
 
     def tokens(self):
         return super().tokens() | {"d_y": self.d_y}
 
-    def compute(self):
-        scratch, arrived = self.scratch, self.scratch["d_memory_arrived"]
+    def gradients(self):
+        out = self.out
+        return {"q": out.q, "k": out.k, "v": out.v}, {"d_gamma": out.gamma}
+
+    def all_chunks(self):
         self.prepare()
-        d_memory = scratch["d_memory"]
-        plgpu.copy_gmem_to_smem(self.d_after.at[*self.at], d_memory, arrived)
-        plgpu.barrier_wait(arrived)
-        if self.out.empty is not None:
-            self.out.empty[*self.at] = self.ops.zeros(d_memory.shape)
-        whole, chunks = self.x.whole[self.at[0]], self.chunks
-        lax.fori_loop(0, chunks, lambda i, _: self.chunk(chunks - 1 - i, whole), None)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(d_memory, self.out.start.at[*self.at])
-        plgpu.wait_smem_to_gmem(0)
+        super().all_chunks()
 
-    def chunk(self, i, whole):
-        scratch, (row, head) = self.scratch, self.at
-        self.fetch(i)
-        arrived = scratch["arrived"]
-        residuals = self.saved.at[row, i, head]
-        plgpu.copy_gmem_to_smem(residuals, scratch["operand"], arrived)
-        plgpu.barrier_wait(arrived)
-        plgpu.commit_smem()
+    def compute(self, full):
+        scratch = self.scratch
         squares = self.recompute()
-        pl.when(i < whole)(self.through_norms)
+        pl.when(full)(self.through_norms)
 
-        @pl.when(i >= whole)
+        @pl.when(jnp.logical_not(full))
         def _():
             tile = scratch["d_written"]
             tile[...] = self.ops.zeros(tile.shape, tile.dtype)
 
         plgpu.commit_smem()
         self.through_writes(*self.through_reads(), squares)
-        self.copy_out(i)
 
     def recompute(self):
         """The chunk, up to its queries."""
@@ -209,23 +191,3 @@ class _Backward(Program):
     def add_to_memory(self, triple, sign=1.0):
         added = self.ops.product(*triple)
         self.scratch["d_memory"][...] = self.matrix("d_memory") + sign * added
-
-    def copy_out(self, i):
-        """Copies gradients out, and stops that of a memory that was emptied."""
-        scratch, (row, head) = self.scratch, self.at
-        for name in ("q", "k", "v"):
-            source = scratch[name].at[pl.ds(0, self.size)]
-            target = getattr(self.out, name).at[row, i, :, head, :]
-            plgpu.copy_smem_to_gmem(source, target)
-        plgpu.copy_smem_to_gmem(scratch["d_gamma"], self.out.gamma.at[row, i, head])
-        # Only until the tiles have been read: the next chunk's tokens overwrite them.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.x.reset is None:
-            return
-
-        @pl.when((i > 0) & (self.x.reset[row, i] != 0))
-        def _():
-            before = self.ops.global_matrix(self.out.empty, *self.at)
-            self.out.empty[*self.at] = before + self.matrix("d_memory")
-            shape = scratch["d_memory"].shape
-            scratch["d_memory"][...] = self.ops.zeros(shape)

@@ -1,18 +1,16 @@
 """The forward kernel of Lattice on a GPU: all chunks of a batch element and head."""
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
 from memjax_kernels._src.common.mosaic import F32, ROWS, Static
+from memjax_kernels._src.common.mosaic_programs import Forward, call
 from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs
 from memjax_kernels._src.lattice.pallas_gpu.program import (
-    Program,
+    Chunk,
     across_width,
-    call,
     inverse_norm,
     l2_normalize,
     shared,
@@ -41,44 +39,20 @@ def forward(static: Static, x: ChunkInputs, *, with_residuals: bool):
         "arrived": plgpu.Barrier(num_arrivals=4),
         "reads": mosaic.tile(ROWS, width, dtype=x.q.dtype),
     }
-    return call(_Forward, static, x, (), outputs, scratch, "forward")
+    name = "memjax_lattice_forward"
+    return call(_Forward, static, x, (), outputs, scratch, name)
 
 
-class _Forward(Program):
+class _Forward(Chunk, Forward):
     """The forward kernel of one batch element and head."""
 
-    def __init__(self, static, x, outputs, scratch):
-        super().__init__(static, x, scratch)
-        self.y, self.after, self.saved = outputs
-
-    def compute(self):
+    def all_chunks(self):
         self.prepare()
-        self.fetch_memory(self.x.start)
-        whole = self.x.whole[self.at[0]]
-        self.fetch(jnp.int32(0))
-        lax.fori_loop(0, self.chunks, lambda i, _: self.chunk(i, whole), None)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.scratch["memory"], self.after.at[*self.at])
-        plgpu.wait_smem_to_gmem(0)
-
-    def fetch_memory(self, source):
-        arrived = self.scratch["memory_arrived"]
-        # All threads have written the memory that this one replaces.
-        plgpu.commit_smem()
-        plgpu.copy_gmem_to_smem(source.at[*self.at], self.scratch["memory"], arrived)
-        plgpu.barrier_wait(arrived)
+        super().all_chunks()
 
     def chunk(self, i, whole):
         scratch, ops = self.scratch, self.ops
-        row, head = self.at
-        if self.x.reset is not None:
-            again = (i > 0) & (self.x.reset[row, i] != 0)
-            pl.when(again)(lambda: self.fetch_memory(self.x.empty))
-        plgpu.wait_smem_to_gmem(0)
-        self.store("operand", self.matrix("memory"))
-        plgpu.commit_smem()
-        if self.saved is not None:
-            plgpu.copy_smem_to_gmem(scratch["operand"], self.saved.at[row, i, head])
+        self.begin(i)
         plgpu.barrier_wait(scratch["arrived"])
         write, along, before, squares = self.residuals()
         taken, size = self.sums(write, along, before, squares)
@@ -97,10 +71,7 @@ class _Forward(Program):
             (scratch["high"], scratch["operand"], "nn"),
             (scratch["gram"], scratch["h"], "nn"),
         )
-        self.store("reads", reads)
-        plgpu.commit_smem()
-        source = scratch["reads"].at[pl.ds(0, self.size)]
-        plgpu.copy_smem_to_gmem(source, self.y.at[row, i, :, head, :])
+        self.write(i, reads)
         # A chunk that stays open leaves the memory at its start.
         pl.when(i < whole)(self.write_memory)
 

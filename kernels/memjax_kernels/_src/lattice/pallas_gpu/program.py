@@ -1,18 +1,17 @@
 """One chunk of Lattice in both GPU kernels; `chunk` has the equations.
 
-One program takes all chunks of one batch element and head. Its memory stays in shared
-memory in float32; products read operands in the dtype of the tokens.
+`common.mosaic_programs` moves tokens and memories.
 """
 
 import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import F32, ROWS, Static, TileOps
+from memjax_kernels._src.common.mosaic import F32, ROWS
+from memjax_kernels._src.common.mosaic_programs import Program
 from memjax_kernels._src.lattice.pallas_gpu.inputs import ChunkInputs
 
 
@@ -36,47 +35,23 @@ def shared(x: ChunkInputs):
     }
 
 
-def call(program, static, x, more, outputs, scratch, name):
-    """Runs a kernel: program(static, *refs of x and more, refs of outputs, scratch)."""
+class Chunk(Program):
+    """The arithmetic that both kernels share."""
 
-    def run(*refs):
-        program(static, *refs).compute()
-
-    name = f"memjax_lattice_{name}"
-    return mosaic.call(run, (x, *more), outputs, scratch, name, static.interpret)
-
-
-class Program:
-    """One chunk in both kernels."""
-
-    def __init__(self, static: Static, x: ChunkInputs, scratch):
-        self.variant, self.x, self.scratch = static.rule.variant, x, scratch
-        self.ops = TileOps(static.interpret)
-        self.at = lax.axis_index("batch"), lax.axis_index("heads")
-        self.chunks, self.size = x.q.shape[1:3]
-
-    def prepare(self):
-        """Rows that no token fills, and the matrix that sums over tokens."""
-        ops, scratch = self.ops, self.scratch
-        # Copies fill the first rows only; the others enter products and must be zeros.
-        if self.size < ROWS:
-            for name in self.tokens():
-                ref = scratch[name]
-                ref[...] = ops.zeros(ref.shape, ref.dtype)
-        self.store("ones", self.ordered(strictly=False).astype(F32))
-        plgpu.commit_smem()
+    @property
+    def variant(self):
+        return self.rule.variant
 
     def tokens(self):
         return {"q": self.x.q, "k": self.x.k, "v": self.x.v}
 
-    def fetch(self, i):
-        row, head = self.at
-        arrived = self.scratch["arrived"]
-        for name, source in self.tokens().items():
-            target = self.scratch[name].at[pl.ds(0, self.size)]
-            plgpu.copy_gmem_to_smem(source.at[row, i, :, head, :], target, arrived)
-        gamma = self.x.gamma.at[row, i, head]
-        plgpu.copy_gmem_to_smem(gamma, self.scratch["gamma"], arrived)
+    def vectors(self):
+        return {"gamma": self.x.gamma}
+
+    def prepare(self):
+        """The matrix that sums over tokens."""
+        self.store("ones", self.ordered(strictly=False).astype(F32))
+        plgpu.commit_smem()
 
     def ordered(self, *, strictly: bool):
         """Bool[64, 64]: whether j comes before i, or is i."""
@@ -85,12 +60,6 @@ class Program:
 
     def masked(self, square, *, strictly=False):
         return jnp.where(self.ordered(strictly=strictly), square, 0.0)
-
-    def store(self, name, value):
-        self.scratch[name][...] = value.astype(self.scratch[name].dtype)
-
-    def matrix(self, name):
-        return self.ops.matrix(self.scratch[name])
 
     def slots(self, vector):
         return mosaic.along_rows(vector, self.scratch["q"].shape[-1])

@@ -16,45 +16,43 @@ the first:
     -w <U, x N-^T> and over the memory of e^cs_C <N-, M>
 """
 
-from typing import Any
-
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import ROWS, TileOps
+from memjax_kernels._src.common.mosaic import ROWS
+from memjax_kernels._src.common.mosaic_programs import Backward
 from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.pallas_gpu.forward import decays
 from memjax_kernels._src.trellis.pallas_gpu.inputs import GAMMA, LAST, TOTAL
 
 
-class Chunk:
+class Chunk(Backward):
     """The arithmetic of a batch element and head; all arrays are in shared memory."""
 
-    x: Any
-    out: Any
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.operands, self.slots = self.each("operand"), self.x.alpha.shape[-1]
 
-    def __init__(self, static, sizes, scratch):
-        self.static, self.sizes, self.scratch = static, sizes, scratch
-        self.ops = TileOps(static.interpret)
-        self.at = lax.axis_index("batch"), lax.axis_index("heads")
-        self.operands = self.each("memory")
+    def fetch(self, i):
+        super().fetch(i)
+        both = zip(self.each("d_operand"), self.each("d_memory"), strict=True)
+        for operand, memory in both:
+            # Products take the tokens' dtype; the cotangent itself stays float32
+            # between chunks.
+            operand[...] = self.ops.matrix(memory).astype(operand.dtype)
 
-    def each(self, name):
-        return [self.scratch[f"{name}{i}"] for i in (0, 1)]
-
-    def compute(self):
-        """Gradients of a chunk; those of inputs replace them, that of q is returned."""
+    def compute(self, full):
+        """Gradients of a chunk; those of inputs replace them."""
         self.recompute_first_pass()
         self.recompute_query()
-        self.second_pass()
+        self.second_pass(full)
         query, reads = self.scratch["query"], self.scratch["reads"]
         # `reads` now holds their cotangent, and the query is used no more: its tile is
         # free.
         query[...] = self.ops.matrix(reads).astype(query.dtype)
-        return self.first_pass(query)
+        self.store("q", self.first_pass(query, full))
 
     def recompute_first_pass(self):
         """Errors and scores of the first pass, as in the forward kernel."""
@@ -62,7 +60,7 @@ class Chunk:
         q, x = scratch["q"], scratch["inputs0"]
         predicted, scores = ops.products((x, self.operands[0], "nt"), (q, x, "nt"))
         _, gamma, _ = self.gates(0)
-        error = self.error(predicted) * mosaic.along_rows(gamma, self.sizes.slots)
+        error = self.error(predicted) * mosaic.along_rows(gamma, self.slots)
         scratch["errors0"][...] = error.astype(q.dtype)
         scores = self.decays(0) * scores
         scratch["scores1"][...] = scores.astype(q.dtype)
@@ -78,14 +76,14 @@ class Chunk:
             (scratch["scores1"], scratch["errors0"], "nn"),
         )
         total, _, _ = self.gates(0)
-        reads = mosaic.along_rows(jnp.exp(total), self.sizes.slots) * past - new
+        reads = mosaic.along_rows(jnp.exp(total), self.slots) * past - new
         scratch["reads"][...] = reads
         scratch["query"][...] = self.activate(reads).astype(scratch["query"].dtype)
         plgpu.commit_smem()
 
-    def second_pass(self):
+    def second_pass(self, full):
         """The second pass; leaves the cotangent of the first one's reads in `reads`."""
-        scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
+        scratch, ops, slots = self.scratch, self.ops, self.slots
         query, x, d_y = scratch["query"], scratch["inputs1"], scratch["d_y"]
         d_scores, errors = scratch["d_scores"], scratch["errors1"]
         predicted = ops.product(x, self.operands[1], "nt")
@@ -116,15 +114,15 @@ class Chunk:
             self.activate, (reads,), d_query
         )
         d_x, d_alpha = self.write(
-            1, predicted, d_error, d_decayed, d_total, (scratch["weighted"], d_y)
+            1, full, predicted, d_error, d_decayed, d_total, (scratch["weighted"], d_y)
         )
         direct = ops.product(scratch["scores2"], d_y, "tn")
         x[...] = (d_x - direct).astype(x.dtype)
         self.store("errors1", d_alpha)
 
-    def first_pass(self, d_y):
+    def first_pass(self, d_y, full):
         """The first pass, given its reads' cotangent as a tile; returns that of q."""
-        scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
+        scratch, ops, slots = self.scratch, self.ops, self.slots
         q, x, d_scores = scratch["q"], scratch["inputs0"], scratch["d_scores"]
         total, _, _ = self.gates(0)
         decay = mosaic.along_rows(jnp.exp(total), slots)
@@ -144,18 +142,19 @@ class Chunk:
         d_total = jnp.sum(ops.matrix(q) * d_q, axis=1)
         d_error = -ops.product(scratch["scores1"], d_y, "tn")
         d_x, d_alpha = self.write(
-            0, predicted, d_error, d_decayed, d_total, (scratch["weighted"], q)
+            0, full, predicted, d_error, d_decayed, d_total, (scratch["weighted"], q)
         )
         direct = ops.product(d_scores, q, "tn")
         x[...] = (d_x + direct).astype(x.dtype)
         self.store("alpha", d_alpha + ops.matrix(scratch["errors1"]))
         return d_q
 
-    def write(self, index, predicted, d_error, d_decayed, d_total, change):
+    def write(self, index, full, predicted, d_error, d_decayed, d_total, change):
         """The write of a pass: gates, its memory, and what inputs and alpha get.
 
         Args:
             index: the pass.
+            full: whether the memory becomes the one after the chunk; else it stays.
             predicted: Z.
             d_error: cotangent of U but for its part from the memory after the chunk.
             d_decayed: x N-^T.
@@ -165,9 +164,10 @@ class Chunk:
         Returns:
             Cotangents of x, but for its part from the reads, and of alpha.
         """
-        scratch, ops, slots = self.scratch, self.ops, self.sizes.slots
+        scratch, ops, slots = self.scratch, self.ops, self.slots
         total, gamma, last = self.gates(index)
-        left = mosaic.along_rows(jnp.exp(last - total), slots)
+        kept = jnp.where(full, 1.0, 0.0)
+        left = mosaic.along_rows(kept * jnp.exp(last - total), slots)
         step = mosaic.along_rows(gamma, slots)
         d_error = d_error - left * d_decayed
         alpha = ops.matrix(scratch["alpha"])
@@ -183,14 +183,14 @@ class Chunk:
         self.store("decayed", decayed)
         self.store("d_predicted", d_predicted)
         plgpu.commit_smem()
-        self.pass_memory(index, change, jnp.exp(last))
+        self.pass_memory(index, change, jnp.where(full, jnp.exp(last), 1.0), kept)
         lost, through = ops.products(
             (scratch["decayed"], scratch[f"d_operand{index}"], "nn"),
             (scratch["d_predicted"], self.operands[index], "nn"),
         )
         return through - lost, d_alpha
 
-    def pass_memory(self, index, change, decay):
+    def pass_memory(self, index, change, decay, kept):
         """The cotangent of a memory, from after the chunk to before it."""
         ops, d_memory = self.ops, self.scratch[f"d_memory{index}"]
         x = self.scratch[f"inputs{index}"]
@@ -200,11 +200,8 @@ class Chunk:
         after = decay * ops.matrix(d_memory)
         before = ops.matrix(self.operands[index])
         # By slot; the sum over slots is taken outside of the kernel.
-        self.scratch["d_last"][index] = jnp.sum(after * before, axis=1)
+        self.scratch["d_last"][index] = kept * jnp.sum(after * before, axis=1)
         d_memory[...] = after + read + start
-
-    def store(self, name, value):
-        self.scratch[name][...] = value.astype(self.scratch[name].dtype)
 
     def gates(self, index):
         """Sums of g, gamma, and the last sum."""
@@ -217,15 +214,15 @@ class Chunk:
         gates = self.scratch["gates"]
         total = self.ops.row_vector(gates, 2 * index)
         other = self.ops.column_vector(gates, 2 * index)
-        return decays(self.ops, total, other, self.sizes.size)
+        return decays(self.ops, total, other, self.size)
 
     def error(self, predicted):
         return self.error_of(predicted, self.ops.matrix(self.scratch["alpha"]))
 
     def error_of(self, predicted, alpha):
         return functions.error_gradient(
-            self.static.rule.phi, predicted, alpha, mosaic.over_slots
+            self.rule.phi, predicted, alpha, mosaic.over_slots
         )
 
     def activate(self, reads):
-        return functions.apply(self.static.rule.activation, reads, mosaic.over_slots)
+        return functions.apply(self.rule.activation, reads, mosaic.over_slots)

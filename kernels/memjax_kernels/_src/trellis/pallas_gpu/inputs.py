@@ -14,13 +14,8 @@ from memjax_kernels._src.common.mosaic import ROWS
 TOTAL, LAST, GAMMA = range(3)
 
 
-class Sizes(NamedTuple):
-    """Sizes of one program: n, C, M and the widths K and V of the passes."""
-
-    chunks: int
-    size: int
-    slots: int
-    widths: tuple[int, int]
+#: Tiles of the inputs of both passes.
+INPUTS = "inputs0", "inputs1"
 
 
 class Inputs(NamedTuple):
@@ -48,11 +43,10 @@ class Inputs(NamedTuple):
     whole: Any
     reset: Any
 
-    @property
-    def sizes(self) -> Sizes:
-        _, n, size, _, _ = self.q.shape
-        widths = self.inputs[0].shape[-1], self.inputs[1].shape[-1]
-        return Sizes(n, size, self.alpha.shape[-1], widths)
+
+def tokens_of(x: Any) -> dict[str, Any]:
+    """Tokens of inputs, or of their gradients, by the names of their tiles."""
+    return {"q": x.q, "alpha": x.alpha} | dict(zip(INPUTS, x.inputs, strict=True))
 
 
 def prepare(
