@@ -10,8 +10,8 @@ A loop over tokens takes half the operations in T steps, this 2 C + n steps of a
 chunks at once. A CPU, which runs few operations at once, has the first. Other devices,
 where the steps of few batch elements are short of work, have the second. An associative
 scan of chunks would write all memories several times. Cycles a token of a v5e, upper
-ends by the compiler's estimates (`python -m experiments.tpu.cycles --only
-selective_scan`), 1,024 tokens, 1,536 channels, 16 states:
+ends by the compiler's estimates (last counted before `4e463cda`), 1,024 tokens, 1,536
+channels, 16 states:
 
     selective_scan                        loop      this
     one batch element, forward            10,695    1,702
@@ -24,7 +24,8 @@ channel.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,7 @@ from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.cpu import by_platform
 from memjax_kernels._src.common.token_scan import scan_tokens
 from memjax_kernels._src.common.varying import vary_alike
-from memjax_kernels._src.scans.steps import (
-    GatedScanState,
-    SelectiveScanState,
-    gated_scan_step,
-    selective_scan_step,
-)
+from memjax_kernels._src.scans.steps import gated_scan_step, selective_scan_step
 
 F32 = jnp.float32
 # Tokens between two saved memories of a loop: those of a group stay in a CPU's cache.
@@ -52,100 +48,73 @@ CHUNK_SIZE, AT_ONCE = 32, 32
 FEW_TOKENS, FEW_CHUNKS = 8, 8
 
 
-def gated_scan_reference(
-    u: Float[Array, "B T I"],
-    g: Float[Array, "B T I"],
-    state: GatedScanState,
-    reset: Bool[Array, "B T"] | None,
-) -> tuple[GatedScanState, Float[Array, "B T I"]]:
-    """A loop of steps."""
-    u, g, state, reset = vary_alike((u, g, state, reset))
-    return scan_tokens(gated_scan_step, (u, g), state, reset)
+class Scan(NamedTuple):
+    """A scan of some tokens.
 
-
-def gated_scan_xla(*given: Any) -> tuple[GatedScanState, Float[Array, "B T I"]]:
-    """The loop on a CPU, all chunks at once elsewhere."""
-    return by_platform(gated_scan_reference, gated_scan_parallel)(*given)
-
-
-def gated_scan_parallel(
-    u: Float[Array, "B T I"],
-    g: Float[Array, "B T I"],
-    state: GatedScanState,
-    reset: Bool[Array, "B T"] | None,
-) -> tuple[GatedScanState, Float[Array, "B T I"]]:
-    """The chunks of a segment at once."""
-
-    def passing(u, g):
-        return jnp.exp(g.astype(F32).sum(axis=1))
-
-    return _scan_segments(gated_scan_step, passing, (u, g), state, reset)
-
-
-def selective_scan_reference(
-    u: Float[Array, "B T I"],
-    delta: Float[Array, "B T I"],
-    a: Float[Array, "N I"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    state: SelectiveScanState,
-    reset: Bool[Array, "B T"] | None,
-    *,
-    remat_every: int | None = None,
-) -> tuple[SelectiveScanState, Float[Array, "B T I"]]:
-    """A loop of steps; see `scan_tokens` for `remat_every`."""
-    given = vary_alike((u, delta, a, b, c, state, reset))
-    u, delta, a, b, c, state, reset = given
-    tokens = (u, delta, b, c)
-    return scan_tokens(_step(a), tokens, state, reset, remat_every=remat_every)
-
-
-def selective_scan_xla(
-    *given: Any,
-) -> tuple[SelectiveScanState, Float[Array, "B T I"]]:
-    """The loop on a CPU, all chunks at once elsewhere.
-
-    Both save memories between groups of tokens alone: all would be [B, T, N, I].
-    """
-    loop = functools.partial(selective_scan_reference, remat_every=GROUP)
-    return by_platform(loop, selective_scan_parallel)(*given)
-
-
-def selective_scan_parallel(
-    u: Float[Array, "B T I"],
-    delta: Float[Array, "B T I"],
-    a: Float[Array, "N I"],
-    b: Float[Array, "B T N"],
-    c: Float[Array, "B T N"],
-    state: SelectiveScanState,
-    reset: Bool[Array, "B T"] | None,
-) -> tuple[SelectiveScanState, Float[Array, "B T I"]]:
-    """The chunks of a segment at once."""
-    given = vary_alike((u, delta, a, b, c, state, reset))
-    u, delta, a, b, c, state, reset = given
-
-    def passing(u, delta, b, c):
-        steps = delta.astype(F32).sum(axis=1)
-        return jnp.exp(steps[:, None] * a.astype(F32)[None])
-
-    return _scan_segments(_step(a), passing, (u, delta, b, c), state, reset)
-
-
-def _step(a):
-    """`selective_scan_step` of these rates, which all tokens share."""
-    return lambda u, delta, *given: selective_scan_step(u, delta, a, *given)
-
-
-def _scan_segments(step, passing, tokens, state, reset):
-    """Scans segments of tokens, each in chunks.
-
-    Args:
+    Attributes:
         step: (*token, state) -> (state, y).
         passing: (*tokens [B, C, ...]) -> what a chunk leaves of the memory before it.
         tokens: [B, T, ...].
         state: the memory before the first.
         reset: as in the ops.
     """
+
+    step: Callable[..., Any]
+    passing: Callable[..., Array]
+    tokens: tuple[Float[Array, "B T _"], ...]
+    state: Float[Array, "B ..."]
+    reset: Bool[Array, "B T"] | None
+
+
+def _gated(u, g, state, reset) -> Scan:
+    """`gated_scan` of its arguments."""
+
+    def passing(u, g):
+        return jnp.exp(g.astype(F32).sum(axis=1))
+
+    return Scan(gated_scan_step, passing, (u, g), state, reset)
+
+
+def _selective(u, delta, a, b, c, state, reset) -> Scan:
+    """`selective_scan` of its arguments; all tokens share the rates `a`."""
+
+    def step(u, delta, *given):
+        return selective_scan_step(u, delta, a, *given)
+
+    def passing(u, delta, b, c):
+        steps = delta.astype(F32).sum(axis=1)
+        return jnp.exp(steps[:, None] * a.astype(F32)[None])
+
+    return Scan(step, passing, (u, delta, b, c), state, reset)
+
+
+def _looped(scan: Callable[..., Scan], remat_every: int | None, *given: Any):
+    """A loop of steps; see `scan_tokens` for `remat_every`."""
+    x = scan(*vary_alike(given))
+    return scan_tokens(x.step, x.tokens, x.state, x.reset, remat_every=remat_every)
+
+
+def _at_once(scan: Callable[..., Scan], *given: Any):
+    """The chunks of a segment at once."""
+    return _scan_segments(scan(*vary_alike(given)))
+
+
+gated_scan_reference = functools.partial(_looped, _gated, None)
+gated_scan_parallel = functools.partial(_at_once, _gated)
+#: The loop on a CPU, all chunks at once elsewhere.
+gated_scan_xla = by_platform(gated_scan_reference, gated_scan_parallel)
+
+selective_scan_reference = functools.partial(_looped, _selective, None)
+selective_scan_parallel = functools.partial(_at_once, _selective)
+#: Both save memories between groups of tokens alone: all would be [B, T, N, I].
+selective_scan_xla = by_platform(
+    functools.partial(_looped, _selective, GROUP), selective_scan_parallel
+)
+
+
+def _scan_segments(scan: Scan):
+    """Scans segments of tokens, each in chunks."""
+    step, passing, tokens, state, reset = scan
     batch, time = tokens[0].shape[:2]
     at_once = AT_ONCE // batch
     if time <= FEW_TOKENS or at_once < FEW_CHUNKS:
