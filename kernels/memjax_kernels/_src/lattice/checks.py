@@ -1,6 +1,7 @@
 """Checks of `lattice`'s arguments, and its empty memory."""
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,23 +63,6 @@ def check_tokens(
     return sizes
 
 
-def check_step(
-    q: Array,
-    k: Array,
-    v: Array,
-    gamma: Array,
-    g: Array | None,
-    state: LatticeState,
-    rule: Rule,
-) -> None:
-    """Raises ValueError as the checks of a segment do, for one token [B, H, ...]."""
-    size = getattr(state, "chunk_size", 1)
-    check_options(rule, size, g)
-    sizes = check_tokens(q, k, v, gamma, g, "B H")
-    segment.check_state("state", state, _like(sizes, size))
-    _check_norms("state", state, rule)
-
-
 def check_states(
     state: LatticeState | None,
     empty: LatticeState | None,
@@ -93,19 +77,20 @@ def check_states(
     """
     shape = (sizes[letter] for letter in "BHMV")
     default = functools.partial(lattice_init_state, *shape, chunk_size)
-    found = segment.check_states(state, empty, _like(sizes, chunk_size), default)
-    _check_norms("state", state, rule)
-    _check_norms("empty", empty, rule)
+    found = segment.check_states(state, empty, like(sizes, chunk_size), default)
+    check_norms("state", state, rule)
+    check_norms("empty", empty, rule)
     return found
 
 
-def _like(sizes, chunk_size):
+def like(sizes: dict[str, int], chunk_size: int) -> Callable[[], LatticeState]:
     """A state of these sizes, without the slots of the default."""
     shape = tuple(sizes[letter] for letter in "BHMV")
     return lambda: lattice_state(jnp.zeros(shape, jnp.float32), chunk_size)
 
 
-def _check_norms(name, state, rule):
+def check_norms(name: str, state: LatticeState | None, rule: Rule) -> None:
+    """Raises ValueError for slots that are known and not of unit norm, if they must."""
     # The equations assume unit slots; others would give wrong norms and no error.
     if not rule.normalize or state is None or isinstance(state.start, Tracer):
         return

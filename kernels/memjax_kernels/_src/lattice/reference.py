@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common.products import Multiply
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.steps import open_chunk, segment
 from memjax_kernels._src.lattice import checks, chunk
 from memjax_kernels._src.lattice.memory import (
     LatticeForget,
@@ -54,7 +54,11 @@ def lattice_step(
 ) -> tuple[LatticeState, Float[Array, "B H V"]]:
     """One token: writes, then reads. Arguments and errors as in `lattice`."""
     rule = Rule(variant, normalize, forget)
-    checks.check_step(q, k, v, gamma, g, state, rule)
+    size = getattr(state, "chunk_size", 1)
+    checks.check_options(rule, size, g)
+    sizes = checks.check_tokens(q, k, v, gamma, g, "B H")
+    segment.check_state("state", state, checks.like(sizes, size))
+    checks.check_norms("state", state, rule)
     return step(q, k, v, gamma, g, state, rule)
 
 

@@ -18,7 +18,7 @@ from memjax_kernels._src.common import (
     mosaic,
     partition,
 )
-from memjax_kernels._src.common.steps.segment import by_tokens
+from memjax_kernels._src.common.steps.segment import by_tokens, check_states
 from memjax_kernels._src.trellis import checks, pallas_gpu, pallas_tpu, segment
 from memjax_kernels._src.trellis.functions import TrellisActivation, TrellisPhi
 from memjax_kernels._src.trellis.reference import step
@@ -100,7 +100,8 @@ def trellis(
     """
     checks.check_options(chunk_size, phi, activation)
     sizes = checks.check_tokens(q, k, v, alpha, gamma, g)
-    empty = checks.check_states(state, empty, sizes, chunk_size)
+    default = checks.default(sizes, chunk_size)
+    blank: TrellisState = check_states(state, empty, default)
     if bound_steps:
         arguments.check_range("gamma", gamma, 0.0, 1.0)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
@@ -117,7 +118,7 @@ def trellis(
         },
         ("pallas_tpu", "pallas_gpu"),
     )
-    tokens, memories = (q, k, v, alpha, gamma, g), (state, reset, empty)
+    tokens, memories = (q, k, v, alpha, gamma, g), (state, reset, blank)
     if implementation == "reference":
         one_token = functools.partial(step, rule=rule)
         after, y = by_tokens(one_token, tokens, *memories)

@@ -1,12 +1,11 @@
 """Checks of `trellis`'s arguments, and its empty memory."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 from jaxtyping import Array
 
 from memjax_kernels._src.common import arguments
-from memjax_kernels._src.common.steps import segment
 from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.state import TrellisState, trellis_init_state
 
@@ -55,35 +54,7 @@ def check_tokens(
     return sizes
 
 
-def check_step(
-    q: Array,
-    k: Array,
-    v: Array,
-    alpha: Array,
-    gamma: Array,
-    g: Array | None,
-    state: Any,
-    phi: str,
-    activation: str,
-) -> None:
-    """Raises ValueError as the checks of a segment do, for one token [B, H, ...]."""
-    size = getattr(state, "chunk_size", 1)
-    check_options(size, phi, activation)
-    sizes = check_tokens(q, k, v, alpha, gamma, g, "B H")
-    segment.check_state("state", state, _default(sizes, size))
-
-
-def check_states(
-    state: Any, empty: Any, sizes: dict[str, int], chunk_size: int
-) -> TrellisState:
-    """The empty memory, given or by default.
-
-    Raises:
-        ValueError: as `segment.check_state`.
-    """
-    return segment.check_states(state, empty, _default(sizes, chunk_size))
-
-
-def _default(sizes, chunk_size):
+def default(sizes: dict[str, int], chunk_size: int) -> Callable[[], TrellisState]:
+    """The empty memory of these sizes, once it is called."""
     shape = (sizes[letter] for letter in "BHMKV")
     return functools.partial(trellis_init_state, *shape, chunk_size)

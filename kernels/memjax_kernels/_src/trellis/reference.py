@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from memjax_kernels._src.common.steps import open_chunk
+from memjax_kernels._src.common.steps import open_chunk, segment
 from memjax_kernels._src.trellis import checks, chunk
 from memjax_kernels._src.trellis.functions import as_written
 from memjax_kernels._src.trellis.state import Rule, TrellisState, TrellisTokens
@@ -42,7 +42,10 @@ def trellis_step(
     Arguments, results and errors as there, with gates [B, H] for both passes or
     [B, H, 2] for each.
     """
-    checks.check_step(q, k, v, alpha, gamma, g, state, phi, activation)
+    size = getattr(state, "chunk_size", 1)
+    checks.check_options(size, phi, activation)
+    sizes = checks.check_tokens(q, k, v, alpha, gamma, g, "B H")
+    segment.check_state("state", state, checks.default(sizes, size))
     return step(q, k, v, alpha, gamma, g, state, rule=Rule(phi, activation))
 
 

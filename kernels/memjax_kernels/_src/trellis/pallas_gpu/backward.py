@@ -3,8 +3,6 @@
 `chunk` has the arithmetic, `common.mosaic_programs` moves tokens and memories.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -15,29 +13,7 @@ from memjax_kernels._src.trellis.pallas_gpu.chunk import Chunk
 from memjax_kernels._src.trellis.pallas_gpu.inputs import Inputs, tokens_of
 
 
-class Gradients(NamedTuple):
-    """Outputs of the kernel.
-
-    Attributes:
-        q: as the tokens, like the next two.
-        inputs: of each pass.
-        alpha: of the targets.
-        gates: rows `TOTAL`, `LAST` and `GAMMA` of each pass [B, n, H, 6, 64].
-        last: per slot, what the last total gets from the memory [B, n, H, 2, M].
-        start: memories [B, H, M, D] float32, like the next.
-        empty: None if not given.
-    """
-
-    q: Any
-    inputs: Any
-    alpha: Any
-    gates: Any
-    last: Any
-    start: Any
-    empty: Any
-
-
-def backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Gradients:
+def backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Inputs:
     """Runs the kernel.
 
     Args:
@@ -46,6 +22,11 @@ def backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Gradients:
         residuals: memories at every chunk's start, from there.
         d_y: cotangent of y, like the others below.
         d_after: of the memories after the last full chunk.
+
+    Returns:
+        The cotangents of x. That of gates is two arrays: rows `TOTAL`, `LAST` and
+        `GAMMA` of each pass, [B, n, H, 6, 64]; and per slot, what the last total gets
+        from the memory, [B, n, H, 2, M].
     """
     b, n, _, h, _ = x.q.shape
     slots = x.alpha.shape[-1]
@@ -53,16 +34,10 @@ def backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Gradients:
     def like(a):
         return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
-    memory = tuple(map(like, x.start))
-    outputs = Gradients(
-        q=like(x.q),
-        inputs=tuple(map(like, x.inputs)),
-        alpha=like(x.alpha),
-        gates=jax.ShapeDtypeStruct((b, n, h, 6, ROWS), F32),
-        last=jax.ShapeDtypeStruct((b, n, h, 2, slots), F32),
-        start=memory,
-        empty=None if x.empty is None else memory,
-    )
+    rows = jax.ShapeDtypeStruct((b, n, h, 6, ROWS), F32)
+    last = jax.ShapeDtypeStruct((b, n, h, 2, slots), F32)
+    outputs = jax.tree.map(like, x._replace(gates=None, whole=None, reset=None))
+    outputs = outputs._replace(gates=(rows, last))
     x = x._replace(start=None, empty=None)
     given = residuals, d_y, d_after
     scratch, name = _scratch(x, slots), "memjax_trellis_backward"
@@ -114,4 +89,5 @@ class _Program(Chunk):
         return {"gates": self.x.gates}
 
     def gradients(self):
-        return tokens_of(self.out), {"d_gates": self.out.gates, "d_last": self.out.last}
+        rows, last = self.out.gates
+        return tokens_of(self.out), {"d_gates": rows, "d_last": last}

@@ -50,21 +50,13 @@ def trellis_gpu(
 
 def _backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Inputs:
     d = backward(static, x, residuals, d_y, d_after)
-    rows = d.gates.reshape(*d.gates.shape[:3], 2, 3, ROWS)
-    last = jnp.sum(rows[..., LAST, :], axis=-1) + jnp.sum(d.last, axis=-1)
+    rows, last = d.gates
+    rows = rows.reshape(*rows.shape[:3], 2, 3, ROWS)
+    last = jnp.sum(rows[..., LAST, :], axis=-1) + jnp.sum(last, axis=-1)
     # The kernels take the last sum from the last of their rows.
     total = rows[..., TOTAL, :].at[..., -1].add(last)
     gates = jnp.stack([total, rows[..., GAMMA, :]], axis=-2)
-    return Inputs(
-        q=d.q,
-        inputs=d.inputs,
-        alpha=d.alpha,
-        gates=gates.reshape(x.gates.shape),
-        start=d.start,
-        empty=d.empty,
-        whole=None,
-        reset=None,
-    )
+    return d._replace(gates=gates.reshape(x.gates.shape))
 
 
 def _in_xla(static: Static, x: Chunks, memory, empty):
