@@ -121,13 +121,10 @@ def test_bfloat16_error_is_about_that_of_rounded_tokens():
 @pytest.mark.slow
 def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     """The XLA form of the kernels' own arguments is the op: `gradients.of_kernels`."""
-
-    def in_xla(*given):
-        return pallas_tpu._in_xla(*given[:-1])
-
     given = draw(2, 20, 2, 64), layer(1, 2, 2, 64), layer(2, 2, 2, 64), None, None, None
     expected = both(ttt_linear_xla, *given)
-    monkeypatch.setattr(pallas_tpu, "_op", in_xla)
+    # It runs where heads fill no registers.
+    monkeypatch.setattr(pallas_tpu._op, "heads", lambda *_: 0)
     close(both(ttt_linear_tpu, *given), expected, 1e-6)
 
 

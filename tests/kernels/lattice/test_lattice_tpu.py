@@ -29,10 +29,8 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     reset = np.arange(t) == np.array([16, t])[:, None]
     given = (*draw(b, t, h, d, d), None, before, reset, blank)
 
-    def in_xla(*given):
-        return pallas_tpu._in_xla(*given[:-1])
-
-    monkeypatch.setattr(pallas_tpu, "_op", in_xla)
+    # It runs where heads fill no registers.
+    monkeypatch.setattr(pallas_tpu._op, "heads", lambda *_: 0)
 
     def run(form):
         form = functools.partial(form, rule=Rule("dec"))

@@ -38,10 +38,8 @@ def test_gradients_of_gradients_differentiate_the_same_function(monkeypatch):
     def run(form):
         return jax.jit(in_chunks, static_argnums=0)(form, tokens, state, empty, reset)
 
-    def in_xla(static, *arguments):
-        return pallas_tpu._in_xla(static.options, *arguments)
-
-    monkeypatch.setattr(pallas_tpu, "_op", in_xla)
+    # It runs where heads fill no registers.
+    monkeypatch.setattr(pallas_tpu, "heads_of_pack", lambda *_: 0)
     close(run(trellis_tpu), run(trellis_xla), 1e-6)
 
 

@@ -8,11 +8,9 @@ saved in the dtype of the tokens, to which the operands of products are rounded 
 """
 
 import functools
-from typing import Any
 
 from jaxtyping import Array
 
-from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.packs.chunk_kernels import Equations, PackedOp
 from memjax_kernels._src.common.products import Multiply
 from memjax_kernels._src.lattice import packed, packed_gradient
@@ -30,13 +28,6 @@ def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> st
     return _op.unsupported(q, k, v, chunk_size)
 
 
-def lattice_tpu(
-    x: Chunks, start: Array, empty: Array, rule: Rule, *, interpret: Any = False
-) -> tuple[Array, Array]:
-    """A chunk implementation; see `segment`; `interpret` as in `pallas_call`."""
-    return _op(rule, x._replace(gates=x.gates[:1]), start, empty, interpret)
-
-
 def _equations(rule: Rule, heads: int, multiply: Multiply) -> Equations:
     options = Options(rule.variant, heads, multiply)
     advance = functools.partial(packed.advance, options=options)
@@ -44,9 +35,5 @@ def _equations(rule: Rule, heads: int, multiply: Multiply) -> Equations:
     return Equations(advance, vjp)
 
 
-def _in_xla(rule: Rule, x: Chunks, start: Array, empty: Array):
-    """The function of the kernels."""
-    return lattice_xla(x._replace(gates=(*x.gates, None)), start, empty, rule)
-
-
-_op = PackedOp("lattice", _equations, _in_xla, lambda dtype: dtype)
+_op = PackedOp("lattice", _equations, lattice_xla, lambda dtype: dtype)
+lattice_tpu = _op.kernels

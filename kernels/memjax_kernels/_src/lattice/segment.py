@@ -26,12 +26,9 @@ def in_chunks(
     empty: LatticeState,
 ) -> tuple[LatticeState, Float[Array, "B T H V"]]:
     """Runs a chunk implementation; the other arguments are those of `lattice`."""
-
-    def run(q, x, full, reset, before):
-        gates = x.gamma, None if g is None else x.g
-        given = Chunks((q, x.k, x.v), gates, full, reset)
-        start, y = implementation(given, before.start, empty.start)
-        return {"start": start}, y
-
     tokens = LatticeTokens(k, v, gamma, jnp.zeros_like(gamma) if g is None else g)
-    return segment.in_chunks(run, q, tokens, state, reset, empty)
+    q, x, *flags, position = segment.cut(q, tokens, state, reset, empty)
+    before, gates = state or empty, (x.gamma, None if g is None else x.g)
+    given = Chunks((q, x.k, x.v), gates, *flags)
+    start, y = implementation(given, before.start, empty.start)
+    return segment.join(before, x, y, v.shape[1], position, start=start)

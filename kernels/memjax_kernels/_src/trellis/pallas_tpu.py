@@ -10,7 +10,6 @@ is the tokens of a block.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -19,11 +18,10 @@ from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.blocks import LANES, ROWS, other_dtypes
-from memjax_kernels._src.common.packs.chunkwise import Op, Static, kernels_of
-from memjax_kernels._src.common.packs.layout import packings, plan
+from memjax_kernels._src.common.packs.chunkwise import Op, kernels_of
+from memjax_kernels._src.common.packs.layout import Layout, packings, plan
 from memjax_kernels._src.trellis import tpu_packed_kernels
 from memjax_kernels._src.trellis.chunk import Options
-from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
 
 SAVED = "trellis_tpu_chunk_states", "trellis_tpu_reads"
@@ -50,25 +48,10 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
     return ""
 
 
-def trellis_tpu(
-    x: Chunks,
-    memory: tuple[Array, Array],
-    empty: tuple[Array, Array] | None,
-    rule: Rule,
-    *,
-    interpret: Any = False,
-) -> tuple[tuple[Array, Array], Array]:
-    """A chunk implementation; see `segment`.
-
-    `interpret` is that of `pallas_call`: False, or `pltpu.InterpretParams`.
-    """
+def _layout(x: Chunks) -> Layout | None:
     size, number = x.tokens[0].shape[2:4]
     heads = heads_of_pack(size, number, [y.shape[4] for y in x.tokens[1:]])
-    if not heads:
-        # A device's share of the heads may fill no register.
-        return trellis_xla(x, memory, empty, rule)
-    static = Static(rule, plan(tuned.SIZES.trellis, x, heads), interpret)
-    return _op(static, x, memory, empty)
+    return plan(tuned.SIZES.trellis, x, heads) if heads else None
 
 
 def heads_of_pack(size: int, heads: int, widths: Sequence[int]) -> int:
@@ -97,17 +80,13 @@ def _of_gates(d: Float[Array, "B n C H _"], x: Chunks) -> tuple[Array, Array]:
     return d_gamma, jnp.where(g > FORGETS_ALL, d_g, 0.0)
 
 
-def _in_xla(rule: Rule, x: Chunks, memory, empty):
-    """The function of the kernels."""
-    return trellis_xla(x, memory, empty, rule)
-
-
-_op = kernels_of(
+trellis_tpu = kernels_of(
     Op(
         "trellis",
+        _layout,
         _with_options(tpu_packed_kernels.forward_kernel),
         _with_options(tpu_packed_kernels.backward_kernel),
-        _in_xla,
+        trellis_xla,
         # Memories are saved in the tokens' dtype, to which operands of products are
         # rounded.
         residuals=lambda dtype: (dtype, dtype),

@@ -47,18 +47,16 @@ def in_chunks(
     if state is not None:
         # Open tokens have gates of each pass.
         tokens = of_each_pass(*tokens)
-
-    def run(q, x, full, reset, before):
-        if state is not None:
-            gates = (x.key_gamma, x.value_gamma), (x.key_g, x.value_g)
-            x = (x.k, x.v, x.alpha, *(jnp.stack(gate, axis=-1) for gate in gates))
-        given = Chunks((q, *x[:3]), tuple(x[3:]), full, reset)
-        memory, blank = ((y.keys, y.values) for y in (before, empty))
-        blank = None if reset is None else blank
-        (keys, values), y = implementation(given, memory, blank)
-        return {"keys": keys, "values": values}, y
-
-    after, y = segment.in_chunks(run, q, tokens, state, reset, empty)
+    q, tokens, *flags, position = segment.cut(q, tokens, state, reset, empty)
+    x, before = tokens, state or empty
+    if state is not None:
+        gates = (x.key_gamma, x.value_gamma), (x.key_g, x.value_g)
+        x = (x.k, x.v, x.alpha, *(jnp.stack(gate, axis=-1) for gate in gates))
+    given = Chunks((q, *x[:3]), tuple(x[3:]), *flags)
+    blank = None if reset is None else (empty.keys, empty.values)
+    (keys, values), y = implementation(given, (before.keys, before.values), blank)
+    memories = {"keys": keys, "values": values}
+    after, y = segment.join(before, tokens, y, v.shape[1], position, **memories)
     if state is None and after.tokens is not None:
         after = dataclasses.replace(after, tokens=of_each_pass(*after.tokens))
     return after, y

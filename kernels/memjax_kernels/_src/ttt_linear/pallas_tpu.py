@@ -34,11 +34,11 @@ def ttt_linear_tpu(
         rows = [jnp.broadcast_to(x, layer[1].shape) for x in rows]
         return packed.Memory(weights, jnp.stack(rows, axis=2))
 
-    after, y = _op(None, x, memory(layer), memory(empty), interpret)
+    after, y = _op.kernels(x, memory(layer), memory(empty), interpret=interpret)
     return (after.weights, after.rows[:, :, 0]), y
 
 
-def _in_xla(_, x: Chunks, memory: packed.Memory, empty: packed.Memory):
+def _in_xla(x: Chunks, memory: packed.Memory, empty: packed.Memory, _: None):
     """The function of the kernels."""
 
     def layer(memory):

@@ -28,16 +28,14 @@ def in_chunks(
 ) -> tuple[TTTLinearState, Float[Array, "B T H V"]]:
     """Runs an implementation; the arguments are those of `ttt_linear`."""
     norm = tuple(x.astype(jnp.float32)[None] for x in (ln_scale, ln_bias))
-
-    def run(q, x, full, reset, before):
-        layers = ((layer.weights, layer.bias) for layer in (before, empty))
-        given = Chunks((q, x.k, x.v), (x.eta,), full, reset)
-        (weights, bias), y = implementation(given, *layers, norm)
-        return {"weights": weights, "bias": bias}, y.astype(v.dtype)
-
     # Open tokens are float32, and stay so.
     exact = state is not None and state.tokens is not None
     tokens = TTTLinearTokens(
         *(x.astype(jnp.float32) if exact else x for x in (k, v, eta))
     )
-    return segment.in_chunks(run, q, tokens, state, reset, empty)
+    q, x, *flags, position = segment.cut(q, tokens, state, reset, empty)
+    before, given = state or empty, Chunks((q, x.k, x.v), (x.eta,), *flags)
+    layers = ((layer.weights, layer.bias) for layer in (before, empty))
+    (weights, bias), y = implementation(given, *layers, norm)
+    memories, y = {"weights": weights, "bias": bias}, y.astype(v.dtype)
+    return segment.join(before, x, y, v.shape[1], position, **memories)

@@ -55,6 +55,11 @@ def heads_of_rows(heads: int, arrays: Sequence[Any], sizes: Rows) -> int:
     return next((n for n in fitting if heads % n == 0), 0)
 
 
+def repeat_heads(x: Float[Array, "*B H D"], copies: int) -> Float[Array, "*B HH D"]:
+    """Copies of each head beside each other."""
+    return x if copies == 1 else jnp.repeat(x, copies, axis=-2)
+
+
 def pack_heads(memory: Float[Array, "B H M D"], heads: int) -> Float[Array, "B P M DD"]:
     """The memories of a pack's heads in one matrix."""
     b, number, slots, width = memory.shape

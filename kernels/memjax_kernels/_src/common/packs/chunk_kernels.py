@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import columns, tuned
 from memjax_kernels._src.common.packs.blocks import LANES, ROWS, other_dtypes
-from memjax_kernels._src.common.packs.chunkwise import Chunks, Op, Static, kernels_of
+from memjax_kernels._src.common.packs.chunkwise import Chunks, Op, kernels_of
 from memjax_kernels._src.common.packs.layout import Layout, packings, plan
 from memjax_kernels._src.common.packs.staggered import staggered
 from memjax_kernels._src.common.products import Multiply
@@ -90,6 +90,7 @@ class Equations(NamedTuple):
 
 def kernels_by(
     name: str,
+    layout: Callable[[Chunks], Layout | None],
     equations: Callable[[Any, int, Multiply], Equations],
     form: Callable[..., tuple[PyTree, Array]],
     residuals: Callable[[Any], PyTree],
@@ -106,9 +107,8 @@ def kernels_by(
 
         return run
 
-    return kernels_of(
-        Op(name, of(forward_kernel), of(backward_kernel), form, residuals)
-    )
+    kernels = of(forward_kernel), of(backward_kernel)
+    return kernels_of(Op(name, layout, *kernels, form, residuals))
 
 
 class PackedOp:
@@ -118,8 +118,7 @@ class PackedOp:
     """
 
     def __init__(self, name: str, *brought: Any):
-        self.name, self.kernels = name, kernels_by(name, *brought)
-        self.form = brought[1]
+        self.name, self.kernels = name, kernels_by(name, self.layout, *brought)
 
     @property
     def sizes(self) -> tuned.Packed:
@@ -144,17 +143,11 @@ class PackedOp:
             )
         return ""
 
-    def __call__(
-        self, options: Any, x: Chunks, memory: PyTree, empty: PyTree, interpret: Any
-    ) -> tuple[PyTree, Array]:
-        """The memory after the chunks, and their reads."""
+    def layout(self, x: Chunks) -> Layout | None:
+        """That of the programs for these chunks, if heads fill the lanes."""
         _, _, size, number, key_dim = x.tokens[0].shape
         heads = self.heads(number, size, key_dim, x.tokens[2].shape[-1])
-        if not heads:
-            # A device's share of the heads may fill no register.
-            return self.form(options, x, memory, empty)
-        static = Static(options, plan(self.sizes, x, heads), interpret)
-        return self.kernels(static, x, memory, empty)
+        return plan(self.sizes, x, heads) if heads else None
 
 
 def forward_kernel(

@@ -32,6 +32,7 @@ from memjax_kernels._src.common.packs.blocks import (
     gates_of_columns,
     join_chunks,
     pack_heads,
+    repeat_heads,
     split_chunks,
     unpack_heads,
 )
@@ -54,8 +55,8 @@ class Blocks(NamedTuple):
     gates: Any
 
 
-def _of_gates(d: Array | None, x: Chunks) -> tuple[Array, ...]:
-    return () if d is None else (d.reshape(x.gates[0].shape),)
+def _of_gates(d: Any, x: Chunks) -> tuple[Any, ...]:
+    return jax.tree.map(lambda gate: d.reshape(gate.shape), x.gates)
 
 
 class Op(NamedTuple):
@@ -63,10 +64,11 @@ class Op(NamedTuple):
 
     Attributes:
         name: of the op.
+        layout: chunks -> that of their programs; None where heads fill no registers.
         forward: (x, before, empty, after, y, residuals), all of references.
         backward: (x, empty, residuals, d_after, d_y, d_tokens, d_gates, d_before,
             d_empty). Both with keywords `layout`, `options` and `multiply`.
-        form: the same in XLA, (options, chunks, memory, empty) -> (memory, y).
+        form: the same in XLA, (chunks, memory, empty, options) -> (memory, y).
         residuals: the dtype of the tokens -> those of the memory before chunks.
         gate_rows: whether a chunk's cotangents of a pack's gates are rows with tokens
             along the lanes, one a pass of each gate; else columns, as the gates.
@@ -75,12 +77,13 @@ class Op(NamedTuple):
     """
 
     name: str
+    layout: Callable[[Chunks], Layout | None]
     forward: Callable[..., None]
     backward: Callable[..., None]
     form: Callable[..., tuple[PyTree, Array]]
     residuals: Callable[[Any], PyTree]
     gate_rows: bool = False
-    of_gates: Callable[..., tuple[Array, ...]] = _of_gates
+    of_gates: Callable[..., tuple[Any, ...]] = _of_gates
 
 
 class Static(NamedTuple):
@@ -92,23 +95,35 @@ class Static(NamedTuple):
 
 
 def kernels_of(op: Op) -> Callable[..., Any]:
-    """The kernels of an op, (static, chunks, memory, empty) -> (memory, y)."""
+    """An op's chunk implementation, (chunks, memory, empty, rule) -> (memory, y).
+
+    See `steps.segment`. `rule` has the op's own options; `interpret` is that of
+    `pallas_call`: False, or `pltpu.InterpretParams`.
+    """
 
     def form(static, x, memory, empty):
-        memory, y = op.form(static.options, chunks.bool_flags(x), memory, empty)
+        memory, y = op.form(chunks.bool_flags(x), memory, empty, static.options)
         return memory, y.reshape(*y.shape[:3], -1)
 
     forward, backward = (functools.partial(f, op) for f in (_forward, _backward))
     # Names of what is saved differ from those of kernels for GPUs, which save more.
     on_chunks = gradients.of_kernels(f"{op.name}_tpu", forward, backward, form)
 
-    def run(static: Static, x: Chunks, memory, empty):
+    def run(x: Chunks, memory, empty, rule=None, *, interpret: Any = False):
+        layout = op.layout(x)
+        if layout is None:
+            # A device's share of the heads may fill no register.
+            return op.form(x, memory, empty, rule)
+        q, k, v, *others = x.tokens
+        copies = v.shape[3] // q.shape[3] // layout.ways
+        tokens = repeat_heads(q, copies), repeat_heads(k, copies), v, *others
         gates = jax.tree.map(lambda gate: gate.astype(F32), x.gates)
-        x = chunks.float_flags(x._replace(gates=gates))
-        memory, y = on_chunks(static, *varying.vary_alike((x, memory, empty)))
+        x = chunks.float_flags(x._replace(tokens=tokens, gates=gates))
+        given = varying.vary_alike((x, memory, empty))
+        memory, y = on_chunks(Static(rule, layout, interpret), *given)
         # A rematerialisation that saves reads has them as [B, n, C, H D]: rows of a
         # head would be padded to 128 lanes.
-        return memory, y.reshape(x.tokens[2].shape)
+        return memory, y.reshape(v.shape)
 
     return run
 
@@ -126,7 +141,7 @@ def _in_blocks(layout: Layout, x: Chunks) -> Chunks:
 
 def _arrange(layout: Layout, x: Chunks) -> Blocks:
     # Passes of one gate, then those of the next.
-    gates = [gate.reshape(*gate.shape[:4], -1) for gate in x.gates]
+    gates = [gate.reshape(*gate.shape[:4], -1) for gate in jax.tree.leaves(x.gates)]
     if gates:
         joined = jnp.concatenate(gates, axis=-1)
         gates = [gate_columns(joined, layout.group, layout.heads)]
@@ -223,7 +238,7 @@ def _backward(op: Op, static: Static, primals, residuals, cotangents):
     no_flags = jax.tree.map(jnp.zeros_like, given[2:])
     d_x = Chunks(
         jax.tree.map(of_tokens, d_tokens, given.tokens),
-        tuple(split_chunks(d, layout.chunks) for d in d_gates),
+        jax.tree.map(lambda d: split_chunks(d, layout.chunks), d_gates),
         *no_flags,
     )
     part = functools.partial(unpack_heads, heads=heads)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.packs.blocks import LANES
 from memjax_kernels._src.common.packs.tuned import Packed
@@ -98,7 +100,7 @@ def plan(sizes: Packed, x: Chunks, heads: int) -> Layout:
         group,
         heads,
         size,
-        passes=tuple((*gate.shape[4:], 1)[0] for gate in x.gates),
+        passes=tuple((*gate.shape[4:], 1)[0] for gate in jax.tree.leaves(x.gates)),
         opens=x.full is not None,
         resets=x.reset is not None,
         phased=parts // divisors(parts, sizes.in_step // (of_row * size))[0],

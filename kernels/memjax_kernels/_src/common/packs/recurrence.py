@@ -19,9 +19,8 @@ from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import tuned
-from memjax_kernels._src.common.packs.blocks import LANES, other_dtypes
+from memjax_kernels._src.common.packs.blocks import LANES, other_dtypes, repeat_heads
 from memjax_kernels._src.common.packs.chunk_kernels import kernels_by
-from memjax_kernels._src.common.packs.chunkwise import Static
 from memjax_kernels._src.common.packs.layout import Layout, group_sizes, packings
 from memjax_kernels._src.common.packs.recurrence_chunk import Op, equations
 
@@ -30,7 +29,7 @@ CHUNK_SIZE = 64
 
 
 class Packing(NamedTuple):
-    """Packs of a program, heads of a pack, and `ways` of `chunkwise.Layout`."""
+    """Packs of a program, heads of a pack, and `ways` of `Layout`."""
 
     group: int
     heads: int
@@ -75,7 +74,7 @@ def recur(
         g = jnp.where(at, FORGETS_ALL, g)
     # Devices that divide value heads have the key heads of theirs.
     devices = partition.head_ways(v.shape[2], q, k, v, state)
-    q, k = (_repeat(x, devices // math.gcd(devices, q.shape[2])) for x in (q, k))
+    q, k = (repeat_heads(x, devices // math.gcd(devices, q.shape[2])) for x in (q, k))
     # Gates of channels are as tokens are, those of heads columns.
     of_channels = g.ndim == v.ndim
     channels, columns = ((g, *rates), []) if of_channels else ((), [g])
@@ -84,19 +83,16 @@ def recur(
     # Tokens of zeros, gate and rate included, leave the memory as it is.
     x = Chunks((q, k, v, *channels), columns, None, None)
     x = jax.tree.map(lambda x: chunks.split(x, CHUNK_SIZE, None), x)
-    form = partition.chunkwise(functools.partial(_on_device, op))
-    state, y = form(x, state, interpret=interpret)
+    form = partition.chunkwise(_kernels(op))
+    state, y = form(x, state, None, interpret=interpret)
     return state, chunks.join(y, time, None)
 
 
-def _on_device(op: Op, x: Chunks, state: Array, *, interpret: Any):
-    q, k, v, *channels = x.tokens
-    packing = packing_of(q, v)
-    if not packing:
-        # A device of a mesh may hold heads that fill no lanes.
-        return _in_xla(op, x, state)
-    copies = v.shape[3] // q.shape[3] // packing.ways
-    layout = Layout(
+def _layout(x: Chunks) -> Layout | None:
+    packing = packing_of(x.tokens[0], x.tokens[2])
+    if packing is None:
+        return None
+    return Layout(
         rows=1,
         size=CHUNK_SIZE,
         passes=(sum(gate.shape[-1] for gate in x.gates),),
@@ -104,25 +100,15 @@ def _on_device(op: Op, x: Chunks, state: Array, *, interpret: Any):
         resets=False,
         **packing._asdict(),
     )
-    x = x._replace(tokens=(_repeat(q, copies), _repeat(k, copies), v, *channels))
-    return _kernels(op)(Static(None, layout, interpret), x, state, None)
 
 
 @functools.cache
 def _kernels(op: Op) -> Any:
-    def form(_, x: Chunks, state, empty):
-        del empty
-        return _in_xla(op, x, state)
-
     def residuals(dtype):
         return F32 if op.exact else dtype
 
-    return kernels_by(op.name, lambda *_: equations(op), form, residuals)
-
-
-def _repeat(x: Array, copies: int) -> Array:
-    """Copies of each head beside each other."""
-    return x if copies == 1 else jnp.repeat(x, copies, axis=-2)
+    form = functools.partial(_in_xla, op)
+    return kernels_by(op.name, _layout, lambda *_: equations(op), form, residuals)
 
 
 def packing_of(q: Any, v: Any) -> Packing | None:
@@ -150,7 +136,7 @@ def packing_of(q: Any, v: Any) -> Packing | None:
     return None
 
 
-def _in_xla(op: Op, x: Chunks, state: Array):
+def _in_xla(op: Op, x: Chunks, state: Array, *_: Any):
     """The function of the forward kernel."""
 
     def form(*given):

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from memjax_kernels._src.common import chunks
 from memjax_kernels._src.common.arguments import check_range
@@ -34,19 +34,16 @@ from memjax_kernels._src.common.steps import open_chunk
 from memjax_kernels._src.common.token_scan import scan_tokens
 
 
-def in_chunks(
-    run: Callable[..., tuple[dict[str, PyTree], Float[Array, "B n C H V"]]],
+def cut(
     q: Float[Array, "B T H K"],
     tokens: PyTree[Float[Array, "B T H ..."]],
     state: Any,
     reset: Bool[Array, "B T"] | None,
     empty: Any,
-) -> tuple[Any, Float[Array, "B T H V"]]:
-    """Splits a segment into chunks, behind the open tokens, and runs them.
+) -> tuple[Any, ...]:
+    """A segment in chunks, behind the open tokens: q, tokens, full, reset, position.
 
     Args:
-        run: (q, tokens, full, reset, state before) -> (its memories after the chunks by
-            their names, y), of arrays in chunks.
         q: queries.
         tokens: all else of a token that the state keeps.
         state: before the segment; None is `empty`.
@@ -56,24 +53,34 @@ def in_chunks(
     size, (batch, time) = empty.chunk_size, q.shape[:2]
     # Without a state, and in chunks of one token, every batch element starts a chunk.
     position = None if state is None or size == 1 else state.position
-    before = empty if state is None else state
 
     def split(x):
         return chunks.split(x, size, position)
 
     tokens = jax.tree.map(split, tokens)
-    tokens = open_chunk.put_in_front(tokens, before.tokens, position)
+    tokens = open_chunk.put_in_front(tokens, (state or empty).tokens, position)
     number = chunks.count_chunks(time, size, position is None)
     whole = position is None and time % size == 0
     full = None if whole else chunks.completed(number, size, time, position, batch)
     # A reset counts at the first token of a chunk; others were refused, or give NaN.
     starts = None if reset is None else split(reset)[:, :, 0]
-    memories, y = run(split(q), tokens, full, starts, before)
+    return split(q), tokens, full, starts, position
+
+
+def join(
+    before: Any,
+    tokens: PyTree[Float[Array, "B n C H ..."]],
+    y: Float[Array, "B n C H V"],
+    time: int,
+    position: Int[Array, " B"] | None,
+    **memories: PyTree,
+) -> tuple[Any, Float[Array, "B T H V"]]:
+    """The state after T tokens that were `cut`, with its memories, and their reads."""
     after = dataclasses.replace(
         before,
         **memories,
         tokens=open_chunk.last(tokens, time, position),
-        position=(before.position + time) % size,
+        position=(before.position + time) % before.chunk_size,
     )
     return after, chunks.join(y, time, position)
 
