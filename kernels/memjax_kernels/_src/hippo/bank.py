@@ -101,8 +101,13 @@ def transition(order: int, ratio: float) -> Float64[np.ndarray, "N N"]:
     check_sizes(order=order)
     if not 0 <= ratio <= 1:
         raise ValueError(f"ratio must be in [0, 1], got {ratio}")
+    if ratio == 0:
+        return np.zeros((order, order))
     nodes, weights = gauss_legendre(order)
-    return _transition(nodes, weights * legendre(order, nodes), ratio)
+    product = legendre(order, ratio * nodes) @ (weights * legendre(order, nodes)).T
+    product *= ratio
+    # g_n(ratio u) has degree n, so what stands above the diagonal is rounding.
+    return np.tril(product)
 
 
 def block_kernel(order: int, start: int, stop: int) -> Float64[np.ndarray, "N L"]:
@@ -201,25 +206,11 @@ def build_hippo_bank(order: int, block_length: int, blocks: int) -> HippoBank:
     check_sizes(order=order, block_length=block_length, blocks=blocks)
     transitions = np.empty((blocks, order, order), np.float32)
     kernels = np.empty((blocks, order, block_length), np.float32)
-    nodes, weights = gauss_legendre(order)
-    weighted = weights * legendre(order, nodes)
     for i in range(blocks):
         start, stop = i * block_length, (i + 1) * block_length
-        transitions[i] = _transition(nodes, weighted, start / stop)
+        transitions[i] = transition(order, start / stop)
         kernels[i] = block_kernel(order, start, stop)
     return HippoBank(transitions, kernels)
-
-
-def _transition(
-    nodes: Float64[np.ndarray, " N"], weighted: Float64[np.ndarray, "N N"], ratio: float
-) -> Float64[np.ndarray, "N N"]:
-    """Integrates g_n(ratio u) against the weighted basis at the nodes."""
-    if ratio == 0:
-        return np.zeros_like(weighted)
-    product = legendre(len(nodes), ratio * nodes) @ weighted.T
-    product *= ratio
-    # g_n(ratio u) has degree n, so what stands above the diagonal is rounding.
-    return np.tril(product)
 
 
 def _antiderivatives(
