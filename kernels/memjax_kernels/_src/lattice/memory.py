@@ -30,6 +30,15 @@ class Rule(NamedTuple):
     normalize: bool = True
     forget: LatticeForget | None = None
 
+    @property
+    def without_kernel(self) -> str:
+        """Why no kernel has these equations; "" if kernels have them."""
+        if not self.normalize:
+            return f"normalize must be True, got {self.normalize}"
+        return (
+            "" if self.forget is None else f"forget must be None, got {self.forget!r}"
+        )
+
 
 # Annotated Any because jax rebuilds pytrees around things that are not arrays, and
 # annotations are checked while the tests run.

@@ -21,11 +21,7 @@ from memjax_kernels._src.lattice.xla import lattice_xla
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    if not rule.normalize:
-        return f"normalize must be True, got {rule.normalize}"
-    if rule.forget is not None:
-        return f"forget must be None, got {rule.forget!r}"
-    return _op.unsupported(q, k, v, chunk_size)
+    return rule.without_kernel or _op.unsupported(q, k, v, chunk_size)
 
 
 def _equations(rule: Rule, heads: int, multiply: Multiply) -> Equations:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.packs import tuned
-from memjax_kernels._src.common.packs.blocks import LANES, ROWS, other_dtypes
+from memjax_kernels._src.common.packs.blocks import LANES, misfit
 from memjax_kernels._src.common.packs.chunkwise import Op, kernels_of
 from memjax_kernels._src.common.packs.layout import Layout, packings, plan
 from memjax_kernels._src.trellis import tpu_packed_kernels
@@ -32,12 +32,10 @@ def unsupported(q: Array, k: Array, v: Array, alpha: Array, chunk_size: int) -> 
 
     Only shapes and dtypes are looked at.
     """
-    if reason := other_dtypes(q, k, v):
+    if reason := misfit(q, k, v, chunk_size):
         return reason
     if alpha.dtype.name not in ("float32", "bfloat16"):
         return f"alpha must be float32 or bfloat16, got {alpha.dtype}"
-    if chunk_size % ROWS:
-        return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
     heads, widths = q.shape[2], (q.shape[-1], v.shape[-1], alpha.shape[-1])
     if not heads_of_pack(chunk_size, heads, widths):
         key_dim, value_dim, slots = widths

@@ -28,12 +28,14 @@ PARAMS = pltpu.CompilerParams(
 ROWS, LANES = 16, 128
 
 
-def other_dtypes(q: Any, k: Any, v: Any) -> str:
-    """Why the dtypes of tokens do not fit a kernel; "" if they do."""
+def misfit(q: Any, k: Any, v: Any, chunk_size: int = ROWS) -> str:
+    """Why dtypes of tokens, or their chunks, do not fit a kernel; "" if they do."""
     kinds = {x.dtype.name for x in (q, k, v)}
-    if len(kinds) == 1 and kinds <= {"float32", "bfloat16"}:
-        return ""
-    return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
+    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
+        return f"q, k and v must all be float32 or all bfloat16, got {sorted(kinds)}"
+    if chunk_size % ROWS:
+        return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
+    return ""
 
 
 def heads_of_rows(heads: int, arrays: Sequence[Any], sizes: Rows) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels._src.common import packs
 from memjax_kernels._src.common.packs import columns, tuned
-from memjax_kernels._src.common.packs.blocks import LANES, ROWS, other_dtypes
+from memjax_kernels._src.common.packs.blocks import LANES, misfit
 from memjax_kernels._src.common.packs.chunkwise import Chunks, Op, kernels_of
 from memjax_kernels._src.common.packs.layout import Layout, packings, plan
 from memjax_kernels._src.common.packs.staggered import staggered
@@ -131,10 +131,8 @@ class PackedOp:
 
     def unsupported(self, q: Array, k: Array, v: Array, chunk_size: int) -> str:
         """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-        if reason := other_dtypes(q, k, v):
+        if reason := misfit(q, k, v, chunk_size):
             return reason
-        if chunk_size % ROWS:
-            return f"chunk_size must be a multiple of {ROWS}, got {chunk_size}"
         (number, key_dim), value_dim = q.shape[2:], v.shape[-1]
         if not self.heads(number, chunk_size, key_dim, value_dim):
             return (

@@ -19,7 +19,7 @@ from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.groups import by_copies, by_groups
 from memjax_kernels._src.common.packs import tuned
-from memjax_kernels._src.common.packs.blocks import LANES, other_dtypes, repeat_heads
+from memjax_kernels._src.common.packs.blocks import LANES, misfit, repeat_heads
 from memjax_kernels._src.common.packs.chunk_kernels import kernels_by
 from memjax_kernels._src.common.packs.layout import Layout, group_sizes, packings
 from memjax_kernels._src.common.packs.recurrence_chunk import Op, equations
@@ -38,7 +38,7 @@ class Packing(NamedTuple):
 
 def unsupported(q: Any, k: Any, v: Any, *_: Any) -> str:
     """Why the kernels cannot take these arguments on any TPU; "" if they can."""
-    if reason := other_dtypes(q, k, v):
+    if reason := misfit(q, k, v):
         return reason
     if q.shape[1] < CHUNK_SIZE:
         return f"{q.shape[1]} tokens are less than a chunk of {CHUNK_SIZE}"

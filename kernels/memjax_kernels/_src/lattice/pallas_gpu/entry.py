@@ -28,11 +28,7 @@ from memjax_kernels._src.lattice.xla import lattice_xla
 
 def unsupported(q: Array, k: Array, v: Array, chunk_size: int, rule: Rule) -> str:
     """Why the kernels cannot take these arguments on any GPU; "" if they can."""
-    if not rule.normalize:
-        return f"normalize must be True, got {rule.normalize}"
-    if rule.forget is not None:
-        return f"forget must be None, got {rule.forget!r}"
-    return mosaic.unsupported(chunk_size, q=q, k=k, v=v)
+    return rule.without_kernel or mosaic.unsupported(chunk_size, q=q, k=k, v=v)
 
 
 def lattice_gpu(
