@@ -19,6 +19,7 @@ from memjax_kernels import (
     gated_delta_rule,
     short_convolution,
 )
+from memjax_kernels._src.common import gradients
 from memjax_kernels._src.linear import convolved, convolved_tpu
 from tests.kernels.distances import close
 from tests.kernels.on_tpu import INTERPRETER, needs_libtpu
@@ -175,7 +176,8 @@ def test_derivatives_are_those_of_the_ops():
     x, reset = draw(9, 1, 2, key=4, value=6), resets(9, 3)
     seen = convolved._since_reset(reset, 4)
     composed = functools.partial(convolved._composed, by="xla", **OPTIONS)
-    kernels = convolved._with_gradients(composed, **OPTIONS)
+    kernel = convolved_tpu.convolved_gated_delta_rule_tpu
+    kernels = gradients.unless_differentiated(kernel, composed)
 
     def loss(function, x):
         state, y = function(x)

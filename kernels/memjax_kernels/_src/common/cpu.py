@@ -11,7 +11,6 @@ devices, wherever they are compiled, have the plain form.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels._src.common import partition
-from memjax_kernels._src.common.varying import vary_alike
 
 # Between memories of 1 MB, with which the token loop takes less than half as long as
 # chunks, and of 8 MB, with which it is slower for some ops: experiments/speed.
@@ -94,18 +92,3 @@ def computed_once(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
 def loop_is_faster(state: PyTree[Array]) -> bool:
     """Whether the memories of all batch elements stay in the cache of a CPU."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) <= LOOP_BYTES
-
-
-def loop_unless_differentiated(
-    loop: Callable[..., Any], chunks: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`loop`, or `chunks` where a derivative is taken: they compute the same."""
-
-    # Chunks have no forward mode, by which `gradients.like` would need theirs.
-    @jax.custom_vjp
-    def run(*arrays):
-        # Inside a shard_map, what a scan carries must vary as what it computes does.
-        return loop(*vary_alike(arrays))
-
-    run.defvjp(lambda *x: jax.vjp(chunks, *x), lambda pull, given: pull(given))
-    return run

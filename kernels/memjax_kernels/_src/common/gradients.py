@@ -137,3 +137,18 @@ def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[...,
         return jax.jvp(plain, primals, tangents)
 
     return op
+
+
+def unless_differentiated(
+    form: Callable[..., Any], other: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`form`, or `other` where a derivative is taken: they compute the same."""
+
+    # The other may have no forward mode, which `like` needs.
+    @jax.custom_vjp
+    def op(*primals):
+        # Inside a shard_map, what a scan carries must vary as what it computes does.
+        return form(*vary_alike(primals))
+
+    op.defvjp(lambda *x: jax.vjp(other, *x), lambda pull, given: pull(given))
+    return op

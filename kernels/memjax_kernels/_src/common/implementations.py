@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, PyTree
 
-from memjax_kernels._src.common import cpu
+from memjax_kernels._src.common import cpu, gradients
 from memjax_kernels._src.common.varying import vary_alike
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def choose(
     if small and jax.default_backend() == "cpu":
         # Programs for a TPU are lowered on CPUs too, those for a GPU are not.
         kernels.setdefault("tpu", default)
-        default = cpu.loop_unless_differentiated(forms["reference"], default)
+        default = gradients.unless_differentiated(forms["reference"], default)
     if not kernels:
         # Many ops have the XLA form alone.
         return default

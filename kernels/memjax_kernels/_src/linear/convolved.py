@@ -8,14 +8,13 @@ of the filters.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from memjax_kernels._src.common import arguments, chunks, implementations
+from memjax_kernels._src.common import arguments, chunks, gradients, implementations
 from memjax_kernels._src.linear import convolved_tpu
 from memjax_kernels._src.linear.convolved_tpu import Segment
 from memjax_kernels._src.linear.delta_rules import gated_delta_rule
@@ -125,10 +124,14 @@ def convolved_gated_delta_rule(
     composed = functools.partial(
         _composed, by="xla" if implementation == "xla" else None, **options
     )
+    kernel = functools.partial(convolved_tpu.convolved_gated_delta_rule_tpu, **options)
     form = implementations.choose(
         "convolved_gated_delta_rule",
         implementation,
-        {"xla": composed, "pallas_tpu": _with_gradients(composed, **options)},
+        {
+            "xla": composed,
+            "pallas_tpu": gradients.unless_differentiated(kernel, composed),
+        },
         {"pallas_tpu": convolved_tpu.unsupported(x)},
     )
     memory, y = form(x)
@@ -143,14 +146,6 @@ def _last_inputs(seen: Array | None, before: Array, x: Array) -> Array:
         return last
     back = jnp.arange(last.shape[1])[::-1]
     return jnp.where((back[None] <= seen[:, -1:])[..., None, None], last, 0)
-
-
-def _with_gradients(composed: Callable[..., Any], **options: Any):
-    """The kernel, and where a derivative is taken the ops one after the other."""
-    kernel = convolved_tpu.convolved_gated_delta_rule_tpu
-    form = jax.custom_vjp(functools.partial(kernel, **options))
-    form.defvjp(functools.partial(jax.vjp, composed), lambda pull, d: pull(d))
-    return form
 
 
 def _composed(
