@@ -83,10 +83,7 @@ class _Program(Chunk):
     """The kernel of one batch element and head."""
 
     def tokens(self):
-        return tokens_of(self.x) | {"d_y": self.d_y}
-
-    def vectors(self):
-        return {"gates": self.x.gates}
+        return super().tokens() | {"d_y": self.d_y}
 
     def gradients(self):
         rows, last = self.out.gates

@@ -21,14 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
-from memjax_kernels._src.common.mosaic import ROWS
 from memjax_kernels._src.common.mosaic_programs import Backward
-from memjax_kernels._src.trellis import functions
-from memjax_kernels._src.trellis.pallas_gpu.forward import decays
+from memjax_kernels._src.trellis.pallas_gpu.forward import Passes
 from memjax_kernels._src.trellis.pallas_gpu.inputs import GAMMA, LAST, TOTAL
 
 
-class Chunk(Backward):
+class Chunk(Passes, Backward):
     """The arithmetic of a batch element and head; all arrays are in shared memory."""
 
     def __init__(self, *given):
@@ -203,26 +201,5 @@ class Chunk(Backward):
         self.scratch["d_last"][index] = kept * jnp.sum(after * before, axis=1)
         d_memory[...] = after + read + start
 
-    def gates(self, index):
-        """Sums of g, gamma, and the last sum."""
-        gates = self.scratch["gates"]
-        total = self.ops.row_vector(gates, 2 * index)
-        gamma = self.ops.row_vector(gates, 2 * index + 1)
-        return total, gamma, gates[2 * index, ROWS - 1]
-
-    def decays(self, index):
-        gates = self.scratch["gates"]
-        total = self.ops.row_vector(gates, 2 * index)
-        other = self.ops.column_vector(gates, 2 * index)
-        return decays(self.ops, total, other, self.size)
-
     def error(self, predicted):
         return self.error_of(predicted, self.ops.matrix(self.scratch["alpha"]))
-
-    def error_of(self, predicted, alpha):
-        return functions.error_gradient(
-            self.rule.phi, predicted, alpha, mosaic.over_slots
-        )
-
-    def activate(self, reads):
-        return functions.apply(self.rule.activation, reads, mosaic.over_slots)

@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from memjax_kernels._src.common import mosaic
 from memjax_kernels._src.common.mosaic import F32, ROWS, Static
-from memjax_kernels._src.common.mosaic_programs import Forward, call
+from memjax_kernels._src.common.mosaic_programs import Forward, Program, call
 from memjax_kernels._src.common.products import Form
 from memjax_kernels._src.trellis import functions
 from memjax_kernels._src.trellis.pallas_gpu.inputs import INPUTS, Inputs, tokens_of
@@ -61,16 +60,43 @@ def forward(static: Static, x: Inputs, *, with_residuals: bool):
     return call(_Program, static, x, (), outputs, scratch, "memjax_trellis_forward")
 
 
-class _Program(Forward):
-    """The kernel of one batch element and head."""
-
-    stages = STAGES
+class Passes(Program):
+    """What both kernels take of a pass; `i` is the chunk where tokens have stages."""
 
     def tokens(self):
         return tokens_of(self.x)
 
     def vectors(self):
         return {"gates": self.x.gates}
+
+    def gates(self, index, i=None):
+        """Sums of g, gamma, and the last sum."""
+        gates = self.staged("gates", i)
+        total = self.ops.row_vector(gates, 2 * index)
+        gamma = self.ops.row_vector(gates, 2 * index + 1)
+        return total, gamma, gates[2 * index, ROWS - 1]
+
+    def decays(self, index, i=None):
+        """exp(total_i - total_j) for j <= i < size, else 0: masked before exp."""
+        gates = self.staged("gates", i)
+        total = self.ops.row_vector(gates, 2 * index)
+        other = self.ops.column_vector(gates, 2 * index)
+        difference = mosaic.along_rows(total, ROWS) - mosaic.along_columns(other, ROWS)
+        seen = self.ops.causal_mask(self.size)
+        return jnp.exp(jnp.where(seen, difference, -1e30))
+
+    def error_of(self, predicted, alpha):
+        phi = self.rule.phi
+        return functions.error_gradient(phi, predicted, alpha, mosaic.over_slots)
+
+    def activate(self, reads):
+        return functions.apply(self.rule.activation, reads, mosaic.over_slots)
+
+
+class _Program(Passes, Forward):
+    """The kernel of one batch element and head."""
+
+    stages = STAGES
 
     def chunk(self, i, whole):
         # Into the other stage, whose tokens the chunk before has used up.
@@ -85,8 +111,7 @@ class _Program(Forward):
         *predicted, scores = ops.products(*triples, (q, inputs[0], "nt"))
         full = i < whole
         y = self.one_pass(0, i, predicted[0], q, scores, full)
-        query = functions.apply(self.rule.activation, y, mosaic.over_slots)
-        self.store("query", query)
+        self.store("query", self.activate(y))
         y = self.one_pass(1, i, predicted[1], scratch["query"], None, full)
         self.write(i, y)
 
@@ -94,13 +119,8 @@ class _Program(Forward):
         """Reads of a pass; its memory becomes the one after a full chunk."""
         ops, scratch, slots = self.ops, self.scratch, self.x.alpha.shape[-1]
         operand, memory = self.each("operand")[index], self.each("memory")[index]
-        x, stage = self.staged(INPUTS[index], i), lax.rem(i, STAGES)
-        total = ops.row_vector(scratch["gates"], stage, 2 * index)
-        gamma = ops.row_vector(scratch["gates"], stage, 2 * index + 1)
-        last = scratch["gates"][stage, 2 * index, ROWS - 1]
-        alpha = ops.matrix(self.staged("alpha", i))
-        phi = self.rule.phi
-        error = functions.error_gradient(phi, predicted, alpha, mosaic.over_slots)
+        x, (total, gamma, last) = self.staged(INPUTS[index], i), self.gates(index, i)
+        error = self.error_of(predicted, ops.matrix(self.staged("alpha", i)))
         # Negated, so that products are added.
         error = -error * mosaic.along_rows(gamma, slots)
         decayed = error * mosaic.along_rows(jnp.exp(last - total), slots)
@@ -110,8 +130,7 @@ class _Program(Forward):
         # The second pass's query depends on the first, so that its scores come late.
         if index == 1:
             scores = ops.product(query, scratch["errors"], "nt")
-        other = ops.column_vector(scratch["gates"], stage, 2 * index)
-        scores = decays(ops, total, other, self.size) * scores
+        scores = self.decays(index, i) * scores
         self.store("scores", scores)
         plgpu.commit_smem()
         # y1 = M q is read through rows of the memory, y = M^T f through columns.
@@ -125,9 +144,3 @@ class _Program(Forward):
         left, kept = jnp.where(full, jnp.exp(last), 1.0), jnp.where(full, 1.0, 0.0)
         memory[...] = left * ops.matrix(memory) + kept * added
         return mosaic.along_rows(jnp.exp(total), past.shape[1]) * past + new
-
-
-def decays(ops, total, other, size) -> jax.Array:
-    """exp(total_i - total_j) for j <= i < size, else 0: masked before exp."""
-    difference = mosaic.along_rows(total, ROWS) - mosaic.along_columns(other, ROWS)
-    return jnp.exp(jnp.where(ops.causal_mask(size), difference, -1e30))
