@@ -82,46 +82,6 @@ def of_kernels(
     return op
 
 
-def of_prepared(
-    name: str,
-    prepare: Callable[..., Any],
-    forward: Callable[..., tuple[Any, Any, Any]],
-    backward: Callable[..., Any],
-    form: Callable[..., Any],
-) -> Callable[..., Any]:
-    """`of_kernels` that take inputs made of the primals, whose vjp is taken.
-
-    Args:
-        name: of the op.
-        prepare: primals -> inputs, a named tuple whose `whole` and `reset` have no
-            gradient.
-        forward: the kernel (static, inputs, with_residuals=) -> (y, memory, residuals).
-        backward: the kernel (static, inputs, residuals, d_y, d_memory) -> cotangents of
-            the inputs, None of `whole` and `reset`.
-        form: as in `of_kernels`.
-    """
-    indices = ("whole", "reset")
-
-    def apart(*primals):
-        x = prepare(*primals)
-        residuals = {name: getattr(x, name) for name in indices}
-        return x._replace(**dict.fromkeys(indices)), residuals
-
-    def run(static, *primals, with_residuals):
-        x = prepare(*primals)
-        y, memory, residuals = forward(static, x, with_residuals=with_residuals)
-        return vary_alike((((memory, y), residuals), primals))[0]
-
-    def back(static, primals, residuals, cotangents):
-        d_memory, d_y = cotangents
-        floats, pull, flags = jax.vjp(apart, *primals, has_aux=True)
-        d = backward(static, floats._replace(**flags), residuals, d_y, d_memory)
-        # A gradient must vary over the axes of a mesh that its argument varies over.
-        return pull(vary_alike((d, primals))[0])
-
-    return of_kernels(name, run, back, form)
-
-
 def like(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel with the gradients, of both modes, of the same function in jax.
 

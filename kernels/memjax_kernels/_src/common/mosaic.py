@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import PyTree
 
 from memjax_kernels._src.common import jaxprs
-from memjax_kernels._src.common.chunks import Chunks, count_full, replace
 from memjax_kernels._src.common.products import Form, multiply
 
 # Rows of a tensor-core instruction.
@@ -48,18 +47,6 @@ class Static(NamedTuple):
 
     rule: Any
     interpret: Any
-
-
-def memories(x: Chunks, start: PyTree, empty: PyTree) -> dict[str, Any]:
-    """Inputs that the chunks' flags decide: `start`, `empty`, `whole` and `reset`.
-
-    The first chunk's reset is applied here: kernels fetch `empty` for later ones alone.
-    """
-    reset, empty = x.reset, None if x.reset is None else empty
-    if reset is not None:
-        start = replace(reset[:, 0], empty, start)
-        reset = reset.astype(jnp.int32)
-    return {"start": start, "empty": empty, "reset": reset, "whole": count_full(x)}
 
 
 def tile(*shape: int, dtype: Any):

@@ -5,13 +5,15 @@ memory in float32; products read a copy in the dtype of the tokens, which the fo
 kernel also saves of every chunk's start for a gradient. The backward kernel takes the
 chunks in reverse, and gradients overwrite the tokens.
 
-An op brings its inputs, a named tuple with `q` [B, n, C, H, K] and what
-`mosaic.memories` makes, and the arithmetic of a chunk. It has scratch called "arrived"
+An op brings its inputs, a named tuple with `q` [B, n, C, H, K] and what `_memories`
+makes, and the arithmetic of a chunk. It has scratch called "arrived"
 and "memory_arrived"; tiles by the names of `tokens` and `vectors`; "reads" in the
 forward kernel; and for each memory "memory", or "d_memory" in the backward kernel, and
 "operand", with a number behind each where there are several.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,9 +21,78 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import PyTree
 
-from memjax_kernels._src.common import mosaic
+from memjax_kernels._src.common import chunks, gradients, mosaic
+from memjax_kernels._src.common.chunks import Chunks, count_full, replace
 from memjax_kernels._src.common.mosaic import ROWS, Static, TileOps
+from memjax_kernels._src.common.varying import vary_alike
+
+
+def _memories(x: Chunks, start: PyTree, empty: PyTree) -> dict[str, Any]:
+    """Inputs that the chunks' flags decide: `start`, `empty`, `whole` and `reset`.
+
+    The first chunk's reset is applied here: kernels fetch `empty` for later ones alone.
+    """
+    reset, empty = x.reset, None if x.reset is None else empty
+    if reset is not None:
+        start = replace(reset[:, 0], empty, start)
+        reset = reset.astype(jnp.int32)
+    return {"start": start, "empty": empty, "reset": reset, "whole": count_full(x)}
+
+
+def kernels_of(
+    name: str,
+    inputs: Callable[..., Any],
+    prepare: Callable[..., dict[str, Any]],
+    forward: Callable[..., tuple[Any, Any, Any]],
+    backward: Callable[..., Any],
+    form: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A chunk implementation by two kernels (see `common.steps.segment`).
+
+    Args:
+        name: of the op.
+        inputs: the class of the kernels' inputs.
+        prepare: (chunks, rule) -> all of them but `_memories`, by name. Its vjp is
+            taken.
+        forward: the kernel (static, inputs, with_residuals=) -> (y, memory, residuals).
+        backward: the kernel (static, inputs, residuals, d_y, d_memory) -> cotangents of
+            the inputs, None of `whole` and `reset`.
+        form: the same function by XLA, (chunks, memory, empty, rule) -> (memory, y).
+    """
+    indices = ("whole", "reset")
+
+    def apart(static, x, memory, empty):
+        x = chunks.bool_flags(x)
+        x = inputs(**prepare(x, static.rule), **_memories(x, memory, empty))
+        flags = {name: getattr(x, name) for name in indices}
+        return x._replace(**dict.fromkeys(indices)), flags
+
+    def run(static, *primals, with_residuals):
+        floats, flags = apart(static, *primals)
+        x = floats._replace(**flags)
+        y, memory, residuals = forward(static, x, with_residuals=with_residuals)
+        return vary_alike((((memory, y), residuals), primals))[0]
+
+    def back(static, primals, residuals, cotangents):
+        d_memory, d_y = cotangents
+        of_arrays = functools.partial(apart, static)
+        floats, pull, flags = jax.vjp(of_arrays, *primals, has_aux=True)
+        d = backward(static, floats._replace(**flags), residuals, d_y, d_memory)
+        # A gradient must vary over the axes of a mesh that its argument varies over.
+        return pull(vary_alike((d, primals))[0])
+
+    def in_xla(static, x, memory, empty):
+        return form(chunks.bool_flags(x), memory, empty, static.rule)
+
+    op = gradients.of_kernels(name, run, back, in_xla)
+
+    def implementation(x: Chunks, memory, empty, rule, *, interpret: Any = None):
+        arguments = chunks.float_flags(x), memory, empty
+        return op(Static(rule, interpret), *vary_alike(arguments))
+
+    return implementation
 
 
 def call(program, static: Static, x, more, outputs, scratch, name) -> Any:

@@ -11,14 +11,10 @@ On an H200 they agree with the token loop as the XLA form in bfloat16 does; see
 `experiments/speed`.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from memjax_kernels._src.common import chunks, gradients, varying
-from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.mosaic import ROWS, Static
+from memjax_kernels._src.common.mosaic_programs import kernels_of
 from memjax_kernels._src.trellis.pallas_gpu.backward import backward
 from memjax_kernels._src.trellis.pallas_gpu.forward import forward
 from memjax_kernels._src.trellis.pallas_gpu.inputs import (
@@ -28,24 +24,7 @@ from memjax_kernels._src.trellis.pallas_gpu.inputs import (
     Inputs,
     prepare,
 )
-from memjax_kernels._src.trellis.segment import as_written
-from memjax_kernels._src.trellis.state import Rule
 from memjax_kernels._src.trellis.xla import trellis_xla
-
-
-def trellis_gpu(
-    x: Chunks,
-    memory: tuple[Array, Array],
-    empty: tuple[Array, Array] | None,
-    rule: Rule,
-    *,
-    interpret: Any = None,
-) -> tuple[tuple[Array, Array], Array]:
-    """A chunk implementation; see `segment`. `interpret` runs it in an interpreter."""
-    x, rule = as_written(x, rule), Rule(rule.phi, rule.activation)
-    arguments = chunks.float_flags(x), memory, empty
-    results: Any = _chunks(Static(rule, interpret), *varying.vary_alike(arguments))
-    return results
 
 
 def _backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Inputs:
@@ -59,8 +38,5 @@ def _backward(static: Static, x: Inputs, residuals, d_y, d_after) -> Inputs:
     return d._replace(gates=gates.reshape(x.gates.shape))
 
 
-def _in_xla(static: Static, x: Chunks, memory, empty):
-    return trellis_xla(chunks.bool_flags(x), memory, empty, static.rule)
-
-
-_chunks = gradients.of_prepared("trellis", prepare, forward, _backward, _in_xla)
+PARTS = "trellis", Inputs, prepare, forward, _backward, trellis_xla
+trellis_gpu = kernels_of(*PARTS)

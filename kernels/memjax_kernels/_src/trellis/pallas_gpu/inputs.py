@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from memjax_kernels._src.common import chunks, mosaic
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.mosaic import ROWS
+from memjax_kernels._src.trellis.segment import as_written
+from memjax_kernels._src.trellis.state import Rule
 
 # Rows of the gradients of gates, for each pass.
 TOTAL, LAST, GAMMA = range(3)
@@ -49,14 +50,11 @@ def tokens_of(x: Any) -> dict[str, Any]:
     return {"q": x.q, "alpha": x.alpha} | dict(zip(INPUTS, x.inputs, strict=True))
 
 
-def prepare(
-    x: Chunks, memory: tuple[Array, Array], empty: tuple[Array, Array] | None
-) -> Inputs:
-    """The arguments of a chunk implementation as the kernels take them."""
-    x = chunks.bool_flags(x)
+def prepare(x: Chunks, rule: Rule) -> dict[str, Any]:
+    """The kernels' inputs that depend on tokens alone."""
+    x = as_written(x, rule)
     q, k, v, alpha = x.tokens
-    begin = mosaic.memories(x, memory, empty)
-    return Inputs(q=q, inputs=(k, v), alpha=alpha, gates=_gates(*x.gates), **begin)
+    return {"q": q, "inputs": (k, v), "alpha": alpha, "gates": _gates(*x.gates)}
 
 
 def _gates(gamma: Array, g: Array) -> Array:
