@@ -23,15 +23,13 @@ class Steps(NamedTuple):
         query: number of the block of queries.
         key: number of the block of keys.
         kind: number of the distance between both, see `Plan`.
-        first: 1 at the first step of what is added up, a block of queries or of keys.
-        last: 1 at its last step.
+        last: 1 at the last step of what is added up, a block of queries or of keys.
         fresh: 1 where the block of queries comes for the first time.
     """
 
     query: Int32[np.ndarray, " N"]
     key: Int32[np.ndarray, " N"]
     kind: Int32[np.ndarray, " N"]
-    first: Int32[np.ndarray, " N"]
     last: Int32[np.ndarray, " N"]
     fresh: Int32[np.ndarray, " N"]
 
@@ -119,7 +117,7 @@ def plan(time: int, window: int | None, by_key: bool) -> Plan:
         if window is None or (i - j) * block - (block - 1) < window
     ]
     pairs.sort(key=lambda p: p[::-1] if by_key else (p[0], p[0] != p[1], p[1]))
-    empty = Plan(block, tile, window, Steps(*(np.zeros(0, np.int32),) * 6), ())
+    empty = Plan(block, tile, window, Steps(*(np.zeros(0, np.int32),) * 5), ())
     kinds: dict[int | None, int] = {}
 
     def kind(pair):
@@ -131,9 +129,9 @@ def plan(time: int, window: int | None, by_key: bool) -> Plan:
     numbers = np.array([kind(pair) for pair in pairs], np.int32)
     query, key = np.array(pairs, np.int32).T
     outer = key if by_key else query
-    changes = np.concatenate([[True], outer[1:] != outer[:-1], [True]])
+    last = np.concatenate([outer[1:] != outer[:-1], [True]])
     fresh = np.zeros(len(pairs), bool)
     fresh[np.unique(query, return_index=True)[1]] = True
-    flags = (changes[:-1], changes[1:], fresh)
-    steps = Steps(query, key, numbers, *(flag.astype(np.int32) for flag in flags))
+    flags = (flag.astype(np.int32) for flag in (last, fresh))
+    steps = Steps(query, key, numbers, *flags)
     return empty._replace(steps=steps, distances=tuple(kinds))
