@@ -36,7 +36,7 @@ SWEPT = {
         ("trellis/c64/both", "trellis/c64/v6e/both"),
         {
             "packs": (3,),
-            "tokens": (768, 3072),
+            "tokens": (1536, 6144),
             "in_step": (128, 512),
             "lags": ((2, 2, 1), (1, 1, 1), (1, 3, 1), (1, 2, 2)),
         },
@@ -45,15 +45,15 @@ SWEPT = {
         ("lattice-dec/c64/both", "lattice-dec/c16/both", "lattice-dec/c64/v6e/both"),
         {
             "packs": (3,),
-            "rows": (2, 8),
+            "rows": (4, 16),
             "in_step": (64, 768),
-            "lags": ((1, 7), (3, 7), (2, 6), (2, 8)),
+            "lags": ((1, 8), (3, 8), (2, 7), (2, 9)),
         },
     ),
     "ttt_linear": Swept(
         ("ttt_linear/c16/both",),
         {
-            "rows": (2, 8),
+            "rows": (4, 16),
             "in_step": (96, 512),
             "lags": ((2, 6), (4, 6), (3, 5), (3, 7)),
         },

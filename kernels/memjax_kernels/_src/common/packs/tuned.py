@@ -39,7 +39,7 @@ class Packed(NamedTuple):
     pairs: int = 4
     packs: int = 8
     chunks: int = 1
-    rows: int = 4
+    rows: int = 8
     tokens: int = 1 << 20
     in_step: int = 256
     whole_rows: bool = True
@@ -137,7 +137,7 @@ SIZES = Tuned(
         lags=(1, 2, 1),
         bytes=96 << 20,
     ),
-    lattice=Packed(memories=18, token=(20, 6), rows=8, lags=(2, 8)),
+    lattice=Packed(memories=18, token=(20, 6), lags=(2, 8)),
     ttt_linear=Packed(memories=18, token=(12, 12), lags=(3, 6)),
     step=Rows(heads=16, bytes=3 << 20),
     head_step=Rows(heads=1 << 20, bytes=4 << 20),
