@@ -97,7 +97,7 @@ def test_values_and_gradients_agree_with_xla(b, t, h, width, places, resets, mos
     )
     expected = both(ttt_linear_xla, *given)
     with pytest.MonkeyPatch.context() as patch:
-        sizes = tuned.changed("ttt_linear", packs=most, rows=most, in_step=32)
+        sizes = tuned.changed("ttt_linear", packs=most, rows=most, in_step=2)
         patch.setattr(tuned, "SIZES", sizes)
         # Memory is written alike in both: one shows that it is.
         by = INTERPRETER if places[0] == 0 else True

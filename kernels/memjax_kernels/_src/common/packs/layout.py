@@ -103,7 +103,7 @@ def plan(sizes: Packed, x: Chunks, heads: int) -> Layout:
         passes=tuple((*gate.shape[4:], 1)[0] for gate in jax.tree.leaves(x.gates)),
         opens=x.full is not None,
         resets=x.reset is not None,
-        phased=parts // divisors(parts, sizes.in_step // (of_row * size))[0],
+        phased=parts // divisors(parts, sizes.in_step // of_row)[0],
         lags=sizes.lags,
         chunks=chunks,
         saved=chunks if size >= sizes.saved_tokens else 1,

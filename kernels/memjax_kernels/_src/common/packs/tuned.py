@@ -23,8 +23,8 @@ class Packed(NamedTuple):
         chunks: of a block.
         rows: batch elements.
         tokens: of all packs, chunks and batch elements, each of its own.
-        in_step: tokens of the packs that go through a chunk's phases in step. A short
-            chunk alone waits for its products.
+        in_step: packs that go through a chunk's phases in step. A few alone wait for
+            their products.
         whole_rows: whether all packs of a batch element do.
         lags: phases by which packs are behind those before them: forward, backward, and
             backward where chunks of a block were written again before.
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     chunks: int = 1
     rows: int = 8
     tokens: int = 1 << 20
-    in_step: int = 256
+    in_step: int = 12
     whole_rows: bool = True
     lags: tuple[int, ...] = (1, 1)
     saved_tokens: int = 64
@@ -133,6 +133,7 @@ SIZES = Tuned(
         chunks=8,
         rows=1 << 20,
         tokens=3072,
+        in_step=4,
         whole_rows=False,
         lags=(1, 2, 1),
         bytes=96 << 20,
