@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from experiments.lab import results
 from experiments.lab.options import Output, among, run
-from experiments.tpu.cycles import count_case, cycles_of
+from experiments.tpu.cycles import count_case
 from memjax.evaluation.provenance import version
 from memjax_kernels._src.common.packs import tuned
 
@@ -118,20 +118,25 @@ def main(
 
 @results.table("ops/sweep", "tpu/sweep")
 def sweep(result: dict[str, Any]) -> results.Rows:
-    """Each size beside its neighbours."""
-    rows = result["rows"]
-    own = {row["case"]: row for row in rows if row["size"] is None}
+    """Each size's neighbours beside the table's value, by the lower end of cycles."""
+    rows, found = result["rows"], {}
     for row in rows:
-        if row["size"] is None:
-            continue
-        yield {
-            f"cycles a {row['unit']}": row["case"],
-            "size": row["size"],
-            "value": str(row["value"]),
-            "with it": cycles_of(row, 2),
-            "with the table's": cycles_of(own[row["case"]], 2),
-        }
+        found.setdefault(row["case"], {}).setdefault(row["size"], []).append(row)
+    for case, by_size in found.items():
+        (own,) = by_size.pop(None)
+        for size, tried in by_size.items():
+            values = (f"{row['value']}: {_least(row)}" for row in tried)
+            yield {
+                "cycles a token and head (decode: a token)": case,
+                "the table's": _least(own),
+                "size": size,
+                "others: cycles": "; ".join(values),
+            }
     yield f"counted at {', '.join(dict.fromkeys(row['commit'] for row in rows))}"
+
+
+def _least(row: dict[str, Any]) -> str:
+    return results.number(row["cycles"][0], 2)
 
 
 if __name__ == "__main__":
