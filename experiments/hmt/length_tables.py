@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.hmt.rows import AGAIN, CAUSAL, FULL, HIERARCHICAL, SINK_WINDOW, TUNED
 from experiments.lab.intervals import format_interval
-from experiments.lab.results import Rows, figure, number, table
+from experiments.lab.results import Rows, Table, figure, number, table
 from memjax.evaluation import plots
 from memjax.evaluation.drawing import source_of
 
@@ -55,8 +55,8 @@ def length(result: dict[str, Any]) -> Rows:
     for name, by in result.get("curve", {}).items():
         found = (f"{number(x, 2)} after {int(n):,}" for n, x in by.items())
         yield f"{name}, one seed, PPL by scored targets: {', '.join(found)}"
-    for name in result["missing"]:
-        yield {"PPL": f"{name} (not run yet)"}
+    if missing := result["missing"]:
+        yield f"not run yet: {', '.join(missing)}"
 
 
 @table("hmt/length_difference", "hmt/smollm2/length")
@@ -71,3 +71,9 @@ def length_difference(result: dict[str, Any]) -> Rows:
         cells = {f"nats/token below the {TUNED_WINDOW}": name}
         cells["tokens"] = number(by["all"]["length"], 0)
         yield cells | {kind: format_interval(x) for kind, x in by.items()}
+
+
+#: The same of rows with equal targets.
+EQUAL = ("hmt/smollm2/length_equal",)
+length_equal = Table("hmt/length_equal", EQUAL, length.rows)
+equal_difference = Table("hmt/equal_difference", EQUAL, length_difference.rows)
