@@ -81,7 +81,7 @@ def _of_ours(time, window):
     found = {}
     for name, by_key in (("forward", False), ("backward", True)):
         plan = blocks.plan(time, window, by_key)
-        # As many as end.
+        # As many blocks begin as end.
         begins = float(np.mean(plan.steps.last))
         kinds = np.bincount(plan.steps.kind) / len(plan.steps.kind)
         found[grid.kernel_name(name, window)] = Shares(

@@ -1,4 +1,4 @@
-"""What the GPU kernels of all ops do alike: tokens and memories in and out.
+"""Shared parts of the GPU kernels: loads and stores of tokens and memories.
 
 One program takes all chunks of one batch element and head. Its memories stay in shared
 memory in float32; products read a copy in the dtype of the tokens, which the forward
@@ -175,7 +175,7 @@ class Program:
         plgpu.wait_smem_to_gmem(0)
 
     def is_reset(self, i):
-        """Whether a chunk but the first starts from `empty`."""
+        """Whether chunk i, if it is not the first, starts from `empty`."""
         return (i > 0) & (self.x.reset[self.at[0], i] != 0)
 
     def store(self, name, value):

@@ -122,7 +122,7 @@ class PackedOp:
 
     @property
     def sizes(self) -> tuned.Packed:
-        """Those of its programs."""
+        """Sizes of the op's programs, from the table."""
         return getattr(tuned.SIZES, self.name)
 
     def heads(self, number: int, size: int, *widths: int) -> int:

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
 
 def packings(sizes: Packed, number: int, size: int, widths: Sequence[int]) -> list[int]:
-    """How many heads a pack may have, ascending: they fill whole registers and VMEM.
+    """Numbers of heads of a pack, ascending, that fill whole registers and fit in VMEM.
 
     Args:
         sizes: of the op.

@@ -61,7 +61,7 @@ def forward(static: Static, x: Inputs, *, with_residuals: bool):
 
 
 class Passes(Program):
-    """What both kernels take of a pass; `i` is the chunk where tokens have stages."""
+    """Inputs of a pass for both kernels; with staged tokens, `i` is the chunk."""
 
     def tokens(self):
         return tokens_of(self.x)
