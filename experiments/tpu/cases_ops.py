@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 import memjax_kernels
@@ -81,6 +82,37 @@ def _flat(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x
 
 
+def of_logits(op: str, of: Shape, inside: bool, backward: bool) -> Program:
+    """An op with gates of channels, behind the product that makes their logits.
+
+    `inside`: gates are the kernels', else XLA's. Most chunks forget little.
+    """
+    arrays = jax.eval_shape(lambda: ops.inputs(op, of, "bfloat16"))
+    names = [name for name in ops.ARGUMENTS[op] if name != "g"]
+    shaped = [arrays[name] for name in names]
+    gates = arrays["g"].shape
+    heads, width = gates[2:]
+
+    def forward(*given: Array) -> Array:
+        *tokens, inner, widen, bias, log_rate = given
+        tokens = (x.reshape(y.shape) for x, y in zip(tokens, shaped, strict=True))
+        z = (inner @ widen).reshape(gates)
+        decay = memjax_kernels.Decay(log_rate, bias.reshape(heads, width))
+        g = z if inside else decay.log_gates(z)
+        options = {"decay": decay} if inside else {}
+        return _flat(getattr(memjax_kernels, op)(*tokens, g, **options)[1])
+
+    weights = shape(*gates[:2], width), shape(width, heads * width)
+    learned = (shape(n, dtype=jnp.float32) for n in (heads * width, heads))
+    tokens = jax.eval_shape(lambda *x: tuple(map(_flat, x)), *shaped)
+    given = (*tokens, *weights, *learned)
+    found = program(op, of, backward)._replace(function=forward, arguments=given)
+    if not backward:
+        return found
+    whole = (jax.eval_shape(_flat, arrays["v"]), *given)
+    return found._replace(function=ops.with_gradients(forward), arguments=whole)
+
+
 def attention(kernel: str, of: Shape, backward: bool) -> Program:
     """Causal attention on tokens as projections leave them, [B, T, H D].
 
@@ -128,6 +160,10 @@ def _named() -> Iterator[tuple[str, Callable[..., Program], Shape, str]]:
     qwen = Shape(1, 8192, 32, 128, key_heads=16)
     for rule in ("gated_delta_rule", "kda"):
         yield op(f"{rule}/qwen3.5", rule, qwen)
+    for rule, of in (("kda", qwen), ("gla", SHAPE)):
+        for where in ("inside", "outside"):
+            build = functools.partial(of_logits, rule, of, where == "inside")
+            yield f"{rule}/gates_{where}", build, of, V5E
     for name, which in (("trellis", "trellis"), ("lattice-dec", "lattice")):
         at = f"{name}/c64"
         yield op(f"{at}/xla", which, chunk_size=64, implementation="xla")

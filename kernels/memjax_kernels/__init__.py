@@ -72,6 +72,7 @@ from memjax_kernels._src.linear.steps import (
 from memjax_kernels._src.linear.steps import (
     linear_attention_init_state as ssd_init_state,
 )
+from memjax_kernels._src.linear.table import Decay
 from memjax_kernels._src.recurrent_block import (
     gated_norm,
     l2_normalize,
@@ -109,6 +110,7 @@ from memjax_kernels._src.ttt_linear.state import (
 )
 
 __all__ = [
+    "Decay",
     "GatedScanState",
     "GatedSlotsState",
     "HippoBank",

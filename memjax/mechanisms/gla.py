@@ -17,6 +17,7 @@ Shapes: B batch, T time, D model, H heads, G of keys, K key, V value, R rank.
 """
 
 import dataclasses
+import math
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -29,8 +30,8 @@ from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
 from memjax.mechanisms.layers.norms import expand_leading_dims
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
+from memjax_kernels import Decay, gla_init_state, gla_step
 from memjax_kernels import gla as gla_op
-from memjax_kernels import gla_init_state, gla_step
 
 # Width between the two matrices of the gates, which saves parameters.
 RANK = 16
@@ -161,13 +162,17 @@ def apply(
     reset: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
-    g, k = _log_gates(config, params, x, k)
-    q = q * config.key_dim**-0.5
-    return gla_op(q, k, v, g, memory, reset=reset, implementation=config.implementation)
+    g, k, decay = _gates(config, params, x, k)
+    return gla_op(
+        *(q * config.key_dim**-0.5, k, v, g, memory),
+        reset=reset,
+        implementation=config.implementation,
+        decay=decay,
+    )
 
 
-def _log_gates(config, params, x, k):
-    """g [*B, H, K], float32, and keys."""
+def _gates(config, params, x, k):
+    """Log gates [*B, H, K], or logits of `Decay`, and keys."""
     if config.tied_keys:
         logits = k.astype(jnp.float32)
         g, k = jax.nn.log_sigmoid(logits), jax.nn.sigmoid(-logits)
@@ -175,8 +180,15 @@ def _log_gates(config, params, x, k):
             least = expand_leading_dims(params.bound, logits)
             g = jnp.logaddexp(jax.nn.log_sigmoid(least), jax.nn.log_sigmoid(-least) + g)
             k = k * jax.nn.sigmoid(-least)
-        return g, k.astype(x.dtype)
-    logits = gates.low_rank_logits(x, params.narrow, params.widen)
-    if params.bias is not None:
-        logits = logits + expand_leading_dims(params.bias, logits)
-    return jax.nn.log_sigmoid(logits) / DAMPING, k
+        return g, k.astype(x.dtype), None
+    shape = config.num_heads, config.key_dim
+    bias = jnp.zeros(shape) if params.bias is None else -params.bias
+    # log sigmoid(z) = -softplus(-z); the product was rounded to the dtype of x.
+    logits = gates.low_rank_logits(x, params.narrow, params.widen).astype(x.dtype)
+    return -logits, k, Decay(jnp.full(config.num_heads, -math.log(DAMPING)), bias)
+
+
+def _log_gates(config, params, x, k):
+    """g [*B, H, K], float32, and keys."""
+    g, k, decay = _gates(config, params, x, k)
+    return g if decay is None else decay.log_gates(g), k

@@ -300,3 +300,37 @@ def test_bad_input_is_refused_by_name(op):
     for message, arguments, options in bad:
         with pytest.raises(ValueError, match=message):
             run(*map(jnp.asarray, arguments), **options)
+
+
+@pytest.mark.parametrize("op", ["gla", "gated_delta_rule", "kda", "gdn2"])
+@pytest.mark.parametrize("how", ["reference", "xla"])
+def test_an_op_of_logits_has_the_gates_of_decay(op, how):
+    q, k, v, *rates, g, state = map(jnp.asarray, draw("kda" if op == "gla" else op))
+    given = (q, k, v, *rates[: 0 if op == "gla" else None])
+    z, function = 3 * g + 2, getattr(memjax_kernels, op)
+    bias, log_rate = g[0, 0] - 1, jnp.array([-1.0, 1.0])
+
+    def sizes(z, bias, log_rate, by_logits):
+        decay = memjax_kernels.Decay(log_rate, bias)
+        if not by_logits:
+            rate = jnp.exp(log_rate).reshape(-1, *(1,) * (bias.ndim - 1))[None, None]
+            z, decay = -rate * jax.nn.softplus(z + bias[None, None]), None
+        options: Any = dict(implementation=how, reset=jnp.asarray(PACKED), decay=decay)
+        after, y = function(*given, z, state, **options)
+        return jnp.sum(after**2) + jnp.sum(jnp.sin(y))
+
+    run = jax.jit(jax.value_and_grad(sizes, (0, 1, 2)), static_argnums=3)
+    found, wanted = (run(z, bias, log_rate, x) for x in (True, False))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 2e-5, 2e-5), found, wanted
+    )
+
+
+def test_a_decay_of_other_heads_is_refused():
+    q, k, v, beta, g, state = map(jnp.asarray, draw("kda"))
+    decay = memjax_kernels.Decay(jnp.zeros(H + 1), jnp.zeros((H, K)))
+    with pytest.raises(ValueError, match=r"log_rate must have shape \[H\] = \[2\]"):
+        memjax_kernels.kda(q, k, v, beta, g, state, decay=decay)
+    decay = memjax_kernels.Decay(jnp.zeros(H), jnp.zeros(H))
+    with pytest.raises(ValueError, match=r"bias must have shape \[H, K\] = \[2, 4\]"):
+        memjax_kernels.kda(q, k, v, beta, g, state, decay=decay)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from memjax_kernels import (
+    Decay,
     GatedSlotsState,
     delta_rule,
     gated_delta_rule,
@@ -189,6 +190,57 @@ def test_kernels_of_any_shape_agree_with_the_reference(name, time, heads, width,
     kernels = functools.partial(kernels, interpret=True)
     reset = np.isin(np.arange(time), at)[None]
     close(both(kernels, reset, *given), both(reference, reset, *given), 3e-6)
+
+
+def by_logits(name, kernels: Any = None):
+    """An op of (*tokens, z, bias, log_rate, memory, reset): kernels, or by token."""
+
+    def form(*given):
+        *tokens, z, bias, log_rate, memory, reset = given
+        decay = Decay(log_rate, bias)
+        if kernels is None:
+            return OPS[name][1](*tokens, decay.log_gates(z), memory, reset)
+        return kernels(*tokens, z, memory, reset, decay=decay)
+
+    return form
+
+
+def draw_logits(name, dtype=jnp.float32):
+    """Most chunks forget little; heads differ in rates, and a few logits are large."""
+    *tokens, g, memory = draw(name, 9, 2, LENGTH, 2, 64, 128, dtype)
+    draws = np.random.default_rng(10)
+    z = draws.standard_normal(g.shape, np.float32)
+    z[0, 20], z[1, 30:34] = 200.0, -200.0
+    bias = draws.standard_normal(g.shape[2:], np.float32) - 3
+    return *tokens, z.astype(dtype), bias, np.array([-1.0, 2.5], np.float32), memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
+def test_kernels_compute_gates_of_logits(name, dtype):
+    """As exactly as with gates from outside, their bias and rates over all chunks."""
+    kernels = interpreted(
+        getattr(pallas_tpu, f"{name}_tpu"), INTERPRETER if dtype == "float32" else True
+    )
+    given, reset = draw_logits(name, dtype), documents()
+
+    def of_gates(*given):
+        *tokens, z, bias, log_rate, memory, reset = given
+        g = Decay(log_rate, bias).log_gates(z)
+        return kernels(*tokens, g, memory, reset)
+
+    high = (x.astype(np.float32) for x in given)
+    exact = both(by_logits(name), reset, *high)
+    found, other = (
+        distances(both(form, reset, *given), exact)
+        for form in (by_logits(name, kernels), of_gates)
+    )
+    rounding = 1e-6 if dtype == "float32" else 2e-4
+    for (path, distance), of_gate in zip(found.items(), other.values(), strict=True):
+        assert distance <= 1.1 * of_gate + rounding, (path, distance, of_gate)
+        # Of the rates, the gradients of strong gates cost digits in either.
+        assert of_gate <= 30 * rounding or dtype == "bfloat16", (path, of_gate)
 
 
 # Relative errors of the chunk form of XLA in bfloat16, in thousandths, for the tokens

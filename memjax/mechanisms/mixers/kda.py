@@ -36,10 +36,9 @@ from memjax.mechanisms.cells.base import Cell, bind
 from memjax.mechanisms.deltanet import DeltaRuleConfig, write_rates
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.divided_sequence import linear_share
-from memjax.mechanisms.layers.norms import expand_leading_dims
 from memjax.mechanisms.layers.recurrent.style import RecurrentStyle
 from memjax.mechanisms.mamba2 import draw_pace_bias, draw_rates, half_life_rates
-from memjax_kernels import gdn2, gdn2_step, kda, kda_init_state, kda_step
+from memjax_kernels import Decay, gdn2, gdn2_step, kda, kda_init_state, kda_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +163,8 @@ def step(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B H V"]]:
     """Writes one token and reads with its query."""
     op: Callable[..., Any] = gdn2_step if config.channel_rates else kda_step
-    return op(q, k, v, *_gates(config, params, x), memory)
+    rates = _rates(config, params, x)
+    return op(q, k, v, *rates, log_decays(params, x), memory)
 
 
 def apply(
@@ -179,22 +179,29 @@ def apply(
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
     op: Callable[..., Any] = gdn2 if config.channel_rates else kda
-    given = (q, k, v, *_gates(config, params, x), memory)
-    return op(*given, reset=reset, implementation=config.implementation)
+    rates = _rates(config, params, x)
+    # The product was rounded to the dtype of the tokens.
+    logits = _logits(params, x).astype(x.dtype)
+    return op(
+        *(q, k, v, *rates, logits, memory),
+        reset=reset,
+        implementation=config.implementation,
+        decay=Decay(params.log_rate, params.bias),
+    )
 
 
-def _gates(config, params, x):
-    """β, or e and w, and then g [*B, H, K], float32."""
+def _rates(config, params, x):
+    """β, or e and w, float32."""
     rates = (write_rates(config, params.rate, x),)
     if params.write is not None:
         rates += (jax.nn.sigmoid(gates.linear_logits(x, params.write)),)
-    return *rates, log_decays(params, x)
+    return rates
+
+
+def _logits(params, x):
+    return gates.low_rank_logits(x, params.narrow, params.widen)
 
 
 def log_decays(params: KDAParams, x: Float[Array, "*B D"]) -> Float[Array, "*B H K"]:
     """The log gates g < 0 of every token."""
-    logits = gates.low_rank_logits(x, params.narrow, params.widen)
-    pace = jax.nn.softplus(logits + expand_leading_dims(params.bias, logits))
-    # A file's bfloat16 would round the exponential.
-    rate = jnp.exp(params.log_rate.astype(jnp.float32))[:, None]
-    return -expand_leading_dims(rate, pace) * pace
+    return Decay(params.log_rate, params.bias).log_gates(_logits(params, x))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.linear import chunks, pallas_tpu, steps
 from memjax_kernels._src.linear.steps import MatrixState
-from memjax_kernels._src.linear.table import Implementation, LinearOp, run
+from memjax_kernels._src.linear.table import Decay, Implementation, LinearOp, run
 
 _LINEAR_ATTENTION = LinearOp(
     name="linear_attention",
@@ -107,6 +107,7 @@ def gla(
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
+    decay: Decay | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """Gated linear attention: S ← diag(exp(g)) S + k vᵀ, y = Sᵀ q, for T tokens.
@@ -116,7 +117,8 @@ def gla(
 
     Args:
         g: log of each key channel's decay factor, in [-inf, 0]; inside jit the range
-            is the caller's promise.
+            is the caller's promise. With `decay` its logits.
+        decay: see `Decay`.
     """
     tokens = (q, k, v, g)
-    return run(_GLA, tokens, state, reset, chunk_size, implementation)
+    return run(_GLA, tokens, state, reset, chunk_size, implementation, decay)

@@ -19,7 +19,7 @@ from memjax_kernels._src.linear import convolved_tpu
 from memjax_kernels._src.linear.convolved_tpu import Segment
 from memjax_kernels._src.linear.delta_rules import gated_delta_rule
 from memjax_kernels._src.linear.steps import MatrixState, linear_attention_init_state
-from memjax_kernels._src.linear.table import check_heads
+from memjax_kernels._src.linear.table import Decay, check_heads
 from memjax_kernels._src.recurrent_block import short_convolution
 from memjax_kernels._src.recurrent_block.xla import last_inputs
 
@@ -166,12 +166,13 @@ def _composed(
 
     q, k, v = map(convolved, range(3))
     q = q if scale == 1 else (scale * q).astype(q.dtype)
-    rates, paces = x.rates.astype(jnp.float32), x.paces.astype(jnp.float32)
-    log_rate, bias = (y.astype(jnp.float32)[None, None] for y in x[6:8])
-    g = -jnp.exp(log_rate) * jax.nn.softplus(paces + bias)
-    beta = max_rate * jax.nn.sigmoid(rates)
-    reset = None if x.seen is None else x.seen == 0
-    return gated_delta_rule(q, k, v, beta, g, x.state, reset=reset, implementation=by)
+    beta = max_rate * jax.nn.sigmoid(x.rates.astype(jnp.float32))
+    return gated_delta_rule(
+        *(q, k, v, beta, x.paces, x.state),
+        reset=None if x.seen is None else x.seen == 0,
+        implementation=by,
+        decay=Decay(x.log_rate, x.pace_bias),
+    )
 
 
 def _since_reset(reset: Bool[Array, "B T"], most: int) -> Array:

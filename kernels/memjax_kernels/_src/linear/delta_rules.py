@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from memjax_kernels._src.linear import chunks, delta_chunks, pallas_tpu, steps
 from memjax_kernels._src.linear.steps import MatrixState
-from memjax_kernels._src.linear.table import Implementation, LinearOp, run
+from memjax_kernels._src.linear.table import Decay, Implementation, LinearOp, run
 
 _DELTA_RULE = LinearOp(
     name="delta_rule",
@@ -76,6 +76,7 @@ def gated_delta_rule(
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
+    decay: Decay | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """The gated delta rule: S ← exp(g) S, then S ← S + β k (v - Sᵀk)ᵀ, y = Sᵀ q.
@@ -84,10 +85,13 @@ def gated_delta_rule(
     Other arguments, results and errors are those of `delta_rule`.
 
     Args:
-        g: log of the memory's decay factor, in [-inf, 0].
+        g: log of the memory's decay factor, in [-inf, 0]; with `decay` its logits.
+        decay: see `Decay`.
     """
     tokens = (q, k, v, beta, g)
-    return run(_GATED_DELTA_RULE, tokens, state, reset, chunk_size, implementation)
+    return run(
+        _GATED_DELTA_RULE, tokens, state, reset, chunk_size, implementation, decay
+    )
 
 
 def kda(
@@ -100,6 +104,7 @@ def kda(
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
+    decay: Decay | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """Kimi delta attention: S ← diag(exp(g)) S, then the delta rule, y = Sᵀ q.
@@ -109,10 +114,12 @@ def kda(
     are those of `delta_rule`.
 
     Args:
-        g: log of each key channel's decay factor, in [-inf, 0].
+        g: log of each key channel's decay factor, in [-inf, 0]; with `decay` its
+            logits.
+        decay: see `Decay`.
     """
     tokens = (q, k, v, beta, g)
-    return run(_KDA, tokens, state, reset, chunk_size, implementation)
+    return run(_KDA, tokens, state, reset, chunk_size, implementation, decay)
 
 
 def gdn2(
@@ -126,6 +133,7 @@ def gdn2(
     *,
     reset: Bool[Array, "B T"] | None = None,
     chunk_size: int | None = None,
+    decay: Decay | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[MatrixState, Float[Array, "B T H V"]]:
     """Gated DeltaNet-2: S ← diag(exp(g)) S, S ← S + k (w ∘ v - Sᵀ(e ∘ k))ᵀ, y = Sᵀ q.
@@ -138,7 +146,9 @@ def gdn2(
         k: keys, not normalised here; stable for kᵀ(e ∘ k) <= 2.
         erase: e, of each key channel, in [0, 2].
         write: w, of each value channel, in [0, 2].
-        g: log of each key channel's decay factor, in [-inf, 0].
+        g: log of each key channel's decay factor, in [-inf, 0]; with `decay` its
+            logits.
+        decay: see `Decay`.
     """
     tokens = (q, k, v, erase, write, g)
-    return run(_GDN2, tokens, state, reset, chunk_size, implementation)
+    return run(_GDN2, tokens, state, reset, chunk_size, implementation, decay)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jaxtyping import Array, PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
 
 from memjax_kernels._src.common import arguments, chunks, implementations
 from memjax_kernels._src.common.groups import by_copies, by_groups
@@ -19,6 +20,7 @@ from memjax_kernels._src.linear import jla
 from memjax_kernels._src.linear.chunks import channel_chunk_size, scan_groups
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "jla"]
+F32 = jnp.float32
 
 
 class LinearOp(NamedTuple):
@@ -50,6 +52,33 @@ class LinearOp(NamedTuple):
     unsupported: Callable[..., str] = recurrence.unsupported
 
 
+class Decay(NamedTuple):
+    """Learned numbers of log gates g by their logits z, with which an op takes z for g.
+
+        g = -exp(log_rate) softplus(z + bias)
+
+    Dao & Gu (2024), https://arxiv.org/abs/2405.21060, where log_rate is `A_log` and
+    bias `dt_bias`. TPU kernels compute the gates of channels themselves, and return the
+    gradients of z in its dtype.
+
+    Attributes:
+        log_rate: of each head.
+        bias: of each head, or of each of its channels, as g.
+    """
+
+    log_rate: Float[Array, " H"]
+    bias: Float[Array, " H"] | Float[Array, "H K"]
+
+    def log_gates(self, z: Float[Array, "..."]) -> Float[Array, "..."]:
+        """g of logits [..., H] or [..., H, K], float32."""
+        # A file's bfloat16 would round the exponential.
+        rate = jnp.exp(self.log_rate.astype(F32))
+        rate = rate.reshape(-1, *(1,) * (self.bias.ndim - 1))
+        axes = tuple(range(z.ndim - self.bias.ndim))
+        bias, rate = (jnp.expand_dims(x, axes) for x in (self.bias.astype(F32), rate))
+        return -rate * jax.nn.softplus(z.astype(F32) + bias)
+
+
 def run(
     op: LinearOp,
     tokens: tuple[Array | None, ...],
@@ -57,6 +86,7 @@ def run(
     reset: Array | None,
     chunk_size: int | None,
     implementation: str | None,
+    decay: Decay | None = None,
 ) -> tuple[PyTree, Array]:
     """Checks the arguments and runs an op over a segment.
 
@@ -72,7 +102,13 @@ def run(
         | {name: f"{a}?" if state is None else a for name, a in op.state.items()}
     )
     check_heads(*tokens[:3])
-    given = zip(axes.items(), (*tokens, *memories), strict=True)
+    arrays = (*tokens, *memories)
+    if decay is not None:
+        # g is the last gate.
+        axes |= {"log_rate": "H", "bias": f"H{op.gates['g'].removeprefix('B T H')}"}
+        arrays += tuple(decay)
+        del gates["g"]
+    given = zip(axes.items(), arrays, strict=True)
     sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in given})
     for name, memory in zip(op.state, memories, strict=True):
         arguments.check_float32(name, memory)
@@ -104,6 +140,9 @@ def run(
         forms["jla"] = functools.partial(jla.run, op.name)
         if implementation == "jla":
             unsupported["jla"] = jla.unsupported(op.name, *tokens) or other_chunks
+    if decay is not None:
+        forms = _of_logits(forms, op, decay.bias.ndim > 1)
+        tokens = (*tokens[:-1], (tokens[-1], decay))
     form = implementations.choose(
         op.name,
         implementation,
@@ -112,6 +151,28 @@ def run(
         looped=state if chunk_size is None and _loop_is_fast(op, sizes) else None,
     )
     return form(*tokens, state, reset)
+
+
+def _of_logits(forms, op, of_channels):
+    """The forms with (logits, Decay) in the place of g.
+
+    In each, so that no other's gates are differentiated.
+    """
+
+    def of(form):
+        def run(*given):
+            *tokens, (z, decay), state, reset = given
+            return form(*tokens, decay.log_gates(z), state, reset)
+
+        return run
+
+    def kernels(*given):
+        *tokens, (z, decay), state, reset = given
+        return op.kernels(*tokens, z, state, reset, decay=decay)
+
+    found = {name: of(form) for name, form in forms.items()}
+    # What gates of heads take is lost beside the kernels, by counted cycles.
+    return found | {"pallas_tpu": kernels} if of_channels else found
 
 
 def _loop_is_fast(op, sizes):

@@ -58,6 +58,10 @@ def _gates(d: Float[Array, "P C KK"], x, layout: Layout) -> Float[Array, "rows C
     return columns.sum_lanes(d, shape, *layout.of_row)
 
 
+def _as_given(x, memory, layout: Layout) -> Any:
+    return x
+
+
 class Equations(NamedTuple):
     """The equations of an op; both functions yield between their phases.
 
@@ -65,6 +69,8 @@ class Equations(NamedTuple):
         advance: (chunk, memory) -> (memory, reads).
         vjp: (chunk, memory, cotangents of the memory after it and of the reads) ->
             `Cotangents`; the memory's are 0 where the chunk is not full.
+        prepare: (references to tokens and gates, and to the memory, layout) -> what the
+            other functions take as the former.
         read: (references to tokens and gates, layout) -> chunk.
         gates: (cotangents of gates, these references, layout) -> their columns.
         mild: (references to tokens and gates) -> whether a chunk forgets little, None
@@ -73,6 +79,7 @@ class Equations(NamedTuple):
 
     advance: Callable[..., Generator[None, None, tuple[PyTree, Array]]]
     vjp: Callable[..., Generator[None, None, Cotangents]]
+    prepare: Callable[..., Any] = _as_given
     read: Callable[..., Any] = _read
     gates: Callable[..., Float[Array, "rows C R"]] = _gates
     mild: tuple[Callable[..., Any], "Equations"] | None = None
@@ -157,6 +164,8 @@ def forward_kernel(
     def _():
         jax.tree.map(lambda ref, given: ref.__setitem__(..., given[...]), after, before)
 
+    x = equations.prepare(x, after, layout)
+
     def compute(equations: Equations):
         (full, reset), chunk = _flags(x, layout), equations.read(x, layout)
         start = load(after)
@@ -195,6 +204,8 @@ def backward_kernel(
         jax.tree.map(
             lambda ref: ref.__setitem__(..., jnp.zeros(ref.shape, F32)), d_empty
         )
+
+    x = equations.prepare(x, residuals, layout)
 
     def compute(equations: Equations):
         (full, reset), chunk = _flags(x, layout), equations.read(x, layout)

@@ -22,7 +22,12 @@ from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.blocks import LANES, misfit, repeat_heads
 from memjax_kernels._src.common.packs.chunk_kernels import kernels_by
 from memjax_kernels._src.common.packs.layout import Layout, group_sizes, packings
-from memjax_kernels._src.common.packs.recurrence_chunk import Op, equations
+from memjax_kernels._src.common.packs.recurrence_chunk import (
+    Op,
+    equations,
+    log_gates,
+    of_logits,
+)
 
 F32 = jnp.float32
 CHUNK_SIZE = 64
@@ -57,21 +62,29 @@ def recur(
     k: Float[Array, "B T G K"],
     v: Float[Array, "B T H V"],
     *given: Array | None,
+    decay: Any = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "B H K V"], Float[Array, "B T H V"]]:
     """An op over T tokens.
 
     `names` are of its gates, [B, T, H] or [B, T, H, D]: `g`, without which there is no
-    decay, `beta`, `erase` and `write`. `given` are these, the state and `reset`.
+    decay, `beta`, `erase` and `write`. `given` are these, the state and `reset`. With
+    `decay`, of `bias` [H, K] and `log_rate` [H], `g` are logits, of any dtype.
     """
     *gates, state, reset = given
     named = dict(zip(names, gates, strict=True))
     time, g, beta = q.shape[1], named.get("g"), named.get("beta")
     rates = tuple(named[name] for name in ("erase", "write") if name in named)
-    g = jnp.zeros(v.shape[:3], F32) if g is None else g.astype(F32)
+    g = jnp.zeros(v.shape[:3], F32) if g is None else g
+    g = g.astype(F32) if decay is None else g
     if reset is not None:
         at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
-        g = jnp.where(at, FORGETS_ALL, g)
+        g = jnp.where(at, FORGETS_ALL if decay is None else jnp.inf, g)
+    if decay is not None:
+        # Chunks are filled with tokens that forget nothing.
+        rest = [(0, 0), (0, -time % CHUNK_SIZE), (0, 0), (0, 0)]
+        g = jnp.pad(g, rest, constant_values=-jnp.inf)
+        state = state, _rows(decay, len(q))
     # Devices that divide value heads have the key heads of theirs.
     devices = partition.head_ways(v.shape[2], q, k, v, state)
     q, k = (repeat_heads(x, devices // math.gcd(devices, q.shape[2])) for x in (q, k))
@@ -83,9 +96,18 @@ def recur(
     # Tokens of zeros, gate and rate included, leave the memory as it is.
     x = Chunks((q, k, v, *channels), columns, None, None)
     x = jax.tree.map(lambda x: chunks.split(x, CHUNK_SIZE, None), x)
-    form = partition.chunkwise(_kernels(op))
+    form = partition.chunkwise(_kernels(op, decay is not None))
     state, y = form(x, state, None, interpret=interpret)
-    return state, chunks.join(y, time, None)
+    return state if decay is None else state[0], chunks.join(y, time, None)
+
+
+def _rows(decay: Any, batch: int) -> Float[Array, "B H 2 K"]:
+    """Bias and log_rate of all channels, for `log_gates`."""
+    rate = jnp.broadcast_to(decay.log_rate[:, None], decay.bias.shape)
+    # Of infinite ones, or a rate of 0, infinite logits would be NaN.
+    ends = (decay.bias, float(jnp.finfo(F32).max)), (rate, 87.0)
+    rows = jnp.stack([jnp.clip(x.astype(F32), -end, end) for x, end in ends], axis=1)
+    return jnp.broadcast_to(rows[None], (batch, *rows.shape))
 
 
 def _layout(x: Chunks) -> Layout | None:
@@ -103,12 +125,15 @@ def _layout(x: Chunks) -> Layout | None:
 
 
 @functools.cache
-def _kernels(op: Op) -> Any:
+def _kernels(op: Op, by_logits: bool) -> Any:
+    brought = of_logits(equations(op)) if by_logits else equations(op)
+
     def residuals(dtype):
-        return F32 if op.exact else dtype
+        kept = F32 if op.exact else dtype
+        return (kept, F32) if by_logits else kept
 
     form = functools.partial(_in_xla, op)
-    return kernels_by(op.name, _layout, lambda *_: equations(op), form, residuals)
+    return kernels_by(op.name, _layout, lambda *_: brought, form, residuals)
 
 
 def packing_of(q: Any, v: Any) -> Packing | None:
@@ -146,6 +171,11 @@ def _in_xla(op: Op, x: Chunks, state: Array, *_: Any):
         lambda y: y.reshape(y.shape[0], -1, *y.shape[3:]), x[:2]
     )
     q, k, v, *channels = tokens
+    rows = ()
+    if isinstance(state, tuple):
+        state, *rows = state
+        g, _ = log_gates(channels[0][..., None, :], rows[0][:, None])
+        channels[0] = g[..., 0, :]
     columns = [y for gate in gates for y in jnp.unstack(gate, axis=-1)]
     g, *rates = channels or [columns.pop(0)]
     beta = columns[0] if columns else None
@@ -153,4 +183,4 @@ def _in_xla(op: Op, x: Chunks, state: Array, *_: Any):
     state, y = share(form, v.shape[2] // q.shape[2])(
         q, k, v, g, beta, *rates, state, None
     )
-    return state, y.reshape(x.tokens[2].shape)
+    return (state, *rows) if rows else state, y.reshape(x.tokens[2].shape)

@@ -1,7 +1,12 @@
 """A chunk of a recurrence as its equations take it, with gates in all lanes of a head.
 
 A program has the packs of one batch element. Gates are of heads, as columns, or of
-channels, as tokens are.
+channels, as tokens are. Those of channels may come as logits z:
+
+    g = -exp(log_rate) softplus(z + bias)
+
+The rows of bias and log_rate are a second memory, which no chunk changes: so their
+cotangents are summed over chunks as the memory's are carried.
 """
 
 import functools
@@ -119,6 +124,13 @@ class Channels(NamedTuple):
         return multiply(x, y, form, operand_dtype(self.q))
 
 
+class LogGates(NamedTuple):
+    """Gates of channels by logits, and these with their bias; both float32."""
+
+    g: Float[Array, "P C GG"]
+    logits: Float[Array, "P C GG"]
+
+
 class Gates(NamedTuple):
     """Cotangents of gates and rates of heads, before the sum over a head's lanes.
 
@@ -158,6 +170,47 @@ def equations(op: Op) -> Equations:
     return found._replace(mild=(forgets_little, found._replace(read=read)))
 
 
+def log_gates(logits: Array, rows: Float[Array, "*B 2 DD"]) -> tuple[Array, Array]:
+    """Gates, -inf too, and their logits with the bias; rows are bias and log_rate."""
+    bias, log_rate = jnp.split(rows, 2, axis=-2)
+    z = logits.astype(F32) + bias
+    pace = jnp.maximum(z, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
+    return -jnp.exp(log_rate) * pace, z
+
+
+def of_logits(given: Equations) -> Equations:
+    """The same where gates are logits and the memory is (S, rows)."""
+
+    def prepare(x, memory, layout):
+        q, k, v, ref, *rates = x.tokens
+        rows = packs.each_pack(memory[1][...])
+        ready = LogGates(*log_gates(packs.load_rows(ref, layout.group), rows))
+        return x._replace(tokens=(q, k, v, ready, *rates))
+
+    def read(x, layout):
+        return given.read(x, layout), x.tokens[3].logits
+
+    def advance(both, memory):
+        (chunk, _), (start, rows) = both, memory
+        new, y = yield from given.advance(chunk, start)
+        return (new, rows), y
+
+    def vjp(both, memory, d_after, d_y):
+        (chunk, z), (start, rows), (d_new, d_rows) = both, memory, d_after
+        found = yield from given.vjp(chunk, start, d_new, d_y)
+        q, k, v, d_g, *rates = found.tokens
+        d_z = d_g * packs.sigmoid(z) * -jnp.exp(rows[:, 1:])
+        sums = [packs.sum_slots(d) for d in (d_z, d_g * chunk.g)]
+        d_memory = found.memory, d_rows + jnp.concatenate(sums, axis=1)
+        return found._replace(tokens=(q, k, v, d_z, *rates), memory=d_memory)
+
+    found = given._replace(prepare=prepare, read=read, advance=advance, vjp=vjp)
+    if given.mild is not None:
+        predicate, mild = given.mild
+        found = found._replace(mild=(predicate, of_logits(mild)))
+    return found
+
+
 def forgets_little(x: Any) -> Bool[Array, ""] | None:
     """Whether the log decay summed over a quarter of a chunk is above -MILD everywhere.
 
@@ -167,6 +220,8 @@ def forgets_little(x: Any) -> Bool[Array, ""] | None:
     q, _, _, gates, *_ = x.tokens
     if q.dtype == F32:
         return None
+    if isinstance(gates, LogGates):
+        gates = jnp.concatenate(list(gates.g), axis=-1)
     size, width = gates.shape[-2:]
     shape = (1, pack_channels.BLOCK, size)
     begin, token = packs.sublane(shape) * (size // 4), packs.lane(shape)
@@ -214,7 +269,10 @@ def _gates(found: Gates, x: Any, layout: Layout) -> Float[Array, "1 C R"]:
 def _read(x: Any, layout: Layout) -> Chunk | Channels:
     group, heads = layout.of_row
     q, k = (packs.load_rows(ref, group, heads, layout.ways) for ref in x.tokens[:2])
-    v, *gates = (packs.load_rows(ref, group) for ref in x.tokens[2:])
+    v, *gates = (
+        ref.g if isinstance(ref, LogGates) else packs.load_rows(ref, group)
+        for ref in x.tokens[2:]
+    )
     columns: list[Array] = []
 
     @functools.cache
