@@ -21,13 +21,14 @@ Result = dict[str, Any]
     "memories/columns/recall",
     "memories/trellis_steps",
     "hmt/smollm2/length",
+    "hmt/smollm2/length_equal",
     "mplus/retention",
 )
 def papers(*results: Result) -> Rows:
     """The claim of each paper, what was measured here, and at what size."""
-    books, recall, steps, length, retention = results
+    books, recall, steps, length, equal, retention = results
     saved = [f"{format_interval(x['all'])} over {k}" for k, x in books["gains"].items()]
-    by_length, methods = length["perplexity"]["all"], by_method(retention)
+    methods = by_method(retention)
     perplexities, runs = steps["perplexity"], recall["rows"]
     evidence = {
         "books": books,
@@ -39,11 +40,13 @@ def papers(*results: Result) -> Rows:
         "recall": recall,
         "steps": steps,
         "length": length,
+        "length_equal": equal,
         "seeds": len(recall["config"]["seeds"]),
         "ppl": {x["name"]: f"{x['mean']:.2f} ± {x['error']:.2f}" for x in perplexities},
         "ngrams": {k: number(x, 2) for k, x in steps["ngrams"].items()},
-        # Full attention ends before the longest text does.
-        "hmt": {name: number(x[-1], 2) for name, x in by_length.items()},
+        "hmt": _at_the_longest(length),
+        "equal": _at_the_longest(equal),
+        "targets": f"{equal['config']['targets']:,}",
         "tokens": f"{length['lengths'][-1]:,}",
         "documents": len(length["documents"]),
         "distance": f"{retention['distances'][-1]:,}",
@@ -51,6 +54,12 @@ def papers(*results: Result) -> Rows:
         "facts": len(retention["facts"]),
     }
     return written(Path(__file__).with_suffix(".txt"), COLUMNS, evidence)
+
+
+def _at_the_longest(length: Result) -> dict[str, str]:
+    """Perplexities; full attention ends before the longest text does."""
+    rows = length["perplexity"]["all"]
+    return {name: number(x[-1], 2) for name, x in rows.items()}
 
 
 def _recalled(result: Result, name: str, equal: str) -> str:
