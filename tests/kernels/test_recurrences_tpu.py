@@ -364,6 +364,15 @@ def test_single_head_of_64_runs_in_xla(name):
     close(jax.jit(kernels)(*arguments), jax.jit(reference)(*arguments), 3e-6)
 
 
+def test_single_head_of_logits_runs_in_xla():
+    *tokens, z, memory = draw("gla", 5, 1, 70, 1, 64, 64)
+    arguments = *tokens, z, z[0, 0], np.array([0.5]), memory, np.arange(70)[None] == 65
+    kernels = by_logits("gla", pallas_tpu.gla_tpu)
+    reference = by_logits("gla")
+    assert "pallas_call" not in str(jax.make_jaxpr(kernels)(*arguments))
+    close(jax.jit(kernels)(*arguments), jax.jit(reference)(*arguments), 3e-6)
+
+
 def test_unsupported_reasons():
     def shape(t, h, d, dtype="bfloat16"):
         return jnp.zeros((1, t, h, d), dtype)
@@ -389,6 +398,14 @@ def test_unsupported_reasons():
                 op(x, x, x, *gates, implementation="pallas_tpu")
 
 
+# Names of kernels by the op, where they differ.
+OF_KERNELS = {
+    "ssd": "linear_attention",
+    "gated_delta_rule": "delta_rule",
+    "gated_slots": "slot_weights",
+}
+
+
 @needs_libtpu
 @pytest.mark.parametrize(
     ("name", "chip", "sizes", "dtype", "mesh_shape"),
@@ -400,6 +417,7 @@ def test_unsupported_reasons():
         # The widest, as many heads as a program may take.
         ("kda", "v5e:2x2", (1, 64, 16, 256, 256), jnp.bfloat16, (1, 1)),
         ("gdn2", "v5e:2x2", (1, 64, 16, 256, 256), jnp.bfloat16, (1, 1)),
+        ("gla_of_logits", "v5e:2x2", (2, 65, 8, 64, 64), jnp.bfloat16, (2, 2)),
         ("gated_slots", "v5e:2x2", (2, 64, 8, 32, 64), jnp.bfloat16, (2, 2)),
         ("delta_rule", "v5p:2x2x1", (2, 65, 2, 64, 128), jnp.float32, (1, 1)),
     ],
@@ -410,8 +428,12 @@ def test_the_gradient_compiles(name, chip, sizes, dtype, mesh_shape):
     devices = devices[: np.prod(mesh_shape)].reshape(mesh_shape)
     mesh = Mesh(devices, ("data", "tensor"))
     gated = "gated_delta_rule" if name == "delta_rule" else name
+    gated = gated.removesuffix("_of_logits")
     kernels = interpreted(OPS[gated][0], False)
     q, k, v, *gates, state = draw(gated, 0, *sizes, dtype=dtype)
+    if gated != name and name != "delta_rule":
+        bias = gates[-1][0, 0]
+        kernels = functools.partial(kernels, decay=Decay(bias[:, 0], bias))
     if name == "delta_rule":
         gates = gates[:1]
     given = (q, k, v, *gates, state)
@@ -433,6 +455,6 @@ def test_the_gradient_compiles(name, chip, sizes, dtype, mesh_shape):
     gradient = jax.grad(loss, tuple(range(len(shaped))))
     with jax.set_mesh(mesh):
         text = str(jax.jit(gradient).lower(*shaped).compile().as_text())
-    kind = {"ssd": "linear_attention", "gated_slots": "slot_weights"}.get(name, name)
+    kind = OF_KERNELS.get(gated, gated)
     assert f"{kind}_forward" in text and f"{kind}_backward" in text
     assert "all-gather" not in text and "all-to-all" not in text

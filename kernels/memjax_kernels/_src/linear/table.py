@@ -108,8 +108,8 @@ def run(
         axes |= {"log_rate": "H", "bias": f"H{op.gates['g'].removeprefix('B T H')}"}
         arrays += tuple(decay)
         del gates["g"]
-    given = zip(axes.items(), arrays, strict=True)
-    sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in given})
+    named = zip(axes.items(), arrays, strict=True)
+    sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in named})
     for name, memory in zip(op.state, memories, strict=True):
         arguments.check_float32(name, memory)
     arguments.check_gates(**{n: x for n, x in gates.items() if n in arguments.RANGES})
@@ -140,9 +140,10 @@ def run(
         forms["jla"] = functools.partial(jla.run, op.name)
         if implementation == "jla":
             unsupported["jla"] = jla.unsupported(op.name, *tokens) or other_chunks
+    given: tuple[Any, ...] = tokens
     if decay is not None:
         forms = _of_logits(forms, op, decay.bias.ndim > 1)
-        tokens = (*tokens[:-1], (tokens[-1], decay))
+        given = *tokens[:-1], (tokens[-1], decay)
     form = implementations.choose(
         op.name,
         implementation,
@@ -150,7 +151,7 @@ def run(
         unsupported,
         looped=state if chunk_size is None and _loop_is_fast(op, sizes) else None,
     )
-    return form(*tokens, state, reset)
+    return form(*given, state, reset)
 
 
 def _of_logits(forms, op, of_channels):

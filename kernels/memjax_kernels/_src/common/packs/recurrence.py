@@ -161,7 +161,7 @@ def packing_of(q: Any, v: Any) -> Packing | None:
     return None
 
 
-def _in_xla(op: Op, x: Chunks, state: Array, *_: Any):
+def _in_xla(op: Op, x: Chunks, state: Any, *_: Any):
     """The function of the forward kernel."""
 
     def form(*given):
@@ -171,16 +171,16 @@ def _in_xla(op: Op, x: Chunks, state: Array, *_: Any):
         lambda y: y.reshape(y.shape[0], -1, *y.shape[3:]), x[:2]
     )
     q, k, v, *channels = tokens
-    rows = ()
-    if isinstance(state, tuple):
-        state, *rows = state
-        g, _ = log_gates(channels[0][..., None, :], rows[0][:, None])
-        channels[0] = g[..., 0, :]
+    memory, rows = state if isinstance(state, tuple) else (state, None)
+    if rows is not None:
+        logits, *rates = channels
+        g = log_gates(logits[..., None, :], rows[:, None])[0]
+        channels = [g[..., 0, :], *rates]
     columns = [y for gate in gates for y in jnp.unstack(gate, axis=-1)]
     g, *rates = channels or [columns.pop(0)]
     beta = columns[0] if columns else None
     share = by_copies if channels else by_groups
-    state, y = share(form, v.shape[2] // q.shape[2])(
-        q, k, v, g, beta, *rates, state, None
+    memory, y = share(form, v.shape[2] // q.shape[2])(
+        q, k, v, g, beta, *rates, memory, None
     )
-    return (state, *rows) if rows else state, y.reshape(x.tokens[2].shape)
+    return memory if rows is None else (memory, rows), y.reshape(x.tokens[2].shape)
