@@ -216,8 +216,6 @@ DECODED = {
     "Gated DeltaNet": "gated_deltanet",
     "Mamba-2": "mamba2",
     "GLA": "gla",
-    "GLA behind the product of its logits, gates by XLA": "gla/gates_outside",
-    "the same, gates by the kernels": "gla/gates_inside",
     "GSA": "gsa",
     "TTT": "ttt_linear",
 }
