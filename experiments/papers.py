@@ -52,6 +52,7 @@ def papers(*results: Result) -> Rows:
         "distance": f"{retention['distances'][-1]:,}",
         "right": {k: number(x["after"][-1]["accuracy"], 2) for k, x in methods.items()},
         "facts": len(retention["facts"]),
+        "asked": {k: x["after"][-1]["questions"] for k, x in methods.items()},
     }
     return written(Path(__file__).with_suffix(".txt"), COLUMNS, evidence)
 

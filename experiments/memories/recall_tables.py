@@ -53,7 +53,7 @@ def complete(result: Mapping[str, Any], length: int, counts: Sequence[int]) -> R
             known = [x for x in values if x is not None]
             cells["PPL per byte"] = median_and_range(known)
         yield cells
-    yield "median (range) of the seeds that learned"
+    yield f"median (range) of the seeds that learned, in sequences of {length} tokens"
     for order, value in result.get("ngrams", {}).items():
         yield f"PPL of {order}s {number(value, 2)}"
 
