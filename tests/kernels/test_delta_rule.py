@@ -4,7 +4,7 @@ import functools
 import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -334,3 +334,41 @@ def test_a_decay_of_other_heads_is_refused():
     decay = memjax_kernels.Decay(jnp.zeros(H), jnp.zeros(H))
     with pytest.raises(ValueError, match=r"bias must have shape \[H, K\] = \[2, 4\]"):
         memjax_kernels.kda(q, k, v, beta, g, state, decay=decay)
+
+
+@pytest.mark.parametrize(
+    ("message", "z", "log_rate", "bias"),
+    [
+        ("g must lie in", np.nan, 0.0, 0.0),
+        ("log_rate must lie in", 0.0, np.nan, 0.0),
+        ("log_rate must lie in", -200.0, 88.0, 0.0),
+        ("log_rate must lie in", np.inf, -200.0, 0.0),
+        ("bias must lie in", 0.0, 0.0, np.nan),
+        ("bias must lie in", -np.inf, 0.0, np.inf),
+        (None, np.inf, -87.0, -1e38),
+        (None, -np.inf, 87.0, 1e38),
+    ],
+)
+def test_numbers_that_make_no_gates_are_refused(message, z, log_rate, bias):
+    """Or else gates are not NaN."""
+    q, k, v, beta, g, state = map(jnp.asarray, draw("kda"))
+    decay = memjax_kernels.Decay(jnp.full(H, log_rate), jnp.full((H, K), bias))
+    run = functools.partial(memjax_kernels.kda, q, k, v, beta, decay=decay)
+    if message is None:
+        assert all(jnp.all(jnp.isfinite(x)) for x in run(jnp.full(g.shape, z), state))
+        return
+    with pytest.raises(ValueError, match=message):
+        run(jnp.full(g.shape, z), state)
+
+
+def test_what_is_no_decay_is_refused():
+    q, k, v, beta, g, state = map(jnp.asarray, draw("kda"))
+    decay = memjax_kernels.Decay(jnp.zeros(H), jnp.zeros((H, K)))
+    for other in (tuple(decay), decay.bias, True):
+        with pytest.raises(ValueError, match="decay must be a Decay, got "):
+            memjax_kernels.kda(q, k, v, beta, g, state, decay=cast(Any, other))
+    for bad in (decay._replace(log_rate=jnp.zeros(1)), decay._replace(bias=g[0])):
+        with pytest.raises(ValueError, match="z must end with the axes of bias"):
+            bad.log_gates(g)
+    with pytest.raises(ValueError, match="z must end with the axes of bias"):
+        decay.log_gates(g[..., :1])

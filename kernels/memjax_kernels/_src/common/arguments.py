@@ -17,6 +17,9 @@ RANGES = {
     "write": (0.0, 2.0),
     "gamma": (0.0, float(np.finfo(np.float32).max)),
     "g": (-float("inf"), 0.0),
+    # A larger exponential, or none at all, would make NaN of 0 or infinite logits.
+    "log_rate": (-87.0, 87.0),
+    "bias": (-float(np.finfo(np.float32).max), float(np.finfo(np.float32).max)),
     "eta": (0.0, float("inf")),
 }
 

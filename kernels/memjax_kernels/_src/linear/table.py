@@ -5,6 +5,7 @@ and the TPU kernels. `run` checks the arguments and chooses among the three and 
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -62,15 +63,26 @@ class Decay(NamedTuple):
     gradients of z in its dtype.
 
     Attributes:
-        log_rate: of each head.
-        bias: of each head, or of each of its channels, as g.
+        log_rate: of each head, in [-87, 87]; inside jit the range is the caller's
+            promise.
+        bias: of each head, or of each of its channels, as g; finite.
     """
 
     log_rate: Float[Array, " H"]
     bias: Float[Array, " H"] | Float[Array, "H K"]
 
     def log_gates(self, z: Float[Array, "..."]) -> Float[Array, "..."]:
-        """g of logits [..., H] or [..., H, K], float32."""
+        """g of logits [..., H] or [..., H, K], float32.
+
+        Raises:
+            ValueError: on shapes that do not fit.
+        """
+        heads, axes = list(self.log_rate.shape), list(self.bias.shape)
+        if heads != axes[:1] or list(z.shape[-len(axes) :]) != axes:
+            raise ValueError(
+                f"z must end with the axes of bias, and these begin with those of "
+                f"log_rate, got {list(z.shape)}, {axes} and {heads}"
+            )
         # A file's bfloat16 would round the exponential.
         rate = jnp.exp(self.log_rate.astype(F32))
         rate = rate.reshape(-1, *(1,) * (self.bias.ndim - 1))
@@ -104,15 +116,20 @@ def run(
     check_heads(*tokens[:3])
     arrays = (*tokens, *memories)
     if decay is not None:
+        if not isinstance(decay, Decay):
+            raise ValueError(f"decay must be a Decay, got {type(decay).__name__}")
         # g is the last gate.
         axes |= {"log_rate": "H", "bias": f"H{op.gates['g'].removeprefix('B T H')}"}
         arrays += tuple(decay)
         del gates["g"]
+        gates |= decay._asdict()
     named = zip(axes.items(), arrays, strict=True)
     sizes = arguments.check_shapes(**{name: (x, a) for (name, a), x in named})
     for name, memory in zip(op.state, memories, strict=True):
         arguments.check_float32(name, memory)
     arguments.check_gates(**{n: x for n, x in gates.items() if n in arguments.RANGES})
+    if decay is not None:
+        arguments.check_range("g", tokens[-1], -math.inf, math.inf)
     arguments.check_mask("reset", reset, sizes["B"], sizes["T"])
     ways = sizes["H"] // sizes["G"]
     share = by_groups if {*op.gates.values()} <= {"B T H"} else by_copies
