@@ -30,7 +30,7 @@ from memjax_kernels._src.common import implementations
 from memjax_kernels._src.common.packs import recurrence, tuned
 from memjax_kernels._src.common.packs.channels import MILD
 from memjax_kernels._src.common.packs.recurrence import unsupported
-from memjax_kernels._src.common.packs.recurrence_chunk import forgets_little
+from memjax_kernels._src.common.packs.recurrence_chunk import forgets_little, log_gates
 from memjax_kernels._src.gated_slots.pallas_tpu import gated_slots_tpu
 from memjax_kernels._src.linear import pallas_tpu
 from tests.kernels.distances import close, distances
@@ -371,6 +371,14 @@ def test_single_head_of_logits_runs_in_xla():
     reference = by_logits("gla")
     assert "pallas_call" not in str(jax.make_jaxpr(kernels)(*arguments))
     close(jax.jit(kernels)(*arguments), jax.jit(reference)(*arguments), 3e-6)
+
+
+def test_the_slope_of_gates_that_forget_little():
+    """And of logits of resets and of filling tokens."""
+    z = np.concatenate([np.linspace(-40, 40, 81), [-np.inf, np.inf]])
+    g, slope = log_gates(jnp.asarray(z - 1, jnp.float32)[None], jnp.ones((2, 83)))
+    np.testing.assert_allclose(np.exp(slope[0]), 1 / (1 + np.exp(-z)), 1e-5)
+    np.testing.assert_allclose(g[0], -np.e * np.logaddexp(z, 0), 1e-6)
 
 
 def test_unsupported_reasons():

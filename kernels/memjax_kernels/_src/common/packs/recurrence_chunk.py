@@ -125,10 +125,10 @@ class Channels(NamedTuple):
 
 
 class LogGates(NamedTuple):
-    """Gates of channels by logits, and these with their bias; both float32."""
+    """Gates of channels by logits, and the log of softplus' slope; both float32."""
 
     g: Float[Array, "P C GG"]
-    logits: Float[Array, "P C GG"]
+    slope: Float[Array, "P C GG"]
 
 
 class Gates(NamedTuple):
@@ -171,11 +171,12 @@ def equations(op: Op) -> Equations:
 
 
 def log_gates(logits: Array, rows: Float[Array, "*B 2 DD"]) -> tuple[Array, Array]:
-    """Gates, -inf too, and their logits with the bias; rows are bias and log_rate."""
+    """Gates, -inf too, and the log of softplus' slope; rows are bias and log_rate."""
     bias, log_rate = jnp.split(rows, 2, axis=-2)
     z = logits.astype(F32) + bias
-    pace = jnp.maximum(z, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
-    return -jnp.exp(log_rate) * pace, z
+    rest = jnp.log1p(jnp.exp(-jnp.abs(z)))
+    # The log keeps the digits of a slope near 0, of gates that forget little.
+    return -jnp.exp(log_rate) * (jnp.maximum(z, 0.0) + rest), jnp.minimum(z, 0.0) - rest
 
 
 def of_logits(given: Equations) -> Equations:
@@ -188,7 +189,7 @@ def of_logits(given: Equations) -> Equations:
         return x._replace(tokens=(q, k, v, ready, *rates))
 
     def read(x, layout):
-        return given.read(x, layout), x.tokens[3].logits
+        return given.read(x, layout), x.tokens[3].slope
 
     def advance(both, memory):
         (chunk, _), (start, rows) = both, memory
@@ -196,10 +197,10 @@ def of_logits(given: Equations) -> Equations:
         return (new, rows), y
 
     def vjp(both, memory, d_after, d_y):
-        (chunk, z), (start, rows), (d_new, d_rows) = both, memory, d_after
+        (chunk, slope), (start, rows), (d_new, d_rows) = both, memory, d_after
         found = yield from given.vjp(chunk, start, d_new, d_y)
         q, k, v, d_g, *rates = found.tokens
-        d_z = d_g * packs.sigmoid(z) * -jnp.exp(rows[:, 1:])
+        d_z = -d_g * jnp.exp(slope + rows[:, 1:])
         sums = [packs.sum_slots(d) for d in (d_z, d_g * chunk.g)]
         d_memory = found.memory, d_rows + jnp.concatenate(sums, axis=1)
         return found._replace(tokens=(q, k, v, d_z, *rates), memory=d_memory)
