@@ -373,12 +373,43 @@ def test_single_head_of_logits_runs_in_xla():
     close(jax.jit(kernels)(*arguments), jax.jit(reference)(*arguments), 3e-6)
 
 
+@pytest.mark.slow
+def test_gradients_of_logits_in_xla():
+    """Rates of a file are rounded after the sum; softplus is curved at 0."""
+    q, k, v, z, memory = draw("gla", 5, 1, 66, 1, 8, 4)
+    starts, bias = np.arange(66)[None] == 65, jnp.zeros((1, 8))
+
+    def slopes(form, *learned):
+        def loss(log_rate, bias):
+            given = q, k, v, 0 * z, bias, log_rate, memory, starts
+            return jnp.sum(jnp.sin(form(*given)[1]))
+
+        return jax.grad(loss, (0, 1))(*learned)
+
+    def curve(form):
+        size = jax.grad(lambda x: jnp.sum(jnp.sin(slopes(form, jnp.zeros(1), x)[1])))
+        return jax.jit(size)(bias)
+
+    kernels = by_logits("gla", pallas_tpu.gla_tpu)
+    close(curve(kernels), curve(by_logits("gla")), 3e-6)
+    rates = jnp.zeros(1, jnp.bfloat16), jnp.zeros(1)
+    low, high = (slopes(kernels, rate, bias)[0] for rate in rates)
+    assert low[0] == high[0].astype(jnp.bfloat16)
+
+
 def test_the_slope_of_gates_that_forget_little():
     """And of logits of resets and of filling tokens."""
     z = np.concatenate([np.linspace(-40, 40, 81), [-np.inf, np.inf]])
     g, slope = log_gates(jnp.asarray(z - 1, jnp.float32)[None], jnp.ones((2, 83)))
     np.testing.assert_allclose(np.exp(slope[0]), 1 / (1 + np.exp(-z)), 1e-5)
     np.testing.assert_allclose(g[0], -np.e * np.logaddexp(z, 0), 1e-6)
+
+
+def test_logits_that_kernels_cannot_load_are_cast():
+    *tokens, z, memory = draw("gla", 5, 1, 70, 2, 64, 64)
+    arguments = *tokens, z.astype(np.float16), z[0, 0], np.zeros(2), memory, None
+    text = str(jax.make_jaxpr(by_logits("gla", pallas_tpu.gla_tpu))(*arguments))
+    assert "pallas_call" in text and "f16[1,2,64," not in text
 
 
 def test_unsupported_reasons():

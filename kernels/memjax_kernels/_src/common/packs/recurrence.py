@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from memjax_kernels._src.common import chunks, partition
+from memjax_kernels._src.common.arguments import RANGES
 from memjax_kernels._src.common.chunks import Chunks
 from memjax_kernels._src.common.gate_sums import FORGETS_ALL
 from memjax_kernels._src.common.groups import by_copies, by_groups
@@ -25,7 +26,6 @@ from memjax_kernels._src.common.packs.layout import Layout, group_sizes, packing
 from memjax_kernels._src.common.packs.recurrence_chunk import (
     Op,
     equations,
-    log_gates,
     of_logits,
 )
 
@@ -76,7 +76,8 @@ def recur(
     time, g, beta = q.shape[1], named.get("g"), named.get("beta")
     rates = tuple(named[name] for name in ("erase", "write") if name in named)
     g = jnp.zeros(v.shape[:3], F32) if g is None else g
-    g = g.astype(F32) if decay is None else g
+    # Kernels load no float16.
+    g = g if decay is not None and g.dtype == jnp.bfloat16 else g.astype(F32)
     if reset is not None:
         at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
         g = jnp.where(at, FORGETS_ALL if decay is None else jnp.inf, g)
@@ -102,11 +103,12 @@ def recur(
 
 
 def _rows(decay: Any, batch: int) -> Float[Array, "B H 2 K"]:
-    """Bias and log_rate of all channels, for `log_gates`."""
-    rate = jnp.broadcast_to(decay.log_rate[:, None], decay.bias.shape)
-    # Of infinite ones, or a rate of 0, infinite logits would be NaN.
-    ends = (decay.bias, float(jnp.finfo(F32).max)), (rate, 87.0)
-    rows = jnp.stack([jnp.clip(x.astype(F32), -end, end) for x, end in ends], axis=1)
+    """Bias and log_rate of all channels, in range."""
+    # First to float32, so that gradients of channels are summed in it.
+    bias, rate = decay.bias.astype(F32), decay.log_rate.astype(F32)[:, None]
+    # Traced numbers may be out of range: resets, infinite logits, would be NaN.
+    bias, rate = jnp.clip(bias, *RANGES["bias"]), jnp.clip(rate, *RANGES["log_rate"])
+    rows = jnp.stack([bias, jnp.broadcast_to(rate, bias.shape)], axis=1)
     return jnp.broadcast_to(rows[None], (batch, *rows.shape))
 
 
@@ -174,8 +176,14 @@ def _in_xla(op: Op, x: Chunks, state: Any, *_: Any):
     memory, rows = state if isinstance(state, tuple) else (state, None)
     if rows is not None:
         logits, *rates = channels
-        g = log_gates(logits[..., None, :], rows[:, None])[0]
-        channels = [g[..., 0, :], *rates]
+        bias, log_rate = jnp.unstack(rows[:, None], axis=3)
+        z = logits.astype(F32) + bias
+        # Of infinite gates the gradient of rates would be NaN.
+        forgets = z == jnp.inf
+        # The kernels' sum for it would have no second derivative at 0.
+        pace = jax.nn.softplus(jnp.where(forgets, 0.0, z))
+        g = jnp.where(forgets, FORGETS_ALL, -jnp.exp(log_rate) * pace)
+        channels = [g, *rates]
     columns = [y for gate in gates for y in jnp.unstack(gate, axis=-1)]
     g, *rates = channels or [columns.pop(0)]
     beta = columns[0] if columns else None
