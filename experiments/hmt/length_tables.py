@@ -77,3 +77,4 @@ def length_difference(result: dict[str, Any]) -> Rows:
 EQUAL = ("hmt/smollm2/length_equal",)
 length_equal = Table("hmt/length_equal", EQUAL, length.rows)
 equal_difference = Table("hmt/equal_difference", EQUAL, length_difference.rows)
+equal_plot = figure(*EQUAL)(plot.draw)
