@@ -68,10 +68,11 @@ def ours(key_heads: int, heads: int) -> Program:
     """Our kernel for what a serving kernel does."""
     floats = functools.partial(shape, dtype=jnp.float32)
 
-    def run(qkv: Any, filters: Any, *gates: Any) -> Any:
+    def run(qkv: Any, filters: Any, rates: Any, paces: Any, *decay: Any) -> Any:
         qkv = tuple(x.reshape(1, TIME, -1, WIDTH) for x in qkv)
         before: Any = tuple(jnp.zeros_like(x[:, : TAPS - 1]) for x in qkv)
         rule = memjax_kernels.convolved_gated_delta_rule
+        gates = rates, paces, memjax_kernels.Decay(*decay)
         state, last, y = rule(qkv, filters, before, *gates)
         return state, last, y.reshape(1, TIME, -1)
 

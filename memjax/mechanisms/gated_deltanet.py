@@ -28,6 +28,7 @@ from memjax.mechanisms.mamba2 import (
     init_decay,
 )
 from memjax_kernels import (
+    Decay,
     convolved_gated_delta_rule,
     gated_delta_rule,
     gated_delta_rule_init_state,
@@ -146,8 +147,7 @@ def convolved(
         *given[:3],
         gates.linear_logits(x, params.rate),
         gates.linear_logits(x, pace.weight),
-        params.decay.log_rate,
-        pace.bias,
+        Decay(params.decay.log_rate, pace.bias),
         memory,
         biases=given.biases,
         reset=reset,

@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from memjax.mechanisms.gated_deltanet import GatedDeltaNetConfig
 from memjax.mechanisms.layers.recurrent.style import RecurrentStyle
 from memjax_kernels import (
+    Decay,
     convolved_gated_delta_rule,
     gated_delta_rule,
     short_convolution,
@@ -47,8 +48,7 @@ def draw(
         "before": each(batch, taps - 1),
         "rates": normal(batch, time, heads),
         "paces": normal(batch, time, heads),
-        "log_rate": normal(heads),
-        "pace_bias": normal(heads),
+        "decay": Decay(normal(heads), normal(heads)),
         "state": normal(batch, heads, key, value),
         "biases": each() if bias else None,
     }
@@ -75,8 +75,8 @@ def by_ops(x, reset):
         )
         for i in range(3)
     )
-    log_rate, pace_bias = (x[name][None, None] for name in ("log_rate", "pace_bias"))
-    g = -jnp.exp(log_rate) * jax.nn.softplus(x["paces"] + pace_bias)
+    log_rate, bias = (number[None, None] for number in x["decay"])
+    g = -jnp.exp(log_rate) * jax.nn.softplus(x["paces"] + bias)
     beta = OPTIONS["max_rate"] * jax.nn.sigmoid(x["rates"])
     q = OPTIONS["scale"] * q
     return gated_delta_rule(q, k, v, beta, g, x["state"], reset=reset)
@@ -127,8 +127,8 @@ def test_segments_in_a_row_are_one():
 def test_kernel_equals_the_ops(sizes, options):
     x = draw(*sizes, **options)
     # A head that forgets at once forgets nothing in the tokens that fill a chunk.
-    for name, value in (("log_rate", 90.0), ("pace_bias", 1e38)):
-        x[name] = x[name].at[0].set(value)
+    both = zip(x["decay"], (90.0, 1e38), strict=True)
+    x["decay"] = Decay(*(number.at[0].set(value) for number, value in both))
     reset = resets(sizes[0], 0, 13, 14)
     tolerance = 0.01 if options.get("dtype") else 3e-6
     close(in_kernel(x, reset), jax.jit(by_op)(x, reset), tolerance)
@@ -205,7 +205,8 @@ def test_derivatives_are_those_of_the_ops():
             "before of q must be floating",
         ),
         ({"rates": jnp.ones((1, 9, 3))}, "rates must have shape"),
-        ({"log_rate": jnp.ones(3)}, "log_rate must have shape"),
+        ({"decay": Decay(jnp.ones(3), jnp.ones(2))}, "log_rate must have shape"),
+        ({"decay": (jnp.ones(2), jnp.ones(2))}, "decay must be a Decay, got tuple"),
         ({"state": jnp.ones((1, 2, 4, 6), "bfloat16")}, "state must be float32"),
         ({"reset": jnp.ones((1, 8), bool)}, "reset must be bool of shape"),
         ({"max_rate": 2.5}, "max_rate must be in"),

@@ -37,8 +37,7 @@ def convolved_gated_delta_rule(
     before: OfEach,
     rates: Float[Array, "B T H"],
     paces: Float[Array, "B T H"],
-    log_rate: Float[Array, " H"],
-    pace_bias: Float[Array, " H"],
+    decay: Decay,
     state: MatrixState | None = None,
     *,
     biases: OfEach | None = None,
@@ -51,10 +50,9 @@ def convolved_gated_delta_rule(
 
     Queries and keys have unit norm behind the convolution and silu, values have none:
 
-        β = max_rate sigmoid(rates)    g = -exp(log_rate) softplus(paces + pace_bias)
+        β = max_rate sigmoid(rates)        g = decay.log_gates(paces)
 
-    Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, figure 1, with
-    the decay of Mamba-2, where log_rate is `A_log` and pace_bias `dt_bias`.
+    Yang, Kautz & Hatamizadeh (2024), https://arxiv.org/abs/2412.06464, figure 1.
 
     Args:
         inputs: of q and k [B, T, G, K] and v [B, T, H, V], before the convolution;
@@ -63,8 +61,7 @@ def convolved_gated_delta_rule(
         before: the W - 1 inputs of each before the segment, zeros where there are none.
         rates: logits of β.
         paces: logits of the decay.
-        log_rate: of each head.
-        pace_bias: of each head.
+        decay: of each head.
         state: the memory before the segment, float32; None is empty.
         biases: of the convolutions, [G, K] or [H, V]; None is none.
         reset: True empties the memory of a batch element before that token, whose
@@ -89,6 +86,8 @@ def convolved_gated_delta_rule(
         if not isinstance(of_each, tuple | list) or len(of_each) != len(NAMES):
             raise ValueError(f"{name} must be three arrays, of {', '.join(NAMES)}")
     check_heads(*inputs)
+    if not isinstance(decay, Decay):
+        raise ValueError(f"decay must be a Decay, got {type(decay).__name__}")
     axes = {}
     for name, lead in (("inputs", "B T"), ("filters", "W"), ("biases", "")):
         for part, x, own in zip(NAMES, given.get(name, ()), OWN, strict=False):
@@ -97,8 +96,8 @@ def convolved_gated_delta_rule(
         **axes,
         rates=(rates, "B T H"),
         paces=(paces, "B T H"),
-        log_rate=(log_rate, "H"),
-        pace_bias=(pace_bias, "H"),
+        log_rate=(decay.log_rate, "H"),
+        bias=(decay.bias, "H"),
         state=(state, "B H K V?"),
     )
     for part, x, first in zip(NAMES, inputs, before, strict=True):
@@ -118,7 +117,7 @@ def convolved_gated_delta_rule(
         # A decay of 0 would leave NaN of a memory that is not finite.
         state = chunks.where(reset[:, 0], 0.0, state)
     seen = None if reset is None else _since_reset(reset, sizes["W"])
-    gates = rates, paces, log_rate, pace_bias
+    gates = rates, paces, decay
     x = Segment(inputs, filters, biases, before, *gates, state, seen)
     options = {"scale": scale, "max_rate": max_rate}
     composed = functools.partial(
@@ -171,7 +170,7 @@ def _composed(
         *(q, k, v, beta, x.paces, x.state),
         reset=None if x.seen is None else x.seen == 0,
         implementation=by,
-        decay=Decay(x.log_rate, x.pace_bias),
+        decay=x.decay,
     )
 
 

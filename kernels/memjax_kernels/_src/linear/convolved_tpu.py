@@ -1,7 +1,7 @@
 """Short convolutions, gates and the gated delta rule on a TPU, in one kernel.
 
     s = h + h tanh(h), 2 h = b + Σ_w f_w x_{t - (W - 1 - w)}       q, k = s / |s|, v = s
-    β = max_rate σ(r)        g = -exp(log_rate) softplus(p + pace_bias)
+    β = max_rate σ(r)        g = -exp(log_rate) softplus(p + bias)
 
 A stage in front of the chunk's equations writes q, k and v to VMEM, where these read
 them. Inputs lie there behind the last ones of the chunk before; filters are halved on
@@ -33,6 +33,7 @@ from memjax_kernels._src.common.packs.layout import Layout
 from memjax_kernels._src.common.packs.recurrence import CHUNK_SIZE
 from memjax_kernels._src.common.packs.recurrence_chunk import equations
 from memjax_kernels._src.linear.pallas_tpu import DELTA
+from memjax_kernels._src.linear.table import Decay
 from memjax_kernels._src.recurrent_block.norms import LEAST_SQUARES, flat
 
 F32 = jnp.float32
@@ -54,8 +55,7 @@ class Segment(NamedTuple):
     before: tuple[Array, Array, Array]
     rates: Float[Array, "B T H"]
     paces: Float[Array, "B T H"]
-    log_rate: Float[Array, " H"]
-    pace_bias: Float[Array, " H"]
+    decay: Decay
     state: Float[Array, "B H K V"]
     seen: Array | None
 
@@ -126,7 +126,7 @@ def convolved_gated_delta_rule_tpu(
         seen = padded(jnp.broadcast_to(seen[..., None], x.rates.shape), 1.0)
     logits = padded(x.rates, NONE), padded(x.paces, NONE)
     tokens = Chunks(jax.tree.map(split, x.inputs), *logits, seen)
-    biases, speeds = (y.astype(F32) for y in (x.pace_bias, x.log_rate))
+    biases, speeds = (y.astype(F32) for y in (x.decay.bias, x.decay.log_rate))
     # Infinite ones would leave NaN where there is no token.
     largest = jnp.finfo(F32).max
     of_heads = jnp.clip(jnp.stack([biases, -jnp.exp(speeds)], 1), -largest, largest)
