@@ -125,12 +125,13 @@ def print_all(result: Mapping[str, Any], streams: Mapping[int, task.Stream]) -> 
     show("Right answers by facts of a log and bytes since", right.rows(result))
     show("The same as recorded, with more seeds", right.rows(load("facts/study")))
     n, rows = counts[len(counts) // 2], result["rows"].values()
+    width = max(len(row["name"]) for row in rows) + 1
     for i in (0, len(distances) - 1):
         print(f"\n{n} facts, asked {distances[i]:,} bytes later:")
         for row in rows:
             share = float(np.median(shares(row, n, i)))
             bar = "█" * round(BAR * share)
-            print(f"  {row['name']:16}{bar:{BAR}} {share:.0%}")
+            print(f"  {row['name']:{width}}{bar:{BAR}} {share:.0%}")
     stream = streams[n]
     print(f"\nOf one log, {distances[-1]:,} bytes later:")
     for k in range(min(SHOWN, n)):
