@@ -361,6 +361,7 @@ def test_numbers_that_make_no_gates_are_refused(message, z, log_rate, bias):
         run(jnp.full(g.shape, z), state)
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_what_is_no_decay_is_refused():
     q, k, v, beta, g, state = map(jnp.asarray, draw("kda"))
     decay = memjax_kernels.Decay(jnp.zeros(H), jnp.zeros((H, K)))

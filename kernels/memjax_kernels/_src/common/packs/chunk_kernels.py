@@ -247,7 +247,7 @@ def _flags(x, layout: Layout) -> tuple[Array | None, Array | None]:
     return flag(layout.opens, 0), flag(layout.resets, int(layout.opens))
 
 
-def load(refs: PyTree) -> PyTree[Float[Array, "P M DD"]]:
+def load(refs: PyTree) -> PyTree[Float[Array, "P _ _"]]:
     """Memories in float32."""
     return jax.tree.map(lambda ref: packs.each_pack(ref[...]).astype(F32), refs)
 
