@@ -405,11 +405,13 @@ def test_the_slope_of_gates_that_forget_little():
     np.testing.assert_allclose(g[0], -np.e * np.logaddexp(z, 0), 1e-6)
 
 
-def test_logits_that_kernels_cannot_load_are_cast():
+def test_gates_that_kernels_cannot_load_are_cast():
     *tokens, z, memory = draw("gla", 5, 1, 70, 2, 64, 64)
-    arguments = *tokens, z.astype(np.float16), z[0, 0], np.zeros(2), memory, None
-    text = str(jax.make_jaxpr(by_logits("gla", pallas_tpu.gla_tpu))(*arguments))
-    assert "pallas_call" in text and "f16[1,2,64," not in text
+    low, by = z.astype(np.float16), by_logits("gla", pallas_tpu.gla_tpu)
+    forms = (by, [low, z[0, 0], np.zeros(2)]), (pallas_tpu.gdn2_tpu, [-abs(low)] * 3)
+    for form, given in forms:
+        text = str(jax.make_jaxpr(form)(*tokens, *given, memory, None))
+        assert "pallas_call" in text and "f16[1,2,64," not in text
 
 
 def test_unsupported_reasons():
@@ -438,11 +440,8 @@ def test_unsupported_reasons():
 
 
 # Names of kernels by the op, where they differ.
-OF_KERNELS = {
-    "ssd": "linear_attention",
-    "gated_delta_rule": "delta_rule",
-    "gated_slots": "slot_weights",
-}
+OF_KERNELS = {"gated_delta_rule": "delta_rule", "gated_slots": "slot_weights"}
+OF_KERNELS |= {"ssd": "linear_attention"}
 
 
 @needs_libtpu

@@ -72,12 +72,11 @@ def recur(
     `decay`, of `bias` [H, K] and `log_rate` [H], `g` are logits, of any dtype.
     """
     *gates, state, reset = given
-    named = dict(zip(names, gates, strict=True))
+    named: dict[str, Any] = dict(zip(names, gates, strict=True))
     time, g, beta = q.shape[1], named.get("g"), named.get("beta")
-    rates = tuple(named[name] for name in ("erase", "write") if name in named)
+    rates = [_loadable(named[name]) for name in ("erase", "write") if name in named]
     g = jnp.zeros(v.shape[:3], F32) if g is None else g
-    # Kernels load no float16.
-    g = g if decay is not None and g.dtype == jnp.bfloat16 else g.astype(F32)
+    g = g.astype(F32) if decay is None else _loadable(g)
     if reset is not None:
         at = reset.reshape(*reset.shape, *(1,) * (g.ndim - 2))
         g = jnp.where(at, FORGETS_ALL if decay is None else jnp.inf, g)
@@ -100,6 +99,11 @@ def recur(
     form = partition.chunkwise(_kernels(op, decay is not None))
     state, y = form(x, state, None, interpret=interpret)
     return state if decay is None else state[0], chunks.join(y, time, None)
+
+
+def _loadable(x: Array) -> Array:
+    """Kernels load no float16."""
+    return x if x.dtype == jnp.bfloat16 else x.astype(F32)
 
 
 def _rows(decay: Any, batch: int) -> Float[Array, "B H 2 K"]:
