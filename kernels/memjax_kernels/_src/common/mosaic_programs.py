@@ -175,7 +175,7 @@ class Program:
         plgpu.wait_smem_to_gmem(0)
 
     def is_reset(self, i):
-        """Whether chunk i, if it is not the first, starts from `empty`."""
+        """Whether chunk i > 0 starts from `empty`; False for the first chunk."""
         return (i > 0) & (self.x.reset[self.at[0], i] != 0)
 
     def store(self, name, value):

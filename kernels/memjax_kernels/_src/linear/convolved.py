@@ -19,7 +19,7 @@ from memjax_kernels._src.linear import convolved_tpu
 from memjax_kernels._src.linear.convolved_tpu import Segment
 from memjax_kernels._src.linear.delta_rules import gated_delta_rule
 from memjax_kernels._src.linear.steps import MatrixState, linear_attention_init_state
-from memjax_kernels._src.linear.table import Decay, check_heads
+from memjax_kernels._src.linear.table import Decay, check_decay, check_heads
 from memjax_kernels._src.recurrent_block import short_convolution
 from memjax_kernels._src.recurrent_block.xla import last_inputs
 
@@ -86,8 +86,7 @@ def convolved_gated_delta_rule(
         if not isinstance(of_each, tuple | list) or len(of_each) != len(NAMES):
             raise ValueError(f"{name} must be three arrays, of {', '.join(NAMES)}")
     check_heads(*inputs)
-    if not isinstance(decay, Decay):
-        raise ValueError(f"decay must be a Decay, got {type(decay).__name__}")
+    check_decay(decay)
     axes = {}
     for name, lead in (("inputs", "B T"), ("filters", "W"), ("biases", "")):
         for part, x, own in zip(NAMES, given.get(name, ()), OWN, strict=False):

@@ -116,8 +116,7 @@ def run(
     check_heads(*tokens[:3])
     arrays = (*tokens, *memories)
     if decay is not None:
-        if not isinstance(decay, Decay):
-            raise ValueError(f"decay must be a Decay, got {type(decay).__name__}")
+        check_decay(decay)
         # g is the last gate.
         axes |= {"log_rate": "H", "bias": f"H{op.gates['g'].removeprefix('B T H')}"}
         arrays += tuple(decay)
@@ -189,7 +188,7 @@ def _of_logits(forms, op, of_channels):
         return op.kernels(*tokens, z, state, reset, decay=decay)
 
     found = {name: of(form) for name, form in forms.items()}
-    # What gates of heads take is lost beside the kernels, by counted cycles.
+    # Gates of heads stay XLA's: their counted cycles are negligible.
     return found | {"pallas_tpu": kernels} if of_channels else found
 
 
@@ -216,6 +215,12 @@ def chunked(op: LinearOp, chunk_size: int, *given: Any) -> tuple[Any, Any]:
     # A gate of heads acts as a channel that all channels share.
     tokens = tuple(x[..., None] if x is not None and x.ndim == 3 else x for x in tokens)
     return scan_groups(op.advance, tokens, state, reset, chunk_size)
+
+
+def check_decay(decay: Any) -> None:
+    """Raises ValueError for anything but a `Decay`."""
+    if not isinstance(decay, Decay):
+        raise ValueError(f"decay must be a Decay, got {type(decay).__name__}")
 
 
 def check_heads(q, k, v):
