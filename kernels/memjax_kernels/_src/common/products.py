@@ -40,6 +40,10 @@ def multiply(
     )
 
 
+#: In float32. Unlike a `multiplier` it has forward mode.
+EXACT = functools.partial(multiply, dtype=jnp.dtype(jnp.float32))
+
+
 # One function a dtype, so that jax traces and compiles it once.
 @functools.cache
 def multiplier(dtype: jnp.dtype) -> Multiply:

@@ -25,10 +25,9 @@ from memjax_kernels._src.common import (
 )
 from memjax_kernels._src.common.packs import tuned
 from memjax_kernels._src.common.packs.blocks import heads_of_rows
+from memjax_kernels._src.common.products import EXACT
 
 F32 = jnp.float32
-# Unlike `products.multiplier` it has forward mode.
-EXACT = functools.partial(products.multiply, dtype=jnp.dtype(F32))
 
 
 def by_heads(
@@ -146,7 +145,13 @@ def multiply_in_parts(x: Array, y: Array, form: products.Form) -> Array:
     """
     dot = functools.partial(products.multiply, form=form, dtype=jnp.dtype(jnp.bfloat16))
     (x, rest_x), (y, rest_y) = (packs.in_bfloat16(z, 2) for z in (x, y))
-    return dot(x, y) + (dot(x, rest_y) + dot(rest_x, y))
+    join = functools.partial(jnp.concatenate, axis=-2)
+    # Few rows: parts that meet the same operand are one product.
+    if form == "tn":
+        return dot(join([x, rest_x, x]), join([y, y, rest_y]))
+    rows = x.shape[-2]
+    both = dot(join([x, rest_x]), y)
+    return both[..., :rows, :] + (dot(x, rest_y) + both[..., rows:, :])
 
 
 def _together(heads: int, given: PyTree) -> int:

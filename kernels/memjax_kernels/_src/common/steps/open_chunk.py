@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from memjax_kernels._src.common.chunks import where
-from memjax_kernels._src.common.products import Multiply
-from memjax_kernels._src.common.steps.head_kernel import EXACT, by_heads
+from memjax_kernels._src.common.products import EXACT, Multiply
+from memjax_kernels._src.common.steps.head_kernel import by_heads
 from memjax_kernels._src.common.steps.in_place import change_if
 
 # A NamedTuple of arrays.
