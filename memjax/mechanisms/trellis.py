@@ -11,8 +11,7 @@ values are divided by their norm, for they are the keys of the second pass, in w
 step of γ |v|² > 2 would diverge; targets are divided by their root mean square, for a
 step multiplies a small change of z = M' k by 1 - γ (φ'² + (φ - a) φ''), and where large
 targets make that large, gradients explode; steps are bounded by what the keys of a
-chunk have in common (`layers.overlap`); both initial memories are learned; exp(g) is
-initialised to 0.99.
+chunk have in common; both initial memories are learned; exp(g) is initialised to 0.99.
 
 Shapes: B batch, T time, D model, H heads, K key, V value, M slots, C chunk.
 """
@@ -37,22 +36,20 @@ from memjax.mechanisms.cells.learned_init import (
 )
 from memjax.mechanisms.layers import gates
 from memjax.mechanisms.layers.gates import Gate
-from memjax.mechanisms.layers.overlap import OpenChunk, bounded_step
 from memjax.mechanisms.layers.recurrent.block import RecurrentConfig
 from memjax_kernels import (
     TRELLIS_ACTIVATIONS,
     TRELLIS_PHIS,
     TrellisActivation,
     TrellisPhi,
-    TrellisState,
     l2_normalize,
     trellis_init_state,
     trellis_state,
     trellis_step,
 )
 from memjax_kernels import trellis as trellis_op
-from memjax_kernels._src.trellis.functions import Rule, as_written
 from memjax_kernels._src.trellis.functions import apply as phi_of
+from memjax_kernels._src.trellis.state import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +66,8 @@ class TrellisConfig(RecurrentConfig):
         forget: whether the memories forget; without, g = 0.
         shared_gates: whether both passes have the same γ and g; else each its own.
         step_size: largest γ. None bounds each γ, of 1 at most, by what the keys before
-            it in its chunk have in common with its own (`layers.overlap`): a key is
-            written whole when it comes once, and does not overshoot when it repeats.
+            it in its chunk have in common with its own (`bound_steps` of the op): a key
+            is written whole when it comes once, and does not overshoot when it repeats.
             `experiments/memories/recall.py` compares both on validation data.
         normalize_target: whether a_t has root mean square 1 over the slots. Without it
             is W_a x as in the paper, and may grow in training until gradients overflow.
@@ -168,17 +165,6 @@ def init_params(config: TrellisConfig, key: PRNGKeyArray) -> TrellisParams:
     )
 
 
-class Memory(NamedTuple):
-    """Both memories, and the open chunk's steps before they are bounded.
-
-    `steps` has an array [B, H, C] for each pass, one where they share gates; None
-    without bounded steps.
-    """
-
-    slots: TrellisState
-    steps: tuple[Float[Array, "B H C"], ...] | None
-
-
 def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
     """Memories to be initialised by the first call."""
     heads, slots = config.num_heads, config.slots
@@ -190,7 +176,7 @@ def init_state(config: TrellisConfig, batch: int) -> LearnedInit:
         config.value_dim,
         chunk_size=config.chunk_size,
     )
-    return uninitialised(batch, Memory(memory, _no_steps(config, batch)))
+    return uninitialised(batch, memory)
 
 
 def step(
@@ -203,31 +189,10 @@ def step(
     x: Float[Array, "B D"],
 ) -> tuple[LearnedInit, Float[Array, "B H V"]]:
     """Writes one token into both memories and reads with its query."""
-    slots, steps = initialise_in_place(memory, _initial(config, params, 1))
-    # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
-    # diverge.
-    v = l2_normalize(v)
-    target, gamma, g = _target_and_gates(config, params, x)
-    if config.normalize_target:
-        target = l2_normalize(target, norm=config.slots**0.5)
-    if steps is not None:
-        opened, gammas = _opened(slots, steps), _of_each(gamma, k)
-        given = zip(opened, (k, v), gammas, strict=True)
-        found = [bounded_step(o, slots.position, *rest) for o, *rest in given]
-        after, gammas = zip(*found, strict=True)
-        steps, gamma = after[: len(steps)], jnp.stack(gammas, axis=-1)
-    slots, y = trellis_step(
-        q,
-        k,
-        v,
-        target,
-        gamma,
-        g,
-        slots,
-        phi=config.phi,
-        activation=config.activation,
-    )
-    return initialised(Memory(slots, steps)), _read(config, y)
+    slots = initialise_in_place(memory, _initial(config, params, 1))
+    tokens = _tokens(config, params, q, k, v, x)
+    slots, y = trellis_step(*tokens, slots, **_rule(config)._asdict())
+    return initialised(slots), _read(config, y)
 
 
 def apply(
@@ -242,35 +207,23 @@ def apply(
 ) -> tuple[LearnedInit, Float[Array, "B T H V"]]:
     """Equal to T steps, computed chunk by chunk."""
     initial = _initial(config, params, x.shape[0])
-    slots, steps = initial if memory is None else initialise(memory, initial)
-    if steps is not None:
-        given = slots.tokens._replace(key_gamma=steps[0], value_gamma=steps[-1])
-        slots = dataclasses.replace(slots, tokens=given)
     # None: all rows are at the start of a chunk, and tokens need no shift.
-    before = None if memory is None else slots
-    target, gamma, g = _target_and_gates(config, params, x)
-    # Values are normalised, as in `step`: by the op, with its targets or alone.
-    v = v if config.normalize_target else l2_normalize(v)
-    rule = Rule(config.phi, config.activation, config.bounded, config.normalize_target)
+    before = None if memory is None else initialise(memory, initial)
     slots, y = trellis_op(
-        q,
-        k,
-        v,
-        target,
-        gamma,
-        g,
+        *_tokens(config, params, q, k, v, x),
         before,
-        empty=initial.slots,
+        empty=initial,
         chunk_size=config.chunk_size,
-        **rule._asdict(),
+        **_rule(config)._asdict(),
         reset=reset,
         implementation=config.implementation,
     )
-    if steps is not None:
-        steps = (slots.tokens.key_gamma, slots.tokens.value_gamma)[: len(steps)]
-    if slots.tokens is not None:
-        slots = dataclasses.replace(slots, tokens=as_written(slots.tokens, rule))
-    return initialised(Memory(slots, steps)), _read(config, y)
+    return initialised(slots), _read(config, y)
+
+
+def _rule(config):
+    """The options of the recurrence."""
+    return Rule(config.phi, config.activation, config.bounded, config.normalize_target)
 
 
 def _read(config, y):
@@ -281,31 +234,15 @@ def _read(config, y):
 def _initial(config, params, batch):
     """The learned memories of a batch, at the start of a chunk."""
     keys, values = for_batch((params.keys, params.values), batch)
-    slots = trellis_state(keys, values, config.chunk_size)
-    return Memory(slots, _no_steps(config, batch))
+    return trellis_state(keys, values, config.chunk_size)
 
 
-def _no_steps(config, batch):
-    """Steps of an open chunk without tokens; None where steps are not bounded."""
-    if not config.bounded:
-        return None
-    shape = batch, config.num_heads, config.chunk_size
-    return (jnp.zeros(shape, jnp.float32),) * (1 if config.shared_gates else 2)
-
-
-def _opened(slots, steps):
-    """The open chunk of each pass: values are the keys of the second."""
-    return OpenChunk(slots.tokens.k, steps[0]), OpenChunk(slots.tokens.v, steps[-1])
-
-
-def _of_each(gamma, k):
-    """γ [*B, H] of each pass."""
-    shared = gamma.ndim == k.ndim - 1
-    return (gamma, gamma) if shared else (gamma[..., 0], gamma[..., 1])
-
-
-def _target_and_gates(config, params, x):
-    """a, γ and g of the tokens x; g is None without forgetting."""
+def _tokens(config, params, q, k, v, x):
+    """q, k, v, a, γ and g of the tokens x; g is None without forgetting."""
+    # Values are the keys of the second pass, in which a step of γ |v|² > 2 would
+    # diverge. The op normalises them with its targets.
+    if not config.normalize_target:
+        v = l2_normalize(v)
     used = [params.step, *([] if params.forget is None else [params.forget])]
     step_logits, *forget_logits = gates.logits_of_gates(used, x)
     gamma = jax.nn.sigmoid(step_logits)
@@ -314,4 +251,4 @@ def _target_and_gates(config, params, x):
     g = jax.nn.log_sigmoid(forget_logits[0]) if forget_logits else None
     # In the dtype of the tokens, as the product is.
     target = gates.linear_logits(x, params.target).astype(x.dtype)
-    return target, gamma * (config.step_size or 1.0), g
+    return q, k, v, target, gamma * (config.step_size or 1.0), g

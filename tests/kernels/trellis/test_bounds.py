@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from memjax_kernels import l2_normalize, trellis, trellis_init_state
-from memjax_kernels._src.trellis.functions import as_written, bounded
-from memjax_kernels._src.trellis.state import Rule
+from memjax_kernels import l2_normalize, trellis, trellis_init_state, trellis_step
+from memjax_kernels._src.trellis.functions import bounded
 from tests.kernels.distances import close
 from tests.kernels.trellis.against_xla import draw
 
@@ -62,7 +61,7 @@ def run(implementation) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_segments_continue_a_chunk(implementation):
-    """With the tokens of the open chunk as the first call had them."""
+    """With the steps of the open chunk as the first call had them."""
     tokens: Any = draw(B, T, H, K, K, K)
     state = trellis_init_state(B, H, K, K, K, C)
     whole = run("xla")(*tokens, state)
@@ -81,9 +80,24 @@ def test_segments_continue_a_chunk(implementation):
     gamma = jnp.stack([keys, values], axis=-1).reshape(B, -1, H, 2)[:, :T]
     given: Any = (*tokens[:4], gamma, tokens[5], state)
     expected: Any = trellis(*given, chunk_size=C, implementation="xla")
-    written = as_written(after.tokens, Rule(bound_steps=True, normalize=True))
-    after = dataclasses.replace(after, tokens=written)
+    x = after.tokens
+    steps = bounded(x.k, x.key_gamma), bounded(x.v, x.value_gamma)
+    x = x._replace(key_gamma=steps[0], value_gamma=steps[1])
+    after = dataclasses.replace(after, tokens=x)
     close((after, whole[1]), expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_steps_are_those_of_a_segment():
+    tokens: Any = draw(B, T, H, K, K, K)
+    state = trellis_init_state(B, H, K, K, K, C)
+    expected = run("xla")(*tokens, state)
+    step = functools.partial(trellis_step, bound_steps=True, normalize=True)
+    reads = []
+    for t in range(T):
+        state, y = jax.jit(step)(*(x[:, t] for x in tokens), state)
+        reads.append(y)
+    close((state, jnp.stack(reads, axis=1)), expected, 1e-5)
 
 
 def test_a_step_above_one_cannot_be_bounded():
@@ -91,3 +105,6 @@ def test_a_step_above_one_cannot_be_bounded():
     given: Any = (*tokens[:4], 2 * jnp.ones((1, 4, 1)), tokens[5])
     with pytest.raises(ValueError, match=r"gamma must lie in \[0.0, 1.0\]"):
         trellis(*given, bound_steps=True)
+    one: Any = (x[:, 0] for x in given)
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0.0, 1.0\]"):
+        trellis_step(*one, trellis_init_state(1, 1, 3, 3, 3, 4), bound_steps=True)

@@ -222,7 +222,7 @@ def test_trellis_stays_finite_on_a_key_that_repeats(phi):
     x = np.broadcast_to(x, (1, 512, D))
     state, y = jax.jit(mechanism.apply)(params, mechanism.init_state(1), x)
     assert np.isfinite(y).all()
-    assert np.abs(state.memory.memory.slots.values).max() < 100
+    assert np.abs(state.memory.memory.values).max() < 100
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -45,5 +45,5 @@ def test_a_hybrid_trains_on_a_stream():
     assert all(jax.tree.leaves(moved))
     trellis, attention = state.memory
     # Rows of 6 and 12 tokens, in chunks of 4.
-    np.testing.assert_array_equal(trellis.memory.memory.slots.position, [2, 0])
+    np.testing.assert_array_equal(trellis.memory.memory.position, [2, 0])
     np.testing.assert_array_equal(attention.length, [T, 2 * T])

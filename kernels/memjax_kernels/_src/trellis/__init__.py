@@ -82,11 +82,10 @@ def trellis(
         bound_steps: whether gamma, in [0, 1], is multiplied by Π (1 - gamma_s ⟨k_s,
             k_t⟩²) over the tokens s before t in its chunk, in the second pass of
             values: a key that repeats is written once. They must have unit norm or be
-            zeros, which is not checked. The open tokens of the state keep unbounded
-            steps; `trellis_step` takes bounded ones.
+            zeros, which is not checked. The state keeps the steps as given.
         normalize: whether v is divided by its norm, before steps are bounded, and alpha
-            by its root mean square, with 1e-6 added to the sums of squares. The open
-            tokens of the state stay as given; `trellis_step` takes normalised ones.
+            by its root mean square, with 1e-6 added to the sums of squares. The state
+            keeps what was divided.
         implementation: None is the fastest that can run here.
 
     Returns:
@@ -123,6 +122,6 @@ def trellis(
         one_token = functools.partial(step, rule=rule)
         after, y = by_tokens(one_token, tokens, *memories)
     else:
-        after, y = segment.in_chunks(form, *tokens, *memories)
+        after, y = segment.in_chunks(form, *tokens, *memories, normalize)
     # Results after a misplaced reset have no meaning, and must not pass unseen.
     return chunks.mask_with_nan(after, y, misplaced)

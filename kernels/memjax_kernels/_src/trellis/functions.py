@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from memjax_kernels._src.trellis.state import Rule, TrellisTokens
+from memjax_kernels._src.common.products import EXACT, Multiply
 
 TrellisPhi = Literal["identity", "silu", "l2_silu", "ln_silu", "softmax"]
 TrellisActivation = Literal["ln_silu", "l2_silu", "softmax"]
@@ -136,30 +136,14 @@ def _softmax(z, over):
 
 
 def bounded(
-    k: Float[Array, "*B C K"], gamma: Float32[Array, "*B C"]
+    k: Float[Array, "*B C K"], gamma: Float32[Array, "*B C"], multiply: Multiply = EXACT
 ) -> Float32[Array, "*B C"]:
     """gamma' of a chunk."""
     k = k.astype(jnp.float32)
-    alike = jnp.einsum("...tk,...sk->...ts", k, k) ** 2
+    alike = multiply(k, k, "nt") ** 2
     left = 1 - gamma[..., None, :] * jnp.tril(alike, -1)
     # Where nothing is left the factor is `LEAST`, with the gradient of `left`.
     nothing = LEAST + (left - jax.lax.stop_gradient(left))
     left = jnp.where(left > LEAST, left, nothing)
     # A product as a sum of logs, whose gradient is a product with ones.
     return gamma * jnp.exp(jnp.log(left).sum(axis=-1))
-
-
-def unit(x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """Vectors divided by their norms; zeros stay zeros."""
-    return x * jax.lax.rsqrt(keep_axis(jnp.sum, x * x) + EPS)
-
-
-def as_written(x: TrellisTokens, rule: Rule) -> TrellisTokens:
-    """The tokens [*B, C, ...] of a chunk, normalised and their steps bounded."""
-    if rule.normalize:
-        alpha = x.alpha.shape[-1] ** 0.5 * unit(x.alpha)
-        x = x._replace(v=unit(x.v), alpha=alpha)
-    if rule.bound_steps:
-        gammas = bounded(x.k, x.key_gamma), bounded(x.v, x.value_gamma)
-        x = x._replace(key_gamma=gammas[0], value_gamma=gammas[1])
-    return x

@@ -19,9 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from memjax_kernels._src.common.arguments import check_range
 from memjax_kernels._src.common.steps import open_chunk, segment
 from memjax_kernels._src.trellis import checks, chunk
-from memjax_kernels._src.trellis.functions import as_written
+from memjax_kernels._src.trellis.functions import bounded
+from memjax_kernels._src.trellis.segment import normalised
 from memjax_kernels._src.trellis.state import Rule, TrellisState, TrellisTokens
 
 
@@ -36,8 +38,10 @@ def trellis_step(
     *,
     phi: str = "l2_silu",
     activation: str = "ln_silu",
+    bound_steps: bool = False,
+    normalize: bool = False,
 ) -> tuple[TrellisState, Float[Array, "B H V"]]:
-    """One token of `trellis`; its chunk size is the state's, and steps are as given.
+    """One token of `trellis`; its chunk size is the state's.
 
     Arguments, results and errors as there, with gates [B, H] for both passes or
     [B, H, 2] for each.
@@ -46,7 +50,10 @@ def trellis_step(
     checks.check_options(size, phi, activation)
     sizes = checks.check_tokens(q, k, v, alpha, gamma, g, "B H")
     segment.check_state("state", state, checks.default(sizes, size))
-    return step(q, k, v, alpha, gamma, g, state, rule=Rule(phi, activation))
+    if bound_steps:
+        check_range("gamma", gamma, 0.0, 1.0)
+    rule = Rule(phi, activation, bound_steps, normalize)
+    return step(q, k, v, alpha, gamma, g, state, rule=rule)
 
 
 def step(
@@ -64,12 +71,21 @@ def step(
     def options(multiply):
         return chunk.Options(*rule, multiply=multiply)
 
+    def of_chunk(x, multiply):
+        if not rule.bound_steps:
+            return x
+        pairs = (x.k, x.key_gamma), (x.v, x.value_gamma)
+        keys, values = (bounded(*pair, multiply) for pair in pairs)
+        return x._replace(key_gamma=keys, value_gamma=values)
+
     def read(multiply, q, tokens, memory):
-        tokens = as_written(tokens, rule)
-        return chunk.read(q, tokens, memory, options(multiply))
+        return chunk.read(q, of_chunk(tokens, multiply), memory, options(multiply))
 
     def write(multiply, tokens, memory):
-        return chunk.write(as_written(tokens, rule), memory, options(multiply))
+        return chunk.write(of_chunk(tokens, multiply), memory, options(multiply))
+
+    if rule.normalize:
+        v, alpha = normalised(v, alpha)
 
     gates: Any = (
         *_per_pass(gamma),

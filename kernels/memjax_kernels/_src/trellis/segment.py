@@ -38,6 +38,7 @@ def in_chunks(
     state: TrellisState | None,
     reset: Bool[Array, "B T"] | None,
     empty: TrellisState,
+    normalize: bool = False,
 ) -> tuple[TrellisState, Float[Array, "B T H V"]]:
     """Runs a chunk implementation; the other arguments are those of `trellis`."""
     gamma = per_pass(gamma)
@@ -59,6 +60,9 @@ def in_chunks(
     after, y = segment.join(before, tokens, y, v.shape[1], position, **memories)
     if state is None and after.tokens is not None:
         after = dataclasses.replace(after, tokens=of_each_pass(*after.tokens))
+    if normalize and (x := after.tokens) is not None:
+        v, alpha = normalised(x.v, x.alpha)
+        after = dataclasses.replace(after, tokens=x._replace(v=v, alpha=alpha))
     return after, y
 
 
@@ -68,12 +72,18 @@ def of_each_pass(k, v, alpha, gamma, g) -> TrellisTokens:
     return TrellisTokens(k, v, alpha, *gates)
 
 
+def normalised(
+    v: Float[Array, "*B V"], alpha: Float[Array, "*B M"]
+) -> tuple[Float[Array, "*B V"], Float[Array, "*B M"]]:
+    """Values by their norms, and targets by their root mean squares."""
+    return l2_normalize(v), l2_normalize(alpha, alpha.shape[-1] ** 0.5)
+
+
 def as_written(x: Chunks, rule: Rule) -> Chunks:
     """The chunks with tokens normalised and steps bounded, as the rule asks."""
     if rule.normalize:
         q, k, v, alpha = x.tokens
-        alpha = l2_normalize(alpha, alpha.shape[-1] ** 0.5)
-        x = x._replace(tokens=(q, k, l2_normalize(v), alpha))
+        x = x._replace(tokens=(q, k, *normalised(v, alpha)))
     if not rule.bound_steps:
         return x
 
