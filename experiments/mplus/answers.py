@@ -215,3 +215,6 @@ def retention(result: Mapping[str, Any]) -> results.Rows:
             cells[f"M+ ahead by, after {distance}"] = words
         yield cells
         yield from map(models.recipe_text, method["recipes"])
+
+
+stages = results.table("mplus/stages")(retention.rows)
