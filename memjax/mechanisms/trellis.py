@@ -49,7 +49,6 @@ from memjax_kernels import (
 )
 from memjax_kernels import trellis as trellis_op
 from memjax_kernels._src.trellis.functions import apply as phi_of
-from memjax_kernels._src.trellis.state import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +190,7 @@ def step(
     """Writes one token into both memories and reads with its query."""
     slots = initialise_in_place(memory, _initial(config, params, 1))
     tokens = _tokens(config, params, q, k, v, x)
-    slots, y = trellis_step(*tokens, slots, **_rule(config)._asdict())
+    slots, y = trellis_step(*tokens, slots, **_rule(config))
     return initialised(slots), _read(config, y)
 
 
@@ -214,7 +213,7 @@ def apply(
         before,
         empty=initial,
         chunk_size=config.chunk_size,
-        **_rule(config)._asdict(),
+        **_rule(config),
         reset=reset,
         implementation=config.implementation,
     )
@@ -223,7 +222,12 @@ def apply(
 
 def _rule(config):
     """The options of the recurrence."""
-    return Rule(config.phi, config.activation, config.bounded, config.normalize_target)
+    return {
+        "phi": config.phi,
+        "activation": config.activation,
+        "bound_steps": config.bounded,
+        "normalize": config.normalize_target,
+    }
 
 
 def _read(config, y):

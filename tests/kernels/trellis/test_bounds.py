@@ -105,6 +105,6 @@ def test_a_step_above_one_cannot_be_bounded():
     given: Any = (*tokens[:4], 2 * jnp.ones((1, 4, 1)), tokens[5])
     with pytest.raises(ValueError, match=r"gamma must lie in \[0.0, 1.0\]"):
         trellis(*given, bound_steps=True)
-    one: Any = (x[:, 0] for x in given)
+    one: Any = (*(x[:, 0] for x in given), trellis_init_state(1, 1, 3, 3, 3, 4))
     with pytest.raises(ValueError, match=r"gamma must lie in \[0.0, 1.0\]"):
-        trellis_step(*one, trellis_init_state(1, 1, 3, 3, 3, 4), bound_steps=True)
+        trellis_step(*one, bound_steps=True)

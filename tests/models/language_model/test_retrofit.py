@@ -313,7 +313,7 @@ def _kept(config, params, x):
     if type(config).__name__ == "GSAConfig":
         return np.exp(module._gates(config, params, x, heads)[2][0, 0])
     if type(config).__name__ == "TrellisConfig":
-        return np.exp(module._target_and_gates(config, params, x)[2][0])
+        return np.exp(module._tokens(config, params, None, None, heads, x)[-1][0])
     if type(config).__name__ == "GLAConfig":
         return np.exp(module._log_gates(config, params, x, heads)[0][0, :, 0])
     if type(config).__name__ == "KDAConfig":
