@@ -3,6 +3,7 @@
 Claims are quoted from the abstracts; every number is read from the result files.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ Result = dict[str, Any]
     "hmt/smollm2/length",
     "hmt/smollm2/length_equal",
     "mplus/retention",
+    "mplus/stages",
 )
 def papers(*results: Result) -> Rows:
     """The claim of each paper, what was measured here, and at what size."""
-    books, recall, steps, length, equal, retention = results
+    books, recall, steps, length, equal, retention, stages = results
     saved = [f"{format_interval(x['all'])} over {k}" for k, x in books["gains"].items()]
-    methods = by_method(retention)
+    methods, staged = by_method(retention), by_method(stages)
     perplexities, runs = steps["perplexity"], recall["rows"]
     evidence = {
         "books": books,
@@ -50,11 +52,18 @@ def papers(*results: Result) -> Rows:
         "tokens": f"{length['lengths'][-1]:,}",
         "documents": len(length["documents"]),
         "distance": f"{retention['distances'][-1]:,}",
-        "right": {k: number(x["after"][-1]["accuracy"], 2) for k, x in methods.items()},
+        "right": _last_answers(methods),
+        "staged": _last_answers(staged),
+        "few": staged["M+"]["after"][-1]["questions"],
         "facts": len(retention["facts"]),
         "asked": {k: x["after"][-1]["questions"] for k, x in methods.items()},
     }
     return written(Path(__file__).with_suffix(".txt"), COLUMNS, evidence)
+
+
+def _last_answers(methods: Mapping[str, Any]) -> dict[str, str]:
+    """Shares of right answers after the longest distance."""
+    return {k: number(x["after"][-1]["accuracy"], 2) for k, x in methods.items()}
 
 
 def _at_the_longest(length: Result) -> dict[str, str]:

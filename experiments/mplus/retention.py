@@ -76,7 +76,7 @@ VALIDATION = 24
 #: Facts, which are queried after these numbers of chunks; text is enough for `MOST`.
 SAMPLES, AFTER, MOST = 96, (0, 4, 8, 16), 1024
 #: Minutes of a training and of asking a row, on a core; rows that do not read on.
-MINUTES, ASKING = 40.0, 60.0
+MINUTES, ASKING = 60.0, 60.0
 SHORT = ("full attention", "re-read", "BM25", "closed book")
 #: Facts side by side, and lengths of questions that are drawn.
 BATCH, LENGTHS = 4, 4
@@ -86,7 +86,7 @@ CHUNK, ANSWER = 512, 10
 
 @dataclasses.dataclass(frozen=True)
 class Config(options.Options):
-    """Settings; a row takes an hour on a core, a training 40 minutes: see `--plan`.
+    """Settings; a row and a training take an hour each on a core: see `--plan`.
 
     Attributes:
         only: names of rows; none is all.

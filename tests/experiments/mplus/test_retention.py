@@ -39,7 +39,7 @@ def test_the_plan_has_each_missing_training_once(tmp_path):
     (folder := config.folder("mplus", 1e-3, 2, 240)).mkdir()
     (folder / "spent.json").write_text('{"finished": true}')
     found = retention.plan(config, ("M+", "BM25"))
-    assert found == {"asking M+": retention.ASKING, "training mplus": 160}
+    assert found == {"asking M+": retention.ASKING, "training mplus": 240}
     # A quarter of the facts, ten times as far: of one seed that was not asked.
     config = dataclasses.replace(config, after=(0, 160), until=24)
     assert retention.plan(config, ("M+",))["asking M+"] == 2.5 * retention.ASKING
