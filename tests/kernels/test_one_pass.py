@@ -1,5 +1,6 @@
 """Steps of the recurrences in one kernel: the same memories and reads as in jax."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -68,7 +69,12 @@ def tokens_of(name, sizes, dtype=jnp.float32):
     elif name == "trellis":
         given = (*given, empty(slots, width, width, chunk_size=2))
     elif name == "ttt_linear":
-        given = (*given, empty(width, chunk_size=2))
+        # The empty memory is zeros, with which any product is exact.
+        weights = jnp.asarray(memory, jnp.float32)
+        given = (
+            *given,
+            dataclasses.replace(empty(width, chunk_size=2), weights=weights),
+        )
     else:
         return (*(x.astype(dtype) for x in given[:-1]), given[-1])
     return (*jax.tree.map(lambda x: x.astype(dtype), given[:-1]), given[-1])
